@@ -1,4 +1,4 @@
-"""What a stage process can be told, with its bounds checked once at the start."""
+"""A stage process's configuration, with its bounds checked once at the start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StageConfig:
     artifact: Path
     """The stage's own GGUF, made by `relayline split`."""
     name: str = ""
-    """What the stage is called in a pipeline that it joined; empty: stage-INDEX."""
+    """The stage's name in a pipeline that it joined; empty: stage-INDEX."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
     """Port to listen on; 0 lets the system choose, and the ready line tells."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
-    """What the engine is to be, as flags or the coordinator's order say it."""
+    """The engine's settings, from flags or the coordinator's order."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
     security: LinkSecurity = PLAINTEXT

@@ -1,4 +1,4 @@
-"""What a stage says of itself in every handshake."""
+"""A stage's description of itself in every handshake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageFacts:
-    """What a stage says of itself in every handshake."""
+    """A stage's description of itself in every handshake."""
 
     artifact: StageArtifact
     config: StageConfig
@@ -26,10 +26,10 @@ class StageFacts:
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
     kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
-    name: str = ""  # what its credential says which stage it is; empty without one
+    name: str = ""  # the stage name in its credential; empty without one
 
     def describe(self) -> pb.DescribeResponse:
-        """Return the answer to Describe: what the stage holds, what it can take, and what its steps cost by now."""
+        """Return the answer to Describe: the stage's layers, its limits, and the present cost of its steps."""
         artifact, config = self.artifact, self.config
         message = pb.DescribeResponse(
             protocol_version=bounds.PROTOCOL_VERSION,

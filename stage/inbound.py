@@ -80,7 +80,7 @@ class Inbound:
         return view
 
     def _take_credit(self, size_bytes: int) -> None:
-        """Hold an envelope against what its sender may have in flight, by the sender's own rule in RelayLink."""
+        """Check an envelope against its sender's bytes in flight, by the sender's own rule in RelayLink."""
         held_bytes, window_bytes = self._in_flight_bytes, bounds.BYTES_IN_FLIGHT_DEFAULT
         if held_bytes > CREDIT_REPLY_BYTES and held_bytes + size_bytes > window_bytes:
             raise ProtocolError(f"{held_bytes + size_bytes} bytes are in flight, over the credit of {window_bytes}")
@@ -115,7 +115,7 @@ class Inbound:
 
 
 def check_due(view: EnvelopeView, epoch: int, number: int) -> None:
-    """Hold an envelope against the epoch of its link, and its number against what is due there.
+    """Check an envelope against the epoch of its link, and its number against the next expected one.
 
     Raises StaleEpochError, ProtocolError.
     """
@@ -180,7 +180,7 @@ def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOp
 
 
 def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
-    """Hold a neighbour's handshake against what this stage serves. Raises HandshakeError."""
+    """Check a neighbour's handshake against this stage. Raises HandshakeError."""
     differences = [
         f"{what} {theirs} here {ours}"
         for what, theirs, ours in (

@@ -79,9 +79,10 @@ def prepare_environment() -> None:
 def load_stage(
     config: StageConfig, load: Load | None = None, like: Curves | None = None
 ) -> tuple[StageFacts, StepExecutor]:
-    """Verify and load the artifact; takes as long as the disk needs. Raises LoadStoppedError when told to stop.
+    """Verify and load the artifact; takes as long as the disk needs.
 
-    Its speed is measured, if the configuration says so, or begins as a copy of the curves that it is `like`.
+    Raises LoadStoppedError when stopped. Its speed is measured if the configuration asks for it, or starts as a copy of
+    the curves of `like`.
     """
     artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
     with attempt(config.artifact):
@@ -128,7 +129,7 @@ def _load(
         engine.keeps_state,
         name=own_name(config),
     )
-    # Beside a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
+    # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
     pads = settings.policy == "auto" and spare_lanes > 0 and not engine.keeps_state
     executor = StepExecutor(
         engine,
@@ -167,8 +168,8 @@ async def serve(
 ) -> AsyncIterator[tuple[str, StageFacts, asyncio.Future[None]]]:
     """Serve a stage inside the running loop; yields (address, facts, a future that fails if it crashes).
 
-    Entering raises what `run_stage` raises, and LoadStoppedError once `load` is stopped. Leaving raises what the stage
-    crashed with: NativeError for a step that hangs, also one that hung as the stage was to stop.
+    Entering raises the errors of `run_stage`, and LoadStoppedError once `load` is stopped. Leaving raises the stage's
+    crash: NativeError for a step that hangs, even one that hung while the stage was stopping.
     """
     async with serve_changing(config, load) as served:
         yield served.address, served.facts, served.crashed
@@ -176,7 +177,7 @@ async def serve(
 
 @contextlib.asynccontextmanager
 async def serve_changing(config: StageConfig, load: Load | None = None) -> AsyncIterator[Served]:
-    """Serve a stage whose engine may be followed by another; yields what its port leads to. Raises as `serve`."""
+    """Serve a stage whose engine may be replaced later; yields the handle of its port. Raises as `serve`."""
     load = load or Load()
     try:
         # In a thread, so that a stage that joined can go on saying that it is there.
@@ -220,7 +221,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
 
 
 def start_telemetry(facts: StageFacts) -> Telemetry:
-    """Start what the stage's configuration says of telemetry. Raises UsageError for OTEL_* that cannot be used."""
+    """Start telemetry as configured for the stage. Raises UsageError for OTEL_* that cannot be used."""
     artifact = facts.artifact
     return Telemetry.start(
         Role.STAGE,

@@ -38,7 +38,7 @@ class Upstream:
     """Whom a route takes work from, as its coordinator said."""
 
     shown_pass: str = ""
-    """What it shows; empty: nothing."""
+    """The proof it shows; empty: none."""
     name: str = ""
     """The upstream stage's name in its credential; empty: the coordinator itself, or a stage without credentials."""
 
@@ -85,7 +85,7 @@ class Route:
             raise UnauthenticatedError(f"stage {self.stage_index} takes work from {told}, not from {who}")
 
     def check_watcher(self, who: Identity | None, shown_pass: str) -> None:
-        """Raise UnauthenticatedError unless `who` uses this route: its coordinator, or what is upstream."""
+        """Raise UnauthenticatedError unless `who` uses this route: its coordinator, or its upstream stage."""
         if not hmac.compare_digest(shown_pass.encode(), self._upstream.shown_pass.encode()):
             raise UnauthenticatedError(f"stage {self.stage_index} is watched by nobody without the pass of its epoch")
         if who is not None and who != self.owner and who.name != self._upstream.name:
@@ -153,14 +153,15 @@ def check_newer(epoch: int, previous: int) -> None:
 
 
 class LeftRoutes:
-    """Routes whose epoch ended and left something: forgotten after a while, unless they are left anew until then.
+    """Routes with lanes left by an ended epoch.
 
-    Of coordinators that were killed nobody comes back, and their next process has a route of its own. So no more routes
-    are remembered than were in use when one of these was left; the oldest is forgotten first.
+    They are forgotten after a while, unless they are left again before that. A killed coordinator never returns, and
+    its next process has a new route. So no more routes are remembered than were in use when one of these was left; the
+    oldest is forgotten first.
     """
 
     def __init__(self, forget: Callable[[int], None], after_s: float = LEFT_S) -> None:
-        """`forget(route_id)` lets go of what is still left then."""
+        """`forget(route_id)` releases the lanes that are still left then."""
         self._forget, self._after_s = forget, after_s
         self._timers: dict[int, asyncio.TimerHandle] = {}  # the route left last is the last one
         self._n_in_use: dict[int, int] = {}  # routes, this one included, when it was left
@@ -177,7 +178,7 @@ class LeftRoutes:
             self._expired(oldest)
 
     def is_waiting(self, route_id: int) -> bool:
-        """Return whether what the route left is to stay for now."""
+        """Return whether the route's lanes are to stay for now."""
         return route_id in self._timers
 
     def _expired(self, route_id: int) -> None:

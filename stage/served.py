@@ -95,7 +95,7 @@ class Work:
 
 
 class Served:
-    """What a stage's port leads to."""
+    """The handle of a stage's port."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Served:
 
     @property
     def facts(self) -> StageFacts:
-        """What the engine that serves says of itself."""
+        """The description of the engine that serves."""
         return dataclasses.replace(self._work.facts, metrics_address=self.metrics_address)
 
     @property
@@ -147,10 +147,11 @@ class Served:
     # --- another engine -----------------------------------------------------------------------------------------------
 
     async def prepare(self, config: StageConfig, load: Load) -> None:
-        """Load another slice beside the one that serves. Raises what loading raises; then nothing has changed.
+        """Load another slice while the present one serves.
 
-        Its speed is not measured, for that would take from those that compute now, and be wrong: it is taken to be as
-        fast for each layer as the one that serves, and learns from its own steps.
+        Raises the errors of loading; then nothing has changed. Its speed is not measured, because that would slow the
+        serving engine, and be wrong. It starts with the serving engine's speed per layer, and learns from its own
+        steps.
         """
         await self.drop()
         now = self._work.facts
@@ -176,13 +177,13 @@ class Served:
         self._next.begin(self._guard)
 
     async def drop(self) -> None:
-        """Give back what was prepared."""
+        """Drop the prepared slice."""
         if self._next is not None:
             unused, self._next = self._next, None
             await asyncio.shield(self._ending(unused))
 
     def switch(self) -> None:
-        """Serve what was prepared; the engine before gives its memory back as its calls end. Raises InternalError."""
+        """Serve the prepared slice; the old engine frees its memory as its calls end. Raises InternalError."""
         if self._next is None:
             raise InternalError("no other engine was prepared")
         before, self._work, self._next = self._work, self._next, None

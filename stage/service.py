@@ -90,7 +90,7 @@ class StageService:
         self.runner: Runner  # set by attach, before the server starts
 
     def attach(self, runner: Runner, guard: Guard | None = None) -> None:
-        """Connect the decode thread, and the guard of the port that takes lists of what is revoked."""
+        """Connect the decode thread, and the guard of the port that takes lists of revoked credentials."""
         self.runner, self._guard = runner, guard
 
     def renamed(self, facts: StageFacts) -> None:
@@ -164,13 +164,13 @@ class StageService:
     # --- unary calls --------------------------------------------------------------------------------------------------
 
     async def describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
-        """Say what this stage holds."""
+        """Describe this stage."""
         message = self._facts.describe()
         self._executor.sessions.states.tell(message)
         return message
 
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
-        """Begin a new epoch of a route: connect downstream, and tell what its sessions still hold here."""
+        """Begin a new epoch of a route: connect downstream, and report the rows that its sessions still hold here."""
         beginning = asyncio.create_task(self._begin(request))
         try:
             held = await asyncio.shield(beginning)
@@ -242,7 +242,7 @@ class StageService:
         self._routes[request.route_id] = route
         self._observer.configured(request)
         asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
-        if held:  # the coordinator has been told of it, and needs the time to open it
+        if held:  # the coordinator knows of it, and needs the time to open it
             self._left.left(request.route_id, len(self._routes))
         self._stats.n_epochs += 1
         return held
@@ -268,7 +268,7 @@ class StageService:
             raise retold(error, f"stage {artifact.stage_index}") from error
 
     async def _end_route(self, route: Route) -> None:
-        """End an epoch; what it holds stays for a while. The caller holds the configuring lock."""
+        """End an epoch; its lanes stay for a while. The caller holds the configuring lock."""
         if self._routes.get(route.route_id) is not route:
             return
         route.end()
@@ -314,7 +314,7 @@ class StageService:
         )
 
     def gauges(self) -> Gauges:
-        """Return what this stage holds at this moment, for its metrics."""
+        """Return this stage's present state, for its metrics."""
         held = self.runner.snapshot
         tier = self._executor.sessions.states.figures()
         self._stats.tier_lookups = {"hit": tier.n_hits, "miss": tier.n_misses}
@@ -363,7 +363,7 @@ class StageService:
             if view is None or inbound.route.ended.is_set():
                 return
             self._take(inbound, view)
-            await asyncio.sleep(0)  # what a step has brought meanwhile leaves first
+            await asyncio.sleep(0)  # results of finished steps leave first
             while self.runner.snapshot.queued_frames > QUEUED_FRAMES_MAX:
                 self._stepped.clear()
                 await self._stepped.wait()
@@ -435,7 +435,7 @@ class StageService:
             route.unlisten(listener)
 
     async def watch(self, requests: Any, context: Context) -> None:
-        """Give signs of life to whoever uses a route, and end its epoch once there are none from that side."""
+        """Send signs of life to the peer of a route, and end its epoch when that peer gives none."""
         try:
             hello = await first_beat(context)
             route = self._routes.get(hello.route_id)
@@ -466,7 +466,7 @@ class StageService:
 
     async def _forget_left(self, route_id: int) -> None:
         async with self._configuring:
-            # Left anew while this waited for the lock, and told to its coordinator: then it has all of the time again.
+            # Left again while this waited for the lock, and reported to its coordinator: the time starts again.
             if not (self._is_closing or self._left.is_waiting(route_id)):
                 await self.runner.call(lambda: self._executor.forget_left(route_id))
 
@@ -483,7 +483,7 @@ class StageService:
 
 
 def handlers(current: Callable[[], StageService]) -> grpc.GenericRpcHandler:
-    """Return the generic handler of whatever service is the `current` one when a call begins."""
+    """Return the generic handler of the service that is `current` when a call begins."""
 
     def unary(name: str, kind: Any) -> Any:
         async def call(request: Any, context: Context) -> Any:

@@ -1,7 +1,7 @@
 """Gets this stage's artifact onto this machine: seen on a shared path, found in the cache, or fetched.
 
-A fetch goes on where the last attempt ended, whatever ended it. What must not go on for ever has a bound: attempts that
-bring no byte, and files that come damaged.
+A fetch resumes where the last attempt ended, whatever ended it. Attempts without a single byte, and downloads of
+damaged files, are bounded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Source(Protocol):
 
 
 async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
-    """Return the path of the member's artifact, whole and checked, with pipeline.json beside it.
+    """Return the path of the member's artifact, complete and checked, with pipeline.json next to it.
 
-    Raises ArtifactError when it keeps coming damaged or the coordinator has none, StartError when the disk cannot take
+    Raises ArtifactError if it keeps arriving damaged or the coordinator has none, StartError if the disk cannot take
     it, ProtocolError for an order that names no artifact, the loss of the coordinator while bytes are missing, and
     LoadStoppedError once the load is stopped while a file is read.
     """

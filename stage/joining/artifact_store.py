@@ -1,8 +1,8 @@
 """Fetched artifacts on this machine's disk, one directory per content: `CACHE/SHA256/{FILE, pipeline.json}`.
 
-A file stands under its final name only when all its bytes are there and hash to what they should; until then it is
-`FILE.partial`, from which a later attempt goes on. A finished directory can be given to `relayline stage --artifact`.
-Nothing is ever removed by itself, because only its user knows which models come back: `relayline cache --clear` does.
+A file gets its final name only when it is complete and its hash is right. Until then it is `FILE.partial`, from which a
+later attempt resumes. A finished directory can be given to `relayline stage --artifact`. Nothing is removed
+automatically, because only the user knows which models are needed again; `relayline cache --clear` removes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relayline.wire.common.errors import ArtifactError, ProtocolError, StartErro
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
-DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free beside an artifact, for logs and whatever else lives on that disk
+DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free besides the artifact, for logs and the disk's other uses
 READ_BYTES = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +81,7 @@ class Slot:
         return True
 
     def check_space(self) -> None:
-        """Raise StartError unless what is still missing fits the disk."""
+        """Raise StartError unless the missing bytes fit the disk."""
         missing_bytes = self.artifact.size_bytes - self.partial_bytes()
         free_bytes = shutil.disk_usage(self.directory).free
         if missing_bytes + DISK_RESERVE_BYTES > free_bytes:
@@ -103,7 +103,7 @@ class Writer:
     """Appends to a slot's partial file and keeps its hash. Blocks; call it in a thread."""
 
     def __init__(self, slot: Slot, load: Load) -> None:
-        """Open the partial file and hash what is already there; one that is too long begins anew."""
+        """Open the partial file and hash its present bytes; one that is too long starts from zero."""
         self._slot = slot
         self._digest = hashlib.sha256()
         self._file = slot.partial.open("a+b")
@@ -148,7 +148,7 @@ class Writer:
         remember_sha256(slot.path, slot.path.stat(), slot.artifact.sha256)
 
     def close(self) -> None:
-        """Close the file; what is in it stays for the next attempt."""
+        """Close the file; its bytes stay for the next attempt."""
         try:
             self._file.close()
         except OSError as error:
@@ -177,7 +177,7 @@ class Cached:
 
 
 def cached(cache: Path) -> list[Cached]:
-    """Return what the cache holds, the one used longest ago first."""
+    """Return the cache's entries, the least recently used first."""
     found = []
     for directory in cache.iterdir() if cache.is_dir() else ():
         if not _SHA256.fullmatch(directory.name):

@@ -1,4 +1,4 @@
-"""Planned changes of a member's layers: the next slice is got and loaded beside the one that serves, then taken up."""
+"""Planned changes of a member's layers: the next slice is fetched and loaded while the old one serves, then takes over."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NextSlice:
 
 
 class LayerChanges:
-    """Does what a membership's further orders say, for as long as one engine's port is open. Event loop only."""
+    """Carries out the later orders of a membership, for as long as one engine's port is open. Event loop only."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class LayerChanges:
         self._ready: pb.JoinResponse | None = None  # the order that can be switched to
 
     async def next_switch(self, member: Member) -> pb.JoinResponse:
-        """Follow the orders of a membership until one changed what is served; returns the order that holds now.
+        """Follow the orders of a membership until one changed the served layers; returns the order in force.
 
-        Raises StaleEpochError where a switch is ordered to what was never prepared: the stage has to join anew.
+        Raises StaleEpochError for a switch to a slice that was never prepared: the stage has to join again.
         """
         while True:
             order = await member.changes.get()
@@ -85,7 +85,7 @@ class LayerChanges:
         return order
 
     async def drop(self) -> None:
-        """Give back what was prepared, or is just being prepared."""
+        """Drop the prepared slice, or the one being prepared."""
         self._ready = None
         if self._preparing is not None:
             await end_task(self._preparing)

@@ -173,7 +173,7 @@ async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str)
 
 
 def introduction(name: str, process_id: str) -> pb.StageHello:
-    """Return what this process says of itself and its host."""
+    """Return the facts of this process and its host."""
     try:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What a stage that joins knows beforehand: its name, where the coordinator is, and where it may keep its artifact."""
+"""The configuration of a joining stage: its name, where the coordinator is, and where it may keep its artifact."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class JoinConfig:
 
 
 def facing(address: str) -> str:
-    """Return this machine's own address on the way to host:port: what a connection there would come from."""
+    """Return this machine's own address on the route to host:port: the source address of a connection there."""
     host, port = host_of(address), int(address.rpartition(":")[2])
     if is_loopback(host) and not _is_ip(host):
         return "127.0.0.1"

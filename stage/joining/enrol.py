@@ -88,7 +88,7 @@ class Joined:
     directory: Path
     """What `--tls` takes."""
     file: JoinedFile
-    """What is known of it."""
+    """The facts known of it."""
 
 
 def memberships(root: Path) -> list[Joined]:
@@ -105,9 +105,9 @@ def memberships(root: Path) -> list[Joined]:
 def enrol(host: str, port: int, token: JoinToken, root: Path, advertise: str = "") -> Joined:
     """Return this host's credentials for the stage that `token` names, from the coordinator at host:port.
 
-    What is there already for this token is taken as it is. Raises UnauthenticatedError for a token or a coordinator
-    that is not right, StageLostError where it cannot be reached, HandshakeError for clocks too far apart, ProtocolError
-    for something else at that port, and OSError for a disk that cannot be written.
+    Existing credentials for this token are used as they are. Raises UnauthenticatedError for a wrong token or
+    coordinator, StageLostError where it cannot be reached, HandshakeError for clocks too far apart, ProtocolError for
+    another service at that port, and OSError for a disk that cannot be written.
     """
     directory = root / f"{token.name}-{token.fingerprint.hex()[:8]}"
     known = next((one for one in memberships(root) if one.directory == directory), None)
@@ -134,9 +134,9 @@ def enrol(host: str, port: int, token: JoinToken, root: Path, advertise: str = "
 
 
 def renewed(known: Joined, host: str, port: int, advertise: str = "") -> Joined:
-    """Return a membership with a certificate that is good for some time and for the address that this host has now.
+    """Return a membership with a certificate that is valid for some time and for this host's present address.
 
-    Where the coordinator cannot be asked, what is there has to do; a warning says so if it will not for long.
+    If the coordinator cannot be asked, the existing one must do; a warning is logged if it expires soon.
     """
     directory = known.directory
     cert = read_certificate(directory / CERT_FILE)
@@ -188,7 +188,7 @@ class _Client:
         return persistently(lambda: self._read_enrolled(self._exchange(self._verifying(), msgspec.json.encode(asked))))
 
     def _exchange(self, context: ssl.SSLContext, body: bytes | None = None) -> tuple[int, bytes]:
-        """Make one call over a connection of its own: a POST where there is a body. Returns status and answer."""
+        """Make one call over its own connection: a POST if there is a body. Returns status and answer."""
         link = http.client.HTTPSConnection(self._host, self._port, context=context, timeout=bounds.ENROL_ANSWER_S)
         try:
             self._connect(link)
@@ -240,7 +240,7 @@ class _Client:
 
     def _verifying(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # the CA and the role say who answers, under whatever name it was found
+        context.check_hostname = False  # the CA and the role identify the peer, under any name
         context.load_verify_locations(cadata=self._welcome.ca)
         return context
 
@@ -273,7 +273,7 @@ class _Client:
 
 
 def persistently(work: Callable[[], T]) -> T:
-    """Do work again while its connection is lost on the way. Raises what it raises in the end."""
+    """Repeat work while its connection is lost on the way. Raises its last error."""
     delay_s = RETRY_FIRST_S
     for _ in range(ATTEMPTS_MAX - 1):
         try:
@@ -286,7 +286,7 @@ def persistently(work: Callable[[], T]) -> T:
 
 
 def _trusting_nobody() -> ssl.SSLContext:
-    """Return a context for reading what everybody may know and what is checked against the token's fingerprint."""
+    """Return a context for reading public data that is then checked against the token's fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

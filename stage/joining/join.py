@@ -55,9 +55,8 @@ Adapt = Callable[[StageConfig, pb.JoinResponse], StageConfig]
 def run_joined(config: JoinConfig, on_ready: OnReady, adapt: Adapt = lambda config, order: config) -> None:
     """Join, serve and rejoin until SIGINT or SIGTERM.
 
-    `on_ready(address, facts)` is called for every engine that begins to serve. `adapt` may change the configuration
-    that an order leads to, by what this process was told itself. Raises the coordinator's refusal, and what `run_stage`
-    raises.
+    `on_ready(address, facts)` is called for every engine that begins to serve. `adapt` may change the configuration of
+    an order, by this process's own flags. Raises the coordinator's refusal, and the errors of `run_stage`.
     """
     prepare_environment()
 
@@ -100,7 +99,7 @@ class JoinedStage:
             await self._leave()
 
     async def _follow(self, member: Member, stop: asyncio.Future[Any]) -> None:
-        """Do what one order says, until there is another one or this stage stops."""
+        """Carry out one order, until there is another one or this stage stops."""
         load = Load(_teller(member))
 
         def give_up(_: asyncio.Future[Any]) -> None:
@@ -147,7 +146,7 @@ class JoinedStage:
                 await changes.drop()
 
     async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
-        """Return where the artifact is; None when told to stop, or when the coordinator went away meanwhile."""
+        """Return the artifact's path; None when stopped, or when the coordinator went away meanwhile."""
         getting = asyncio.create_task(obtain(member, self._config.cache, load, always_fetch=self._config.always_fetch))
         try:
             await first_of(getting, stop, member.lost)

@@ -1,12 +1,12 @@
 """Spans of a stage: one per native batched decode, in the coordinator's trace of passes.
 
-The envelope says where a batch belongs. At stage 0 its trace context is the root of the coordinator's trace of passes,
-at every other the batch of the stage before that computed the same rows. That is the batch's parent, so that a trace
-viewer draws a pass as a diagonal through the stages, and no clock is compared for it. Where rows of several batches
-come together, the first is the parent and the others are links. Further links lead to each sampled member's request.
+The envelope tells where a batch belongs. At stage 0 its trace context is the root of the coordinator's trace of passes,
+at every other the batch of the stage before that computed the same rows. That is the batch's parent. So a trace viewer
+draws a pass as a diagonal through the stages, without any comparison of clocks. Where rows of several batches come
+together, the first is the parent and the others are links. Further links lead to each sampled member's request.
 
 A batch's ids are chosen in the decode thread, because they leave with the envelope before the event loop comes to make
-the span. What a batch is in the traces of its requests `stage.observe.request_spans` makes.
+the span. `stage.observe.request_spans` makes a batch's spans in the traces of its requests.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ GAUGES: tuple[Figure, ...] = (  # of Gauges
 TELEMETRY_GAUGES: tuple[Figure, ...] = (
     Figure(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", "level"),
 )
-HISTOGRAMS = (  # of StageStats, which keeps each in a form of its own
+HISTOGRAMS = (  # of StageStats, each in its own form
     Figure(names.METRIC_BATCH_ROWS, "Rows of a native step, padding left out", "steps_by_rows"),
     Figure(names.METRIC_BATCH_SESSIONS, "Sessions of a native step", "steps_by_sessions"),
     Figure(

@@ -61,7 +61,7 @@ class Collector(Protocol):
     """Anything that a registry asks for metrics."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they stand."""
+        """Yield the metrics with their present values."""
 
 
 class StageCollector:
@@ -75,7 +75,7 @@ class StageCollector:
         self._stage = self._info[names.LABEL_STAGE]
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they stand."""
+        """Yield the metrics with their present values."""
         info = GaugeMetricFamily(names.METRIC_BATCH_INFO, "What this stage is", labels=list(self._info))
         info.add_metric(list(self._info.values()), 1)
         yield info
@@ -117,7 +117,7 @@ class StageCollector:
 
 
 def _exemplar(found: tuple[str, int] | None, scale: float) -> Exemplar | None:
-    """Return what leads from a bucket to a second of passes; only who asks for OpenMetrics is shown it."""
+    """Return the exemplar that leads from a bucket to a second of passes; only OpenMetrics shows it."""
     if found is None:
         return None
     trace_id, wait_ns = found

@@ -65,7 +65,7 @@ class StageObserver:
         if self.telemetry.level is Level.OFF:
             return []
         if result.number or result.closed:
-            # After the sends of this step, which are the next thing that the loop will come to.
+            # After the sends of this step, which are the loop's next work.
             asyncio.get_running_loop().call_soon(self._remember, result)
         return self._summaries.step_done(result)
 

@@ -189,9 +189,10 @@ class RequestSpans:
         self._baggage: dict[tuple[int, int], dict[str, AttributeValue]] = {}
 
     def step_done(self, result: StepResult, name: str, offset_ns: int) -> None:
-        """Take note of a step, whose batch is named so. A step applies its controls first.
+        """Record a step whose batch has this name.
 
-        offset_ns: what its batch's times were moved by; only of a step whose batch is recorded.
+        A step applies its controls first. offset_ns: the clock offset applied to its batch's times; only for a step
+        whose batch is recorded.
         """
         records = self._telemetry.records(Level.BATCHES)
         for close in result.closed:

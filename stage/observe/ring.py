@@ -1,6 +1,6 @@
-"""The last native batched decodes of this stage, so that a person can look at them without any tracing backend. Pure.
+"""The last native batched decodes of this stage, for viewing without any tracing backend. Pure.
 
-An entry copies what it shows: a frame itself would keep its whole received message alive.
+An entry copies the values it shows: a frame itself would keep its whole received message alive.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Member(NamedTuple):
     upstream_wait_ns: int
 
 
-# What is kept of a frame, in one call: a Member of each would cost every step several times as much, and its named
-# tuples would stay with the garbage collector, which forgets plain tuples of numbers.
+# The kept part of a frame, in one call. A Member of each would cost every step several times as much, and its named
+# tuples would stay with the garbage collector, which ignores plain tuples of numbers.
 _KEPT = operator.attrgetter("session_id", "position", "n_rows", "is_prefill", "arrived_ns", "upstream_wait_ns")
 _SESSION = operator.itemgetter(0)
 _Kept = tuple[int, int, int, bool, int, int]
@@ -128,7 +128,7 @@ class BatchRing:
     def recent(self, session_ids: Collection[int] = (), limit: int = 0, after_step: int = 0) -> list[Entry]:
         """Return the newest `limit` batches (0: all) that hold any of these sessions (none: all), oldest first.
 
-        Only those whose number is above `after_step`: who has seen a step asks for what came after it.
+        Only those with a number above `after_step`: a caller that has seen a step asks for later ones.
         """
         wanted = frozenset(session_ids)
         found: list[Entry] = []

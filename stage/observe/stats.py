@@ -76,7 +76,7 @@ class StageStats:
             self.measured_ns += result.decode_ns
 
     def message(self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False) -> pb.StatusResponse:
-        """Return the counters in wire form; the caller adds what it knows of lanes and queues."""
+        """Return the counters in wire form; the caller adds those of lanes and queues."""
         message = pb.StatusResponse(
             steps_by_rows=dict(self.steps_by_rows),
             steps_by_sessions=dict(self.steps_by_sessions),

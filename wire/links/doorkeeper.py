@@ -1,9 +1,9 @@
-"""Watches who comes to a TLS port, because gRPC tells nobody whom it refuses.
+"""Watches the connections of a TLS port, because gRPC does not report the ones it refuses.
 
-gRPC asks for the server's certificate before each handshake. That call is used twice: a certificate that was renewed
-on disk is handed over, and the connection that has just come in is looked at. Its first bytes, peeked and left for
-gRPC, tell plaintext from TLS, and carry the word of a refused relayline client (`wire.links.refusals`). A connection
-that is gone soon after without ever having made a call was refused too, by one side or the other.
+gRPC asks for the server's certificate before each handshake. That call has two uses here: to pass on a certificate
+renewed on disk, and to look at the new connection. Its first bytes are peeked and left for gRPC. They tell plaintext
+from TLS, and carry the reason of a refused relayline client (`wire.links.refusals`). A connection that closes soon
+without a call was refused too, by one side or the other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TLS_HANDSHAKE = b"\x16"
 
 
 class Doorkeeper:
-    """Certificates of one TLS port and a watch over it. Made on the event loop; gRPC calls it on threads of its own."""
+    """Certificates of one TLS port and a watch over it. Made on the event loop; gRPC calls it on its own threads."""
 
     def __init__(self, files: tuple[Path, Path, Path], on_refused: OnRefused) -> None:
         """Take CA, certificate and key; `on_refused(host, reason)` is called on the event loop."""
@@ -180,7 +180,7 @@ def _connections(port: int) -> dict[Peer, int]:
 
 
 def _first_bytes(fd: int, timeout_s: float) -> bytes:
-    """Peek at what a connection sent first; empty if it said nothing within `timeout_s`."""
+    """Peek at the first bytes of a connection; empty if none came within `timeout_s`."""
     try:
         borrowed = socket.socket(fileno=fd)
     except OSError:

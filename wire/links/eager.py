@@ -13,9 +13,10 @@ Result = TypeVar("Result")
 
 
 class Begun(Generic[Result]):
-    """Runs a coroutine up to where it first waits; whoever awaits it runs the rest, once, and gets its result or error.
+    """Runs a coroutine up to its first wait.
 
-    Until then no task is the coroutine's own: what it does first finds no current task, and must not be cancelled.
+    Awaiting this object runs the rest, once, and gives its result or error. Until then the coroutine has no task of its
+    own: its first part finds no current task, and must not be cancelled.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:

@@ -35,7 +35,7 @@ _COPY = "copy the whole line that `relayline up` or `relayline invite` printed"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinToken:
-    """What the token of a join line says."""
+    """The content of a join line's token."""
 
     name: str
     """Name of the stage that the holder may become."""
@@ -55,7 +55,7 @@ def new_token(name: str, ca_der: bytes) -> JoinToken:
 
 
 def read_token(text: str) -> JoinToken:
-    """Return what a token says. Raises UsageError for what is none."""
+    """Return a token's content. Raises UsageError for an invalid one."""
     name, dot, code = text.strip().partition(".")
     if not dot or not NAME.fullmatch(name):
         raise UsageError(f"the token is not one of a join line; {_COPY}")
@@ -81,12 +81,12 @@ def is_ca(token: JoinToken, ca_der: bytes) -> bool:
 
 
 def digest_of(secret: bytes) -> str:
-    """Return what the coordinator keeps of a secret: its SHA-256, in hex."""
+    """Return the form in which the coordinator keeps a secret: its SHA-256, in hex."""
     return hashlib.sha256(secret).hexdigest()
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """What everybody is told."""
+    """The public answer."""
 
     ca: str
     """The CA's certificate, PEM."""
@@ -101,7 +101,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a host asks for."""
+    """A host's request."""
 
     name: str
     """Of the stage."""
@@ -116,7 +116,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Enrolled(msgspec.Struct, frozen=True):
-    """What a host gets."""
+    """A host's answer."""
 
     certificate: str
     """PEM."""
@@ -132,4 +132,4 @@ class Refusal(msgspec.Struct, frozen=True):
     error: str
     """Label of the error, see wire.common.errors."""
     message: str
-    """What is wrong and what to do, in one line."""
+    """The error in one line: what is wrong and what to do."""

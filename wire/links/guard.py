@@ -1,7 +1,6 @@
-"""Checks callers against the table of calls: by certificate, or where links are plaintext by what tokens prove.
+"""Checks callers against the table of calls: by certificate, or on plaintext links by their tokens' proofs.
 
-One guard stands before one listening port. It also ends the calls that are under way as soon as their caller's
-credential is revoked.
+One guard serves one listening port. It also ends running calls as soon as their caller's credential is revoked.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _CALLER: contextvars.ContextVar[Credential | None] = contextvars.ContextVar("rel
 
 
 def credential() -> Credential | None:
-    """Return what the caller of the call that is being handled has shown.
+    """Return the identity shown by the present call's caller.
 
-    None where links have no credentials, and of a caller whose proof names nobody: a coordinator's, or a pass.
+    None where links have no credentials, and for proofs without a name: a coordinator's, or a pass.
     """
     return _CALLER.get()
 
@@ -63,7 +62,7 @@ class Guard:
         self._watch: asyncio.Task[None] | None = None
 
     def check(self, method: str, context: Any) -> Credential | None:
-        """Return what the caller has shown, None where it names nobody. Raises CallerRefusedError."""
+        """Return the caller's identity, None if its credential has no name. Raises CallerRefusedError."""
         call = call_named(method)
         if call is None:
             raise CallerRefusedError(Reason.ROLE_WRONG, f"nobody may call {method}")
@@ -91,7 +90,7 @@ class Guard:
         return certified
 
     def _proven(self, proof: Proof, shown: str | None) -> Credential | None:
-        """Return what a caller proves with a token, None where that names nobody. Raises CallerRefusedError."""
+        """Return the identity that a caller's token proves, None if it has no name. Raises CallerRefusedError."""
         if proof in (Proof.NONE, Proof.PASS):
             return None
         if shown is None:

@@ -124,7 +124,7 @@ class Listener:
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Stands before every handler: the caller is checked, its connection is known to be good."""
+    """Runs before every handler: checks the caller, and records its connection as good."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -141,7 +141,7 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._listener.called(context.peer())
             await self._listener.refuse(reason, context)
 
-        # The one kind that reads nothing before the handler runs, whatever the caller meant to send.
+        # The one kind that reads nothing before the handler runs, whatever the caller sends.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
@@ -186,7 +186,7 @@ def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Liste
 
 
 async def _until_revoked(call: Coroutine[Any, Any, None], revoked: asyncio.Event) -> None:
-    """Let a stream's handler run until it is done or its caller is revoked. Raises what the handler raises."""
+    """Let a stream's handler run until it is done or its caller is revoked. Raises the handler's errors."""
     running, ending = asyncio.ensure_future(call), asyncio.ensure_future(revoked.wait())
     try:
         await asyncio.wait({running, ending}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,9 +11,9 @@ from collections import OrderedDict
 QUIET_NS = 60 * 1_000_000_000  # between two lines about the same host and reason
 HOSTS_MAX = 256  # hosts and reasons remembered for that; the one longest silent is forgotten first
 
-# A refused relayline client says what it was refused for: TLS itself keeps that from the refusing gRPC server. The
-# word travels where both ends can read it without having agreed on keys: in the ALPN list of one more ClientHello, or
-# as a method name in the clear. Anyone may send it, so it chooses among the texts below and does nothing else.
+# A refused relayline client reports the reason of its refusal, because TLS keeps it from the gRPC server that refused.
+# The reason travels where both ends can read it without agreed keys: in the ALPN list of one more ClientHello, or as a
+# method name in the clear. Anyone may send it, so it only chooses among the texts below.
 ALPN_PROBE = "relayline-probe"
 ALPN_REFUSED_PREFIX = "relayline-refused-"
 NOTE_PREFIX = "/relayline.v1.Refused/"
@@ -41,7 +41,7 @@ class Reason(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# What the log of the listening end says of the client.
+# The listening end's log line about the client.
 SAID_OF_CLIENT: dict[Reason, str] = {
     Reason.SERVER_CA: "it trusts another CA than the one that this end's certificate comes from",
     Reason.SERVER_EXPIRED: "this end's own certificate has expired; renew it with `relayline certs issue`",
@@ -76,9 +76,9 @@ class RefusalLog:
         self._said: OrderedDict[tuple[str, Reason], _Said] = OrderedDict()
 
     def line(self, now_ns: int, who: str, host: str, reason: Reason, detail: str = "") -> str | None:
-        """Return the line for a refusal at `now_ns` (monotonic) by `who`, None while the same was said just now.
+        """Return the line for a refusal at `now_ns` (monotonic) by `who`, None if the same line was logged just now.
 
-        `detail` is said besides and holds nothing that the refused host could choose freely.
+        `detail` is appended; the refused host must not be able to choose its text freely.
         """
         said = self._said.get((host, reason))
         if said is not None and now_ns - said.at_ns < QUIET_NS:
@@ -109,7 +109,7 @@ def peer_of(text: str) -> tuple[str, int]:
 
 
 def plain_host(host: str) -> str:
-    """Return an address as it is usually written: an IPv4 address mapped into IPv6 is IPv4, scopes are dropped."""
+    """Return an address in its usual form: an IPv4 address mapped into IPv6 is IPv4, scopes are dropped."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

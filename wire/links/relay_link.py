@@ -2,9 +2,9 @@
 
 Owned by one event loop. A stage uses it towards its downstream neighbour, the coordinator towards stage 0.
 
-Credits: the receiver says how many payload bytes may be in flight and gives bytes back once it has decoded them.
-`send` waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. While
-hardly anything is in flight an envelope goes whatever its size, or one larger than the window could never be sent.
+Credits: the receiver grants a number of payload bytes in flight, and returns bytes once it has decoded them. `send`
+waits for credit, so a slow receiver stops its sender, and that sender's sender, up to the coordinator. While almost
+nothing is in flight an envelope of any size goes; otherwise one larger than the window could never be sent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RelayLink:
         *,
         is_watched: bool = True,
     ) -> RelayLink:
-        """Connect, say who we are and wait to be accepted; `shown_pass` is what the coordinator gave out for this link.
+        """Connect, identify this end and wait to be accepted; `shown_pass` is the coordinator's pass for this link.
 
         `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
         once the other side gives no sign of life.
@@ -150,8 +150,8 @@ class RelayLink:
         self._in_flight_bytes += size_bytes
 
     def _fits(self, size_bytes: int) -> bool:
-        # A receiver may keep less than this part of the window to itself, so what is in flight need not come down to
-        # zero although everything was decoded.
+        # A receiver may keep less than this part of the window, so bytes in flight need not reach zero although
+        # everything was decoded.
         held_bytes = self._window_bytes // bounds.CREDIT_HELD_DIVISOR
         return self._in_flight_bytes <= held_bytes or self._in_flight_bytes + size_bytes <= self._window_bytes
 

@@ -1,13 +1,12 @@
-"""Which credentials are revoked: a list signed by the CA for certificates, a list of names for join tokens.
-
-Both lie beside the material that a process was started with, and are read again while it runs:
+"""Revoked credentials: a list signed by the CA for certificates, a list of names for join tokens. Both are in the
+directory of the process's own material, and are read again while it runs:
 
     crl.pem     an X.509 revocation list of the CA, as `relayline certs revoke` makes it; every process reads its own,
                 and a coordinator hands its own to every stage
     revoked     one line `stage NAME on HOST` for each time that a stage's token was revoked; only the coordinator
                 needs it, since no other process checks stages' tokens
 
-A list that cannot be read leaves what was known before as it is.
+A list that cannot be read changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOOK_S = 1.0  # between looks at the files
 
 
 class Revocations:
-    """What is revoked now. Event loop only."""
+    """The present revocations. Event loop only."""
 
     def __init__(self, security: LinkSecurity) -> None:
         """Read the lists of a process. Raises UsageError for one that is there and cannot be used."""
@@ -59,7 +58,7 @@ class Revocations:
         return self._generations[str(stage)]
 
     def look(self) -> bool:
-        """Read what has changed on disk; returns whether anything did. What cannot be read is logged."""
+        """Read lists that changed on disk; returns whether any did. Unreadable ones are logged."""
         stamps = self._now()
         if stamps == self._stamps:
             return False
@@ -71,9 +70,9 @@ class Revocations:
         return self.version != before
 
     def offer(self, crl_pem: bytes) -> bool:
-        """Take a list that a coordinator hands over; returns whether it is newer than what was known.
+        """Take a coordinator's list; returns whether it is newer than the known one.
 
-        Raises ProtocolError for what is no list of this CA.
+        Raises ProtocolError for bytes that are no list of this CA.
         """
         try:
             number, serials = read_crl(crl_pem, self._ca, "the list")
@@ -101,7 +100,7 @@ class Revocations:
             self._take(number, serials, pem)
         text = _bytes_of(self._directory / REVOKED_FILE, REVOKED_BYTES_MAX).decode(errors="replace")
         found = collections.Counter(line.strip() for line in text.splitlines())
-        if text and found != self._generations:  # a file that has gone revokes what it revoked
+        if text and found != self._generations:  # a removed file keeps its revocations in force
             self._generations = found
             self.version += 1
 
@@ -115,7 +114,7 @@ class Revocations:
 
 
 def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int]]:
-    """Return number and serials of a revocation list. Raises UsageError for what is no list of the CA in file `ca`."""
+    """Return number and serials of a revocation list. Raises UsageError if it is no list of the CA in file `ca`."""
     from cryptography import x509
 
     from relayline.wire.links.tls_material import read_certificate
@@ -137,7 +136,7 @@ def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int
 
 
 def _bytes_of(path: Path, bytes_max: int) -> bytes:
-    """Return what a file holds, empty where there is none. Raises UsageError."""
+    """Return a file's content, empty where there is none. Raises UsageError."""
     try:
         with path.open("rb") as file:
             found = file.read(bytes_max + 1)

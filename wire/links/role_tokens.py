@@ -1,11 +1,11 @@
-"""Join tokens that state a role, and what their holders show of them. Pure.
+"""Join tokens that state a role, and the proofs that their holders show. Pure.
 
     coordinator/ROOT            the coordinator's: every stage's key follows from it
     stage/NAME/HOST/KEY         a stage's: KEY = HMAC(ROOT, name, host, generation)
 
-A token itself never travels. A stage that joins shows HMAC(KEY, "join"); the coordinator shows a stage
-HMAC(KEY, "coordinator") of that stage's key. So what one stage is shown opens no other stage, and no stage can make
-what another one shows. Who revokes a stage's token raises the generation of its name and host: its key is then another.
+A token itself never travels. A stage that joins shows HMAC(KEY, "join"); the coordinator shows a stage HMAC(KEY,
+"coordinator") of that stage's key. So a proof shown to one stage opens no other stage, and no stage can make another
+one's proof. Revoking a stage's token raises the generation of its name and host, which changes its key.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def new_root() -> str:
 
 
 def read(text: str) -> RoleToken | None:
-    """Return what a token says, None for one that says no role."""
+    """Return a token's role and holder, None for one that states no role."""
     role, *parts = text.split(_SEPARATOR)
     if role == Role.COORDINATOR.value and len(parts) == 1 and parts[0]:
         return RoleToken(Role.COORDINATOR, parts[0])
@@ -58,7 +58,7 @@ def token_for(root: str, stage: Identity, generation: int) -> str:
 
 
 def join_proof(token: RoleToken) -> str:
-    """Return what a stage shows when it joins."""
+    """Return a joining stage's proof."""
     assert token.identity is not None
     return _SEPARATOR.join((Role.STAGE.value, token.identity.name, token.identity.host, _mac(token.key, "join")))
 
@@ -73,7 +73,7 @@ def joined_identity(root: str, shown: str, generation: Generation) -> Identity |
 
 
 def coordinator_proof(root: str, stage: Identity, generation: int) -> str:
-    """Return what the coordinator with the token `root` shows to a stage."""
+    """Return the proof that the coordinator with the token `root` shows to a stage."""
     return _coordinator_shows(_stage_key(root, stage, generation))
 
 

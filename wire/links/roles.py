@@ -20,7 +20,7 @@ TAKEN_NAMES = frozenset({COORDINATOR_DIR, MONITOR_DIR})
 
 
 class Role(enum.Enum):
-    """What a credential is for."""
+    """The purpose of a credential."""
 
     COORDINATOR = "coordinator"
     STAGE = "stage"
@@ -30,7 +30,7 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """What a credential says of its holder. A renewed credential states the same."""
+    """The holder that a credential states. A renewed credential states the same."""
 
     role: Role
     host: str
@@ -85,7 +85,7 @@ def identity_among(uris: Sequence[str]) -> Identity | None:
 
 
 class Proof(enum.Enum):
-    """What a caller shows on a plaintext link between ends that have join tokens."""
+    """A caller's proof on a plaintext link between ends that have join tokens."""
 
     NONE = "none"
     COORDINATOR = "coordinator"
@@ -103,9 +103,9 @@ class Call:
     roles: frozenset[Role]
     """Roles that a certificate may state."""
     proof: Proof
-    """What is shown where there are no certificates."""
+    """The proof where there are no certificates."""
     further: str = ""
-    """What the handler checks besides."""
+    """Further checks by the handler."""
 
 
 _COORDINATOR = frozenset({Role.COORDINATOR})

@@ -31,7 +31,7 @@ from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_connect
 
 SERVICE = "relayline.v1.StageService"
 _LABEL_KEY = "relayline-error"
-PASS_KEY = "relayline-pass"  # metadata of a Relay call: what the coordinator gave to both neighbours
+PASS_KEY = "relayline-pass"  # metadata of a Relay call: the coordinator's pass for both neighbours
 _ROUTE_KEY = "relayline-route"
 _ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -103,12 +103,12 @@ def open_channel(
     *,
     receive_bytes_max: int = bounds.ORDER_BYTES_MAX,
 ) -> grpc.aio.Channel:
-    """Open a channel as `security` says; must be called inside the running event loop.
+    """Open a channel with `security`; must be called inside the running event loop.
 
     No answer, nor a message of a stream of answers, may be longer than receive_bytes_max. With TLS both sides show
-    certificates and the server's must carry the host of `address`. With a token every call carries what it proves to
-    `to` (see LinkSecurity.shown_to), nothing where `to` is None. Raises UsageError when plaintext would leave this
-    machine unasked, or the TLS material cannot be read.
+    certificates and the server's must carry the host of `address`. With a token every call carries its proof for `to`
+    (see LinkSecurity.shown_to), none where `to` is None. Raises UsageError when plaintext would leave this machine
+    without permission, or the TLS material cannot be read.
     """
     check_connect(address, security)
     options = (*CHANNEL_OPTIONS, receive_limit(receive_bytes_max))
@@ -163,7 +163,7 @@ def serialize(message: Any) -> bytes:
 
 
 def parser(message_type: type[Any], bytes_max: int = bounds.UNARY_BYTES_MAX) -> Callable[[bytes], Any]:
-    """Return a deserializer for gRPC that raises ProtocolError; behind a `Listener` callers are told."""
+    """Return a deserializer for gRPC that raises ProtocolError; behind a `Listener` callers get the error."""
 
     def parse(data: bytes) -> Any:
         return messages.read(message_type, data, message_type.DESCRIPTOR.name, bytes_max=bytes_max)

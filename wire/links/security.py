@@ -1,7 +1,8 @@
-"""Who may talk on a link: TLS material, the join token, and the rule that nothing leaves this machine in the clear.
+"""The security of links: TLS material, the join token, and the rule that nothing leaves this machine in the clear.
 
 `LinkSecurity` is made once at the start of a process (`load_security`) and passed down to every channel and port.
-Material is named by path and read when a channel or port is opened, so a renewed certificate is taken up by itself.
+Material is named by path and read when a channel or port is opened, so a renewed certificate takes effect without a
+restart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ log = logging.getLogger("relayline.security")
 
 CA_FILE, CERT_FILE, KEY_FILE, TOKEN_FILE = "ca.pem", "cert.pem", "key.pem", "token"
 TOKEN_VARIABLE = "RELAYLINE_TOKEN"
-TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = 16, 512  # shorter can be guessed; longer does not fit metadata beside error texts
+TOKEN_CHARS_MIN, TOKEN_CHARS_MAX = (
+    16,
+    512,
+)  # shorter can be guessed; longer does not fit metadata together with error texts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +39,9 @@ class LinkSecurity:
     key: Path | None = None
     """Private key of `cert` (PEM, without passphrase)."""
     token: str = dataclasses.field(default="", repr=False)
-    """Join token, see wire.links.role_tokens: what it proves is shown to the other end, and demanded of callers. Empty
-    shows and demands nothing."""
+    """Join token, see wire.links.role_tokens: its proof is shown to the other end, and demanded of callers. Empty shows
+    and demands nothing.
+    """
     insecure: bool = False
     """Whether plaintext may leave this machine (--insecure)."""
     token_file: Path | None = dataclasses.field(default=None, compare=False)
@@ -64,15 +69,15 @@ class LinkSecurity:
 
     @property
     def directory(self) -> Path | None:
-        """Where lists of what is revoked lie: beside the certificate, else beside the token; None for nowhere."""
+        """Where lists of revoked credentials are: next to the certificate, else next to the token; None for nowhere."""
         beside = self.cert or self.token_file
         return beside.parent if beside is not None else None
 
     @property
     def identity(self) -> Identity | None:
-        """What this process's own credential states; None without one, and for a coordinator's token.
+        """The identity in this process's own credential; None without one, and for a coordinator's token.
 
-        Raises UsageError for a certificate that states nothing.
+        Raises UsageError for a certificate that states none.
         """
         if self.cert is not None:
             from relayline.wire.links.tls_material import (
@@ -84,10 +89,10 @@ class LinkSecurity:
         return token.identity if token is not None else None
 
     def shown_to(self, peer: Identity | Role | None, generation: int = 0) -> tuple[tuple[str, str], ...]:
-        """Return the metadata that proves to `peer` what this process is: `authorization: Bearer ...`, or nothing.
+        """Return the metadata that proves this process's identity to `peer`: `authorization: Bearer ...`, or nothing.
 
-        A stage shows itself to a coordinator only (give its role), the coordinator to the stage that it names;
-        `generation` is how often that stage's token was revoked.
+        A stage identifies itself only to a coordinator (give its role), the coordinator to the stage that it names.
+        `generation` counts the revocations of that stage's token.
         """
         if not self.token or peer is None:
             return ()

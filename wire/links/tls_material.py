@@ -38,7 +38,7 @@ class Material:
 
 
 def read_material(ca: Path, cert: Path, key: Path) -> Material:
-    """Return the files' bytes as they are now. Raises UsageError when one is missing or cannot be read."""
+    """Return the files' present bytes. Raises UsageError when one is missing or cannot be read."""
     return Material(_read(ca), _read(cert), _read(key))
 
 
@@ -84,7 +84,7 @@ def check_pair(cert: Path, key: Path, now: datetime.datetime | None = None) -> N
 
 
 def first_fault(ca: Path, cert: Path) -> Reason | None:
-    """Return for which fault of its own a client with this material is refused, None if there is none to see here."""
+    """Return the fault of its own for which a client with this material is refused, None if none shows here."""
     try:
         authorities, own = _certificates(_read(ca), ca), read_certificate(cert)
     except UsageError:
@@ -117,7 +117,7 @@ def canonical_name(host: str) -> str:
 
 
 def names_of(cert: x509.Certificate) -> list[str]:
-    """Return the DNS names and IP addresses that a certificate stands for, its role left out."""
+    """Return the DNS names and IP addresses of a certificate, without its role."""
     try:
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -135,7 +135,7 @@ def identity_of(cert: x509.Certificate) -> Identity | None:
 
 
 def credential_of(pem: bytes) -> Credential:
-    """Return what a caller's certificate states, nothing for one that cannot be read."""
+    """Return the identity in a caller's certificate, none for one that cannot be read."""
     try:
         cert = x509.load_pem_x509_certificate(pem)
         return Credential(identity_of(cert), cert.serial_number)
@@ -153,7 +153,7 @@ def credential_of_der(der: bytes) -> Credential:
 
 
 def own_identity(path: Path) -> Identity:
-    """Return what this process's certificate states. Raises UsageError where it states nothing."""
+    """Return the identity in this process's certificate. Raises UsageError where it states none."""
     found = identity_of(read_certificate(path))
     if found is None:
         raise UsageError(

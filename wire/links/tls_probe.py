@@ -1,7 +1,7 @@
-"""Asks a peer by a TLS handshake of its own what is wrong between it and us. Blocking; for a thread.
+"""Asks a peer, by a separate TLS handshake, what is wrong with the link between it and us.
 
-Every connection it makes names itself in the ALPN list, so that the other end's watch (`wire.links.doorkeeper`) can
-tell it from a client that was refused.
+Blocking; for a thread. Every connection names itself in the ALPN list, so that the other end's watch
+(`wire.links.doorkeeper`) can tell it from a refused client.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PAC
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe found."""
+    """A probe's finding."""
 
     reason: Reason
     cert_der: bytes = b""

@@ -45,7 +45,7 @@ def server_context(
 
 
 def credential_of_peer(peercert: dict[str, Any] | None) -> Credential:
-    """Return what a client's certificate states, as SSLObject.getpeercert() tells it."""
+    """Return the identity in a client's certificate, given as SSLObject.getpeercert() returns it."""
     if not peercert:
         return Credential(None, 0)
     uris = [value for kind, value in peercert.get("subjectAltName", ()) if kind == "URI"]

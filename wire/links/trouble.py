@@ -1,7 +1,7 @@
-"""Finds out why a link could not be made, when gRPC only says that the socket closed.
+"""Finds out why a link could not be made, when gRPC only reports that the socket closed.
 
 A short probe with the standard library's TLS asks the peer again and reads the true reason off the handshake. It runs
-only after a link has failed, never in the way of one that works, and tells the other end what it found.
+only after a link has failed, never in the way of a working one. It reports its finding to the other end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def explained(
 
 
 def retold(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
-    """Log that `who` gets no link, and return the error for whoever asked `who` to make it."""
+    """Log that `who` gets no link, and return the error for the caller that asked `who` to make it."""
     log.warning("%s gets no link to its neighbour: %s", who, error.message)
     return UnauthenticatedError(f"{who} gets no link to its neighbour: {error.message}")
 

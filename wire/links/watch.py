@@ -1,10 +1,10 @@
 """Notices within seconds that a peer hangs: stopped, swapped out, on a laptop whose lid was closed, behind a cut cable.
 
 A process that hangs keeps its connections, since the kernel goes on acknowledging what is sent to it. gRPC's own pings
-notice that, but they wait in line behind the data of their connection. Over a slow link an envelope, or an artifact
-that is being fetched, holds them up for many seconds: a ping timeout short enough to be of use would cut links that
-only work hard. So signs of life have a connection of their own. Both ends send one every BEAT_EVERY_S from their event
-loops, which go on while a native step runs, and take the other end for lost after LOST_AFTER_S of silence.
+notice that, but they wait behind the data of their connection. Over a slow link an envelope, or an artifact that is
+being fetched, delays them for many seconds. A ping timeout short enough to be useful would cut links that are only
+busy. So signs of life have a separate connection. Both ends send one every BEAT_EVERY_S from their event loops, which
+go on while a native step runs, and treat the other end as lost after LOST_AFTER_S of silence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def until_silent(silence: Silence) -> None:
 
 
 async def beat(write: Callable[[Any], Awaitable[Any]], message: Any = BEAT) -> None:
-    """Send `message` as a sign of life for ever. Raises whatever `write` does."""
+    """Send `message` as a sign of life forever. Raises the errors of `write`."""
     while True:
         await asyncio.sleep(bounds.BEAT_EVERY_S)
         await write(message)
@@ -65,7 +65,7 @@ async def first_beat(context: Any) -> pb.WatchRequest:
 async def answer(context: Any, silence: Silence) -> bool:
     """Do the server's part of a Watch call whose first request has been read; returns whether the caller went silent.
 
-    False: it has ended the call, or its connection is gone, which the streams beside this one notice by themselves.
+    False: it has ended the call, or its connection is gone, which the other streams of that caller notice themselves.
     """
 
     async def read() -> None:
@@ -83,7 +83,7 @@ async def answer(context: Any, silence: Silence) -> bool:
 
 
 class Watch:
-    """The calling end: watches the peer at one address for as long as it is not closed. Event loop only."""
+    """The calling end: watches the peer at one address until it is closed. Event loop only."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Watch:
         who: str = "",
         on_heard: OnHeard = lambda: None,
     ) -> None:
-        """`route` (id, epoch) is what the peer ends should this end go silent.
+        """`route` (id, epoch) is the route that the peer ends if this end goes silent.
 
-        `shown_pass` is what the coordinator gave out for that route. `on_silent` is called at most once, `on_heard` at
-        every sign of life. `who` names the peer in the loss. Raises UsageError when `security` does not allow a link to
+        `shown_pass` is the coordinator's pass for that route. `on_silent` is called at most once, `on_heard` at every
+        sign of life. `who` names the peer in the loss. Raises UsageError when `security` does not allow a link to
         `address`.
         """
         self._who = who or address

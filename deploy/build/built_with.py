@@ -1,8 +1,8 @@
-"""Says whether the installed llama.cpp was built with the kernels that are asked for, from the files that lie here.
+"""Checks whether the installed llama.cpp was built with the requested kernels, from the files in this folder.
 
     python built_with.py "CMAKE_ARGS of the build"
 
-Exit code 0 if so; else 1, and one line that says what is different. pip's cache knows a wheel by its version alone, and
+Exit code 0 if so; otherwise 1, and one line with the difference. pip's cache knows a wheel by its version alone, and
 may have one from before these files changed. Standard library only.
 """
 
@@ -36,7 +36,7 @@ def told(kernels: str) -> str:
 
 
 def trouble(mark: Path, kernels: str) -> str:
-    """Return what is wrong with the wheel that left this mark; empty if nothing is."""
+    """Return the difference of the wheel that left this mark; empty if there is none."""
     if not mark.is_file():
         return "the installed llama.cpp was not built by this tree"
     found, wanted = mark.read_text().splitlines(), told(kernels).splitlines()

@@ -1,8 +1,8 @@
-"""What `make check-native` runs: the C extensions with AddressSanitizer and UBSan, through table tests and a fuzz.
+"""The program of `make check-native`: the C extensions with AddressSanitizer and UBSan, through table tests and a fuzz.
 
-It builds the extensions that pyproject.toml lists into a folder of their own, beside what is installed. The same file
-then runs as the child: with the sanitizers' library loaded first, which the interpreter does not have, and with those
-extensions in place of the installed ones. --seed and --seconds go to the fuzz.
+It builds the extensions that pyproject.toml lists into a separate folder. The same file then runs as the child: with
+the sanitizers' library loaded first, which the interpreter does not do, and with those extensions in place of the
+installed ones. --seed and --seconds go to the fuzz.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def build() -> None:
 
 
 def sanitizer_library() -> str:
-    """Return the library that has to be loaded before the interpreter, empty where the compiler links it by itself."""
+    """Return the library that must be loaded before the interpreter, empty where the compiler links it itself."""
     names = ("libasan.so", "libclang_rt.asan-x86_64.so", "libclang_rt.asan-aarch64.so", "libclang_rt.asan.so")
     for name in names:
         said = subprocess.run([*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
         path = Path(said.stdout.strip())
         if path.is_absolute() and path.exists():
-            # What a linker script of that name stands for.
+            # The file that a linker script of that name refers to.
             real = re.search(r"/\S+\.so[.\d]*", path.read_text()) if path.stat().st_size < 4_096 else None
             return real[0] if real else str(path.resolve())
     sys.exit("the compiler has no AddressSanitizer library; install libasan (gcc) or compiler-rt (clang)")
@@ -102,12 +102,12 @@ def child(tool: str, arguments: list[str]) -> None:
 
 
 def run_child(tool: str, *arguments: str) -> None:
-    """Run `child` in a process of its own; ends this one where that failed."""
+    """Run `child` in a separate process; ends this one if that failed."""
     environment = os.environ | {
         "LD_PRELOAD": sanitizer_library(),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-        "PYTHONMALLOC": "malloc",  # the interpreter's own allocator would hide what lies beside an object
+        "PYTHONMALLOC": "malloc",  # the interpreter's own allocator would hide overruns of an object
         "RELAYLINE_SANITIZED": "1",
     }
     command = [sys.executable, "-X", "faulthandler", str(Path(__file__)), "--child", tool, *arguments]

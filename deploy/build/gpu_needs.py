@@ -1,9 +1,10 @@
-"""Looks at what a GPU build of llama.cpp needs before it is compiled: one line now instead of an error in some minutes.
+"""Checks the needs of a GPU build of llama.cpp before it is compiled: one line now instead of an error after some
+minutes.
 
     python gpu_needs.py '-DGGML_VULKAN=on ...'
 
-Only faults that are certain are told. What CMake finds in places that are not looked at here stays CMake's to judge:
-a build whose CMAKE_ARGS say themselves where the compiler or the headers are is let through.
+Only certain faults are reported. CMake may find things in places that are not checked here, so a build whose CMAKE_ARGS
+name the compiler or the headers is allowed.
 """
 
 from __future__ import annotations

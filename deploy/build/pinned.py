@@ -1,4 +1,4 @@
-"""Prints one dependency of pyproject.toml with its pin, so that the version stands in one place."""
+"""Prints one dependency of pyproject.toml with its pin, so that the version is stated once."""
 
 from __future__ import annotations
 

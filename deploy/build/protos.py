@@ -39,7 +39,7 @@ def layout_files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Generate, or compare with what is committed."""
+    """Generate, or compare with the committed files."""
     committed = ROOT / "wire" / "pb"
     if "--check" not in sys.argv:
         generate(committed)

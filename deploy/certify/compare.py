@@ -1,22 +1,20 @@
 """Compares two sets of logits over the same tokens and judges whether a split may be trusted. Pure.
 
-Differences are told in units of the logits' own standard deviation ("deviation" below), since a model may scale its
-logits as it likes.
+Differences are in units of the logits' own standard deviation ("deviation" below), since models scale their logits
+differently. The verdicts rest on:
 
-What the verdicts rest on:
-
-* f32 wire, one session alone. Both sides see the very same batches, so on a CPU they agree to the last bit; FLOOR
-  allows for compilers and kernels that fuse across layers. Asked of runs without a GPU only: there, kernels fuse and
-  split work differently for a part of a graph.
+* f32 wire, one session alone. Both sides see the same batches, so on a CPU they agree to the last bit; FLOOR allows for
+  compilers and kernels that fuse across layers. Required of runs without a GPU only: there, kernels fuse and split work
+  differently for a part of a graph.
 * f32 wire, sessions together. llama.cpp adds up in another order for another batch shape, a quantised model rounds its
-  activations again in every layer, and a router near a tie then picks another expert. How far that goes is measured on
-  the unsplit model itself (`Noise`), and a split may go NOISE_FACTOR times as far. The largest difference alone could
-  hide a small error everywhere behind one large flip, so mean KL divergence is held too, with the factor squared: it
-  grows with the square of the error.
-* f16 wire. Rounding to 11 bits moves logits by design, so only what a user would notice counts: a different top token.
-  A flip between two near-equal tokens means nothing; one across a margin needs two logits wrong by half of it each.
-  Granted is MARGIN (rounding alone moves logits by 0.002 to 0.004 deviations) or NOISE_FACTOR times the noise, twice
-  what two logits need; but never more than MARGIN_MAX, however restless the model.
+  activations again in every layer, and a router near a tie then picks another expert. The size of that effect is
+  measured on the unsplit model itself (`Noise`), and a split may have NOISE_FACTOR times as much. The largest
+  difference alone could hide a small error everywhere behind one large flip. So mean KL divergence is bounded too, with
+  the factor squared: it grows with the square of the error.
+* f16 wire. Rounding to 11 bits moves logits by design, so only a difference that a user would notice counts: another
+  top token. A flip between two near-equal tokens means nothing; one across a margin needs two logits wrong by half of
+  it each. Allowed is MARGIN (rounding alone moves logits by 0.002 to 0.004 deviations) or NOISE_FACTOR times the noise,
+  twice the need of two logits. It never exceeds MARGIN_MAX, for any model.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class Noise:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What a split is granted."""
+    """The differences that a split may have."""
 
     alone_relative: float | None  # f32: largest difference of sessions alone, deviations; None: as max_relative
     max_relative: float  # f32: largest difference, deviations
@@ -163,7 +161,7 @@ def compare(pairs: Sequence[tuple[Logits, Run]]) -> Comparison:
     n_rows = n_agree = 0
     variance = max_abs = kl = 0.0
     found_at: list[Disagreement] = []
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite comes out as an infinite difference
+    with np.errstate(invalid="ignore", over="ignore"):  # a value that is not finite gives an infinite difference
         for reference, run in pairs:
             n_rows += len(reference)
             variance += float(reference.astype(np.float64).var(axis=1).sum())

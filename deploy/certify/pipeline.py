@@ -44,7 +44,7 @@ class SplitConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitRuns:
-    """What a pipeline did."""
+    """A pipeline's results."""
 
     runs: tuple[Run, ...]
     """In the order of the batches' scripts."""
@@ -59,10 +59,10 @@ async def run_split(
     on_line: OnLine,
     on_token: Callable[[], None] = lambda: None,
 ) -> SplitRuns:
-    """Start the stages, run the batches one after another (a batch's scripts at once), end the stages.
+    """Start the stages, run the batches one after another (a batch's scripts together), end the stages.
 
-    Raises StartError if a stage does not start, StageLostError if one dies later (its own last words are the message),
-    and whatever a session ends with. No process is left behind, however this ends.
+    Raises StartError if a stage does not start, StageLostError if one dies later (with its own last message), and the
+    errors of sessions. No process is left behind in any case.
     """
     root = role_tokens.new_root()
     async with _stages(config, on_line, root) as stages:
@@ -171,7 +171,7 @@ def _sessions_per_step_max(described: dict[str, Any]) -> int:
 
 
 async def _all(works: Any) -> list[Run]:
-    """Run together; the first error ends the others and is raised as it is."""
+    """Run together; the first error ends the others and is raised unchanged."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))

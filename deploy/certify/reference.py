@@ -1,7 +1,7 @@
 """The unsplit side of `certify`: its own runs, its noise between batch shapes, its logits for the pipeline's tokens.
 
-The model runs in a process of its own, and is opened only while it is asked something, so that it and a pipeline never
-hold memory at the same time. Blocking; the driver calls it in a thread and `check_stop` ends it between two decodes.
+The model runs in a separate process. It is open only during a question, so that it and a pipeline never hold memory at
+the same time. Blocking; the driver calls it in a thread and `check_stop` ends it between two decodes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def served(extent: Extent, session: int, chunk_rows: int) -> list[Piece]:
 
 
 def one_after_another(extents: Sequence[Extent], chunk_rows: int, max_rows: int) -> list[Step]:
-    """Every session as it is served alone. The reference."""
+    """Every session as it is served alone: the reference."""
     return [[piece] for session, extent in enumerate(extents) for piece in served(extent, session, chunk_rows)]
 
 
@@ -65,7 +65,7 @@ def row_by_row(extents: Sequence[Extent], chunk_rows: int, max_rows: int) -> lis
 
 
 def mixed(extents: Sequence[Extent], chunk_rows: int, max_rows: int) -> list[Step]:
-    """All sessions together, each as it is served: short prompts already decode while long ones still prefill."""
+    """All sessions together, each as served: short prompts already decode while long ones still prefill."""
     queues = [served(extent, session, chunk_rows) for session, extent in enumerate(extents)]
     steps: list[Step] = []
     for together in itertools.zip_longest(*queues):
@@ -89,7 +89,7 @@ SHAPES: dict[str, Shape] = {
 
 
 class Reference:
-    """Asks the unsplit model. Keeps the logits of its own runs, which a sound split's tokens mostly repeat."""
+    """Asks the unsplit model. Keeps the logits of its own runs, because a sound split mostly repeats their tokens."""
 
     def __init__(self, config: WholeConfig, check_stop: Callable[[], None] = lambda: None) -> None:
         self.config, self._check_stop = config, check_stop
@@ -122,7 +122,7 @@ class Reference:
         return Noise(against_own(again), {name: against_own(found) for name, found in others.items()})
 
     def logits_for(self, runs: Sequence[Run]) -> list[Logits]:
-        """Return what the unsplit model gives for the tokens of each run: f32 [n_tokens, n_vocab] per run."""
+        """Return the unsplit model's logits for the tokens of each run: f32 [n_tokens, n_vocab] per run."""
         missing = {_key(run): run for run in runs if _key(run) not in self._known}
         found: dict[tuple[tuple[int, ...], int], Logits] = {}
         if missing:

@@ -1,7 +1,7 @@
-"""Decides whether a split computes what its model computes: plans the cuts, runs both sides, judges every cut.
+"""Decides whether a split computes the same as its model: plans the cuts, runs both sides, judges every cut.
 
-For each plan the model is split, the stages run as real processes behind a real pipeline, and the unsplit model is
-then given the very tokens that the pipeline produced. Stages and unsplit model are never loaded at the same time.
+For each plan the model is split, the stages run as real processes behind a real pipeline, and the unsplit model then
+gets the pipeline's own tokens. Stages and unsplit model are never loaded at the same time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from relayline.wire.settings.table import EngineSettings
 
 MAX_ROWS = 512  # of a native step on both sides; the stage's default
 
-Progress = Callable[[float, str], None]  # (share done, what is going on)
+Progress = Callable[[float, str], None]  # (share done, present activity)
 Result = TypeVar("Result")
 
 
@@ -109,8 +109,8 @@ class Report:
 def plan_cuts(facts: ModelFacts, cuts: tuple[int, ...] | None, n_stages: int | None) -> tuple[tuple[int, ...], ...]:
     """Return the pipelines to run, each as its cuts. Raises CutError or UsageError.
 
-    For all cuts that is one two-stage pipeline per legal cut. A cut that is only legal beside another one (a family
-    may forbid stages of certain lengths) comes with the first that makes it so.
+    For all cuts that is one two-stage pipeline per legal cut. Some cuts are only legal together with another one, since
+    a family may forbid stages of certain lengths. Such a cut comes with the first that makes it legal.
     """
     if cuts is not None and n_stages is not None:
         raise UsageError("give either --stages or --cuts, not both")
@@ -144,7 +144,7 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
 
 
 def disk_needed(config: CertifyConfig, facts: ModelFacts) -> str:
-    """Tell in one line what the artifacts take: per pipeline the model, and a tied embedding table once more."""
+    """Print the artifacts' size in one line: per pipeline the model, and a tied embedding table once more."""
     size_mib = (facts.file_bytes + (facts.embedding_bytes if facts.tied_embeddings else 0)) / (1 << 20)
     n_plans = len(plan_cuts(facts, config.cuts, config.n_stages))
     if config.keep is not None:
@@ -171,7 +171,7 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
 
 
 class _Certification:
-    """One run of `certify`: what its phases share."""
+    """The shared state of the phases of one `certify` run."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _Certification:
         return CutResult(plan, problem, every, alone, found.sessions_per_step_max)
 
     def _split(self, plan: tuple[int, ...], directory: Path, tell: Callable[[float], None]) -> None:
-        # No probe: a stage that cannot run shows it itself, in its own process, and is reported for what it is.
+        # No probe: a stage that cannot run fails in its own process, and its own error is reported.
         split_model(
             self.config.model,
             directory,
@@ -286,7 +286,7 @@ def _listed(plan: tuple[int, ...]) -> str:
 
 
 def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
-    """Return the flags of every stage; each gets its threads beside them."""
+    """Return the flags of every stage; each gets its threads as well."""
     # Artifacts that this process wrote a moment ago need no second look; kept ones may have been altered since.
     return (
         *arguments(config.stage_engine, lambda entry: entry.name != "n_threads"),

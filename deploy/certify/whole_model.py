@@ -146,11 +146,11 @@ class WholeModel:
 
 
 def plain_tokens(path: Path, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Return the token ids, i32 [n], that may stand in a prompt without special meaning.
+    """Return the token ids, i32 [n], that may be in a prompt without special meaning.
 
-    Control, unknown, unused and end-of-generation tokens are left out where the vocabulary marks them; a vocabulary
-    without text says nothing, so all `n_vocab` ids of the embedding table count. Reads no weights.
-    Raises ModelFileError when there are fewer than two.
+    Control, unknown, unused and end-of-generation tokens are left out where the vocabulary marks them. A vocabulary
+    without texts marks none, so all `n_vocab` ids of the embedding table count. Reads no weights. Raises ModelFileError
+    when there are fewer than two.
     """
     llama.llama_backend_init()
     model = _load(path)

@@ -1,7 +1,7 @@
-"""The unsplit model in a process of its own, since llama.cpp ends the process where an assertion of its own fails.
+"""Runs the unsplit model in a separate process, since llama.cpp ends the process when one of its assertions fails.
 
 The child reads one request after another from its input and answers each on its output: a length of 8 bytes, then one
-msgpack value. It ends when its input does, so that it never outlives `certify`.
+msgpack value. It ends with its input, so it never outlives `certify`.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def _answer(model: WholeModel | None, request: dict[str, Any]) -> dict[str, Any]
 
 def main() -> None:
     """Answer requests until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends when the one who asks does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its parent
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # a library's own output must not mix with the answers
     model: WholeModel | None = None
     answer: dict[str, Any]
     while (request := _read(sys.stdin.buffer)) is not None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 # Of the pipeline's prefill: below a tile of attention, as short prompts travel. Prompts below are shorter and longer.
 PREFILL_CHUNK_ROWS = 60
 PROMPT_ALONE = 150  # tokens: two whole chunks and a part of one
-PROMPTS_MIXED = (1, 5, 17, 40, 70)  # tokens; one needs no prefill step of its own, one needs two
+PROMPTS_MIXED = (1, 5, 17, 40, 70)  # tokens; one needs no separate prefill step, one needs two
 N_LANES = len(PROMPTS_MIXED)
 
 
@@ -32,7 +32,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What one side did with a script."""
+    """One side's results for a script."""
 
     script: Script
     tokens: tuple[int, ...]

@@ -324,7 +324,7 @@ def averaged(checkpoint: Path) -> Llama:
 
 
 def export(work: Path, path: Path) -> None:
-    """Write the averaged weights as GGUF: matrices Q8_0, norms F32, no head of its own (tied embedding)."""
+    """Write the averaged weights as GGUF: matrices Q8_0, norms F32, no separate head (tied embedding)."""
     model = averaged(work / "checkpoint.pt")
     shape = model.shape
     values = {

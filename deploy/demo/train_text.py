@@ -272,7 +272,7 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 def prepared_text(work: Path) -> tuple[dict[str, str], str]:
-    """Trained documents and held-out text; the latter is kept under `work`, beside what is known of both."""
+    """Trained documents and held-out text; the latter is kept under `work`, with facts about both."""
     work.mkdir(parents=True, exist_ok=True)
     trained, held_out = documents()
     text = heldout_text(held_out)

@@ -1,1 +1,1 @@
-"""`relayline doctor`: what this machine, a manifest's other hosts and its files lack, and what to do about each."""
+"""`relayline doctor`: checks this machine, a manifest's other hosts and its files, with a remedy for each problem."""

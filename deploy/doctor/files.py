@@ -54,9 +54,9 @@ def look_model(manifest: Manifest) -> list[Finding]:
 
 
 def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
-    """Look whether the files of a split still hold what was written. `directory` is None where none is known yet.
+    """Check that the files of a split are unchanged.
 
-    Files that look as they did when they were last hashed are read only if it is to be `deep`.
+    `directory` is None where none is known yet. Files whose status is as at their last hash are read only with `deep`.
     """
     if directory is None or not (directory / PIPELINE_NAME).exists():
         return [ok("artifacts", "the model has not been split yet; the first start does it")]

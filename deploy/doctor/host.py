@@ -1,6 +1,6 @@
-"""What this machine itself offers: Python, compiler, native libraries, memory, limits, disk, clock.
+"""This machine's own fitness: Python, compiler, native libraries, memory, limits, disk, clock.
 
-Every check is a judgement over plain facts, and a `look_` function beside it that takes the facts from the machine.
+Every check is a judgement over plain facts. A separate `look_` function reads the facts from the machine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def look_files(n_requests: int) -> list[Finding]:
 
 
 def judge_disk(path: Path, free_bytes: int, needed_bytes: int) -> Finding:
-    """Hold free disk space against what is still to be written there."""
+    """Compare free disk space with the bytes still to be written there."""
     text = f"{free_bytes / GIB:.1f} GiB free at {path}"
     if needed_bytes:
         text += f", {needed_bytes / GIB:.1f} GiB still to be written"

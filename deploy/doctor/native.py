@@ -1,6 +1,6 @@
-"""The native libraries: what llama.cpp was built with, what this CPU could do, whether steps run and extensions load.
+"""The native libraries: llama.cpp's build, this CPU's abilities, and whether steps run and extensions load.
 
-All of it in a process of its own: a library built for another CPU, or by a compiler with a fault, ends its process.
+All of it runs in a separate process: a library built for another CPU, or by a faulty compiler, ends its process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
 _LOADED = "llama.cpp was loaded"
 _OUR_SYMBOL = "relayline_kernels"  # says which they are, in builds that have relayline's kernels
-_OUR_FEATURES = {"AVX2", "FMA", "F16C"}  # what they need
+_OUR_FEATURES = {"AVX2", "FMA", "F16C"}  # their requirements
 _PROGRAM = f"""
 import ctypes, json, importlib, importlib.metadata, os, sys
 found = {{}}
@@ -152,9 +152,9 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
 
 
 def judge_kernels(kernels: str | None, *, left_out: bool, could_have: bool) -> Finding:
-    """Say which of relayline's kernels are in: their names, "" where they are off, None for a build without them.
+    """Report which of relayline's kernels are in: their names, "" where they are off, None for a build without them.
 
-    `left_out`: the build was told to do without. `could_have`: they would make steps of this build quicker.
+    `left_out`: the build was made without them on purpose. `could_have`: they would speed up steps of this build.
     """
     if kernels:
         return ok("kernels", f"relayline's are in: {kernels.replace(' ', ', ')}")

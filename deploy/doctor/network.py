@@ -1,4 +1,4 @@
-"""Ports of this machine, names and reachability of the others, and what the stages there say of themselves."""
+"""Ports of this machine, names and reachability of the other hosts, and the descriptions that stages there give."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def look_ports(manifest: Manifest, *, running: bool) -> list[Finding]:
 
 
 def look_coordinator_host(manifest: Manifest) -> list[Finding]:
-    """Look whether stages of other hosts are told a coordinator that they can reach."""
+    """Check that stages of other hosts get a coordinator address that they can reach."""
     host = manifest.spec.coordinator.host
     remote = [stage.name for stage in manifest.stages if not stage.is_local]
     if remote and is_local(host):
@@ -90,7 +90,7 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
 
 
 async def look_stage(name: str, address: str, host: str, security: LinkSecurity) -> list[Finding]:
-    """Ask a stage for its version and its clock; a stage that is not there is no finding of its own.
+    """Ask a stage for its version and its clock; an absent stage is no finding here.
 
     `host` is the one that its credential is for.
     """

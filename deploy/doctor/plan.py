@@ -1,4 +1,4 @@
-"""What a manifest will need on this machine, before anything of it exists: memory, disk, the place of its split."""
+"""A manifest's needs on this machine, before it runs: memory, disk, the place of its split."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, how it is, what was found and, unless all is well, what to do."""
+    """One line: the subject, the verdict, the finding and, unless all is well, the remedy."""
 
     check: str
-    """What was looked at, such as `memory` or `port 8080`."""
+    """The subject, such as `memory` or `port 8080`."""
     outcome: Outcome
     """How it is."""
     found: str
-    """What was found, in one line."""
+    """The finding, in one line."""
     remedy: str = ""
     """What to do; empty when there is nothing to do."""
 
@@ -58,7 +58,7 @@ class Probe:
     """Something to look at. `look` is a coroutine function, or a plain function that may block."""
 
     check: str
-    """Name of its line if it fails to come to an end."""
+    """The name of its line if it does not finish."""
     look: Callable[[], list[Finding]] | Callable[[], Awaitable[list[Finding]]]
     """Returns its findings; a RelaylineError or OSError becomes a failure."""
     timeout_s: float

@@ -1,8 +1,8 @@
-"""Which cores a stage keeps to: those of one machine's stages are divided among them, each with a share to itself.
+"""Binds each stage to cores: one machine's cores are divided among its stages, each with its own share.
 
-A stage that may run anywhere has its threads woken on cores of its neighbours, which takes an interrupt where a switch
-on its own core would do, and a native step is moved about with them. Kept to its share, a hop between two stages takes
-0.7 of the time, and streams make about 3 % more tokens (docs/results/host.md).
+The threads of an unbound stage are woken on its neighbours' cores, which takes an interrupt where a switch on its own
+core would do. A native step migrates with them. Kept to its share, a hop between two stages takes 0.7 of the time, and
+streams make about 3 % more tokens (docs/results/host.md).
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def shares(n_threads: Sequence[int]) -> list[Cores] | None:
 
 
 def in_order(places: dict[int, tuple[int, int]]) -> list[int]:
-    """Return cores by what is best kept together; `places`: their memory node, and which of its core's threads each is.
+    """Return cores in the order in which they are best kept together; `places`: their memory node, and their thread
+    number within a core.
 
-    Nodes first, since weights lie in the memory of one. Within a node the second threads of cores come after all first
-    ones: a stage that computes alone has whole cores then, and one beside others shares them, as it would anyway.
+    Nodes first, since weights are in the memory of one. Within a node all first threads of cores come before the second
+    ones. So a stage that computes alone has whole cores, and one next to others shares them, as it would anyway.
     """
     return sorted(places, key=lambda core: (*places[core], core))
 

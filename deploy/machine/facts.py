@@ -17,7 +17,7 @@ FLOPS_PROBE_SIZE = 768
 REPEATS = 3
 # Threads share a memory controller: beyond this many, more of them read hardly more.
 BANDWIDTH_THREADS_MAX = 4
-# Of what a plain sum reads and a plain matrix product computes, quantised kernels reach about so much.
+# Quantised kernels reach about this share of a plain sum's bandwidth and of a plain matrix product's arithmetic.
 READ_SHARE, FLOPS_SHARE = 0.9, 0.8
 
 

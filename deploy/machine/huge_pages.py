@@ -27,8 +27,8 @@ def environment_of(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def start_anew(arguments: Sequence[str]) -> None:
-    """Become what was started, once more, in the environment that it should have had. Returns if it has it."""
+    """Start this program once more, in the environment that it should have had. Returns if it already has it."""
     environment = environment_of(arguments, os.environ)
     if sys.executable and environment != dict(os.environ):
-        with contextlib.suppress(OSError):  # it goes on as it is
+        with contextlib.suppress(OSError):  # it continues unchanged
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -9,7 +9,7 @@ import yaml
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.text import is_string
 
-_OTHER_BREAKS = "\r\x85\u2028\u2029"  # line breaks to YAML 1.1 beside the usual one
+_OTHER_BREAKS = "\r\x85\u2028\u2029"  # further line breaks of YAML 1.1
 
 
 class BlockDumper(yaml.SafeDumper):

@@ -37,9 +37,9 @@ def check_stages(stages: Sequence[Stage], http_port: int) -> None:
 def check_layers(stages: Sequence[Stage]) -> None:
     """Raise StageError unless the given ranges can be part of one contiguous split.
 
-    `auto` and ranges may be mixed: the stages between two ranges share exactly the layers between them, at least one
-    each, and those after the last range share what the model has left. So the first range starts at 0 unless `auto`
-    stages stand before it, and neighbouring ranges touch.
+    `auto` and ranges may be mixed. The stages between two ranges share exactly the layers between them, at least one
+    each. Those after the last range share the model's remaining layers. So the first range starts at 0 unless `auto`
+    stages come before it, and neighbouring ranges touch.
     """
     end = n_auto = 0
     before = ""

@@ -21,7 +21,7 @@ VALUE_CHARS_MAX = 60  # of a wrong value that is shown
 
 
 class ManifestError(UsageError):
-    """A manifest that cannot be used. `lines` holds one complaint each, as FILE:LINE: what is wrong."""
+    """A manifest that cannot be used. `lines` holds one complaint each, as FILE:LINE: problem."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("\n".join(lines))
@@ -63,7 +63,7 @@ def _refusal(complaints: list[Complaint], name: str) -> ManifestError:
 
 
 def _identity_complaints(document: Document) -> list[Complaint]:
-    """Return what is wrong if this is no manifest of ours at all: then nothing else about it matters."""
+    """Return the problem if this is no relayline manifest at all: further checks are then pointless."""
     value = document.value
     if not isinstance(value, dict):
         return [Complaint(document.line_of(()), "a manifest is a mapping with apiVersion, kind, metadata and spec")]
@@ -136,9 +136,9 @@ def _is_echo(error: ErrorDetails) -> bool:
 
 
 def _real_path(loc: tuple[str | int, ...], value: Any, *, is_missing: bool) -> tuple[str | int, ...]:
-    """Return pydantic's location without the tags of unions, which stand for nothing in the text.
+    """Return pydantic's location without the tags of unions, which do not occur in the text.
 
-    What the text does not have stays only as the last part of something missing.
+    Keys that are missing from the text stay only as the last part.
     """
     path: list[str | int] = []
     for place, part in enumerate(loc):
@@ -180,7 +180,7 @@ def _wrong_choice(where: str, error: ErrorDetails) -> str:
 
 
 def _expected(path: tuple[str | int, ...]) -> str:
-    """Say in words what a pattern asks for."""
+    """Describe a pattern in words."""
     match path[-1] if path else "":
         case "hf":
             return "hf://org/repo/file.gguf, with @revision if not the default branch"

@@ -1,6 +1,6 @@
-"""The manifest of a pipeline: what a person writes in YAML, as frozen typed values.
+"""The manifest of a pipeline: the user's YAML as frozen typed values.
 
-`deploy.manifest.load_manifest` reads one from a file; `schema.json` beside this module is its published JSON Schema.
+`deploy.manifest.load_manifest` reads one from a file; `schema.json` in this folder is its published JSON Schema.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class Tls(Part):
     """auto: whenever a stage is not on loopback. required: always. off: never, and every process warns beyond
     loopback."""
     directory: FilePath | None = None
-    """The coordinator's directory, made by `relayline certs issue --coordinator`; those of the stages are beside it,
-    under their names. Without it the launcher makes all of them."""
+    """The coordinator's directory, made by `relayline certs issue --coordinator`; those of the stages are next to it,
+    under their names. Without it the launcher makes all of them.
+    """
 
 
 class Wire(Part):
@@ -138,7 +139,7 @@ class Batching(Part):
 
 
 class Telemetry(Part):
-    """What is recorded about requests and batches."""
+    """How much is recorded about requests and batches."""
 
     declare_settings(locals(), "telemetry")
 
@@ -215,7 +216,7 @@ class Spec(Part):
     batching: Batching = Batching()
     """How steps are formed."""
     telemetry: Telemetry = Telemetry()
-    """What is recorded."""
+    """The telemetry settings."""
     deployment: Deployment = Deployment()
     """For `relayline render`."""
 
@@ -302,7 +303,7 @@ class Manifest(Part):
 
     @property
     def engine(self) -> EngineSettings:
-        """What the engines of all stages are to be, but for what is said of each single one."""
+        """The engine settings of all stages, which a stage's own settings override."""
         return read_settings(EngineSettings, self.spec)
 
     @property
@@ -312,7 +313,7 @@ class Manifest(Part):
 
     @property
     def telemetry(self) -> TelemetrySettings:
-        """What is recorded."""
+        """The telemetry settings."""
         return read_settings(TelemetrySettings, self.spec)
 
     def listen_port(self, stage: Stage) -> int:

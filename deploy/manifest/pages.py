@@ -1,6 +1,7 @@
-"""Writes what is made from tables: the pages of settings and metrics in docs/reference, and the manifest's JSON Schema.
+"""Writes the files that are derived from tables: the pages of settings and metrics in docs/reference, and the
+manifest's JSON Schema.
 
-With --check it writes nothing and fails where one of them is not what its table says.
+With --check it writes nothing, and fails if one of them is out of date.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every part of a manifest is made of: the base class and the constrained scalars."""
+"""The building blocks of a manifest: the base class and the constrained scalars."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ Labels = dict[LabelKey, LabelValue]
 def is_local(host: str) -> bool:
     """Return whether a host of a manifest is this machine's loopback: localhost, 127.* or ::1.
 
-    Other names of this machine count as another host: the launcher starts only what is plainly local.
+    Other names of this machine count as another host: the launcher starts only plainly local ones.
     """
     return is_loopback(host)

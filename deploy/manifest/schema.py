@@ -1,4 +1,4 @@
-"""The published JSON Schema of manifests. `python -m relayline.deploy.manifest.schema` writes schema.json anew."""
+"""The published JSON Schema of manifests. `python -m relayline.deploy.manifest.schema` writes schema.json."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def declare_settings(
 
 
 def field_name(entry: Setting) -> str:
-    """Return what the key is called in Python: kvType is kv_type."""
+    """Return the key's name in Python: kvType is kv_type."""
     return _snake(entry.key)
 
 
@@ -65,7 +65,7 @@ def _tag(value: Any) -> str:
 
 
 def value_at(spec: Any, entry: Setting) -> Any:
-    """Return what a manifest's `spec` says of a setting of the whole pipeline."""
+    """Return the value in a manifest's `spec` of a setting of the whole pipeline."""
     found = spec
     for key in entry.place.split("."):
         found = getattr(found, _snake(key))
@@ -73,7 +73,7 @@ def value_at(spec: Any, entry: Setting) -> Any:
 
 
 def read_settings(table: type[Table], spec: Any) -> Table:
-    """Return what a manifest's `spec` says of a table's settings; what it says of single stages is left at default."""
+    """Return the values in a manifest's `spec` of a table's settings; settings of single stages keep their default."""
     said = {
         entry.name: entry.read(value_at(spec, entry))
         for entry in entries(table)
@@ -93,6 +93,6 @@ def parameters_of(spec: Any) -> dict[str, Any]:
 
 
 def stage_settings(table: type[Settings], stage: Any) -> dict[str, Any]:
-    """Return what a manifest says of a table's settings for one stage, by their names."""
+    """Return the values in a manifest of a table's settings for one stage, by name."""
     said = {entry: getattr(stage, field_name(entry)) for entry in entries(table) if entry.part == STAGES}
     return {entry.name: entry.read(value) for entry, value in said.items() if value is not None}

@@ -84,9 +84,10 @@ def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifes
 
 
 def with_hosts(manifest: Manifest, hosts: Sequence[str]) -> Manifest:
-    """Return the manifest with one stage on each of these hosts, in this order. Raises UsageError for what is no host.
+    """Return the manifest with one stage on each of these hosts, in this order.
 
-    A stage is called as its host is, without the domain, or stage-N where that is no name or taken.
+    Raises UsageError for an invalid host. A stage is named after its host, without the domain, or stage-N where that is
+    no valid name or already used.
     """
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
     names: list[str] = []

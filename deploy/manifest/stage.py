@@ -33,7 +33,7 @@ class Speed(Part):
     prefill_gflops: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Floating-point operations per second of a step with many rows, in 10^9 (a multiply-add counts as two)."""
     step_overhead_ms: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    """What a native step costs before its first row, in milliseconds."""
+    """The cost of a native step before its first row, in milliseconds."""
     calibration: FilePath | None = None
     """File with the output of `relayline calibrate ARTIFACT --json`, taken on this host."""
 
@@ -104,7 +104,7 @@ class Stage(Part):
 
     @property
     def kept_cores(self) -> str:
-        """The cores that it is told to keep to; empty if nobody has said which."""
+        """The cores that it is bound to; empty if none were chosen."""
         return "" if self.cores in ("auto", "any") else self.cores
 
     @property
@@ -114,7 +114,7 @@ class Stage(Part):
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """What is said of its engine alone, by the names of the settings."""
+        """Its own engine settings, by the names of the settings."""
         return stage_settings(EngineSettings, self) | {"gpu_layers": self.gpu_layers_used}
 
     @property

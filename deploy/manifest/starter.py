@@ -12,7 +12,7 @@ MEMORY_SHARE = 0.8  # of the machine, for all its stages; the rest is the system
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What the first manifest of a machine depends on."""
+    """The inputs of a machine's first manifest."""
 
     n_cores: int
     """Cores that processes started here may run on."""
@@ -24,12 +24,12 @@ class MachineFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The model to name, and what is known of it."""
+    """The model to name, and its known facts."""
 
     path: str
-    """As it is to stand in the manifest."""
+    """Its form in the manifest."""
     about: str
-    """One line for a comment: what it is, or what to do."""
+    """One line for a comment: a description, or a hint."""
 
 
 def pipeline_name(model_path: str) -> str:
@@ -40,7 +40,7 @@ def pipeline_name(model_path: str) -> str:
 
 
 def starter_text(machine: MachineFacts, model: ModelChoice, schema: str) -> str:
-    """Return the manifest's text: two stages on this machine, everything else as a comment beside its default.
+    """Return the manifest's text: two stages on this machine, everything else as a comment with its default.
 
     `schema` is where an editor finds the JSON Schema.
     """

@@ -1,7 +1,7 @@
 """YAML text to plain values with the line of each: one document, YAML 1.2's core types, everything bounded.
 
-PyYAML parses; which scalar is what is decided here, because PyYAML follows YAML 1.1, where `off` and `no` are false and
-8:30 is a number. Editors and Kubernetes read the same file as YAML 1.2, and a manifest must mean one thing.
+PyYAML parses, but the types of scalars are decided here, because PyYAML follows YAML 1.1, where `off` and `no` are
+false and 8:30 is a number. Editors and Kubernetes read the same file as YAML 1.2, and a manifest must mean one thing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Complaint:
 
 
 class TextError(Exception):
-    """A text that is no usable YAML document; every complaint stands for itself."""
+    """A text that is no usable YAML document; each complaint is complete in itself."""
 
     def __init__(self, *complaints: Complaint) -> None:
         super().__init__("; ".join(f"line {complaint.line}: {complaint.message}" for complaint in complaints))
@@ -61,7 +61,7 @@ class Document:
 
 
 def read_document(data: bytes) -> Document:
-    """Parse one YAML document. Raises TextError, and nothing else, for whatever bytes."""
+    """Parse one YAML document. Raises only TextError, for any bytes."""
     if len(data) > TEXT_BYTES_MAX:
         raise TextError(Complaint(1, f"the file has {len(data)} bytes; a manifest may have {TEXT_BYTES_MAX}"))
     try:
@@ -77,7 +77,7 @@ def read_document(data: bytes) -> Document:
 
 
 def is_string(plain: str) -> bool:
-    """Return whether unquoted text is a string here; the writer of manifests quotes what is not."""
+    """Return whether unquoted text is a string here; the writer of manifests quotes all other text."""
     return not any(kind.fullmatch(plain) for kind in (_NULL, _BOOL, _INT, _FLOAT, _SPECIAL_FLOAT))
 
 

@@ -1,8 +1,8 @@
-"""Prediction beside measurement: what GET /v1/pipeline of a running coordinator says, held against a plan.
+"""Compares prediction and measurement: GET /v1/pipeline of a running coordinator against a plan.
 
-Every stage's steps say how long steps of so many rows really took on average (`busy_ns` over all of them), and bytes
-per token follow from the payloads. Tokens per second come from the tokens generated between two looks some seconds
-apart, where as many streams ran at both, or from a file with the output of `relayline bench --json`.
+Every stage's step counters give the real average time of steps by rows (`busy_ns` over all of them), and bytes per
+token follow from the payloads. Tokens per second come from the tokens generated between two readings some seconds
+apart, with equally many streams at both. They may also come from a file with the output of `relayline bench --json`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From a manifest to the planner: the model's sizes, this machine, other hosts as they are declared, links.
-
-What is known of a host's speed, best first: a calibration file of that host, numbers declared in the manifest, a
-measurement of this very model on this machine (`relayline plan --measure`), and last an estimate from this machine's
-memory bandwidth and arithmetic. Other hosts of which nothing is said are taken to be like this machine.
+"""From a manifest to the planner: the model's sizes, this machine, other hosts as declared, links. The sources of a
+host's speed, best first: a calibration file of that host, numbers declared in the manifest, a measurement of this very
+model on this machine (`relayline plan --measure`), and last an estimate from this machine's memory bandwidth and
+arithmetic. Other hosts without any of these count as equal to this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from relayline.deploy.planning.measure import known_speed, sample_of
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 
-LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # what a hop costs on one machine is in the host's work of a step
+LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # a hop's cost on one machine is part of the host's work for a step
 GPU_BYTES_PER_S, GPU_FLOPS = 300e9, 20e12  # of a GPU of which nothing is known
 
 
@@ -54,7 +53,7 @@ def shape_of(facts: ModelFacts) -> ModelShape:
 
 
 def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
-    """Return what the manifest's pipeline has to hold; n_streams as in planner.instance.Load."""
+    """Return the load that the manifest's pipeline must hold; n_streams as in planner.instance.Load."""
     engine = manifest.engine
     gpu_layers = [stage.gpu_layers_used for stage in manifest.stages]
     return Load(
@@ -94,8 +93,8 @@ def instance_of(
 ) -> Instance:
     """Return the planning problem of a manifest.
 
-    With is_running the pipeline is up already, so this machine counts with all its memory, not with what is free now.
-    Raises UsageError for a calibration file that cannot be used.
+    With is_running the pipeline is up already, so this machine counts with all its memory, not only the free part.
+    Raises UsageError for an unusable calibration file.
     """
     threads = threads_of(manifest)
     local_memory = machine.total_memory_bytes() if is_running else machine.available_memory_bytes()
@@ -130,9 +129,10 @@ def _link(stage: Stage) -> Link:
 
 
 def _links(places: list[str], declared: list[Link]) -> list[Link]:
-    """Return the links from the coordinator round to it again; within a machine a link costs nothing to speak of.
+    """Return the links from the coordinator around and back to it; within a machine a link costs almost nothing.
 
-    The manifest says nothing of the way from the coordinator to the first stage: it is taken to be like the way back.
+    The manifest does not describe the link from the coordinator to the first stage: it counts as equal to the link
+    back.
     """
     ends = [*places, places[0]]
     between = [declared[-1], *declared]
@@ -220,7 +220,7 @@ def _bytes_per_weight(facts: ModelFacts) -> float:
 
 
 def best_for(instance: Instance) -> Best:
-    """Return the best split. Raises UsageError, with what is missing and what would help, where there is none."""
+    """Return the best split. Raises UsageError, with the shortage and its remedies, where there is none."""
     best = best_split(instance)
     if best is None:
         raise UsageError(explain(instance).text)

@@ -45,7 +45,7 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def known_speed(model: Path, *, n_threads: int, gpu_layers: int, kv_type: str, n_at_once: int = 1) -> Speed | None:
-    """Return what was measured of this model on this machine with so many threads and neighbours; None if nothing."""
+    """Return this model's measurement on this machine with this many threads and neighbours; None if there is none."""
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     try:
         stored = msgspec.json.decode(path.read_bytes(), type=_Stored)
@@ -96,13 +96,13 @@ def measure_speed(
 
 
 def slices_for(facts: ModelFacts) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (cuts, stage index) of what is worth measuring: a large and a small slice without head, and the end."""
+    """Yield (cuts, stage index) of the slices worth measuring: a large and a small one without head, and the end."""
     edges = (0, *legal_cuts(facts), facts.n_layers)
     ends = [at for at in edges[1:-1] if is_allowed(facts, at, facts.n_layers)]
     if not ends:
         yield (), 0
         return
-    last = ends[-1]  # the fewest layers beside the head
+    last = ends[-1]  # the fewest layers together with the head
     wanted = min(SLICE_SHARE * sum(facts.layer_bytes), SLICE_BYTES_MAX)
     starts = [at for at in edges if at < last and is_allowed(facts, at, last) and _leads(facts, at)]
     starts.sort(key=lambda at: abs(sum(facts.layer_bytes[at:last]) - wanted))

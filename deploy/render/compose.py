@@ -19,8 +19,8 @@ MONITOR_SOURCE = f"{TLS_SOURCE}/{MONITOR_DIR}"
 API_KEYS_SOURCE = "./api-keys"
 TAKEN = frozenset({COORDINATOR, *observability.SERVICES})
 
-# What a health check runs: the image has no curl, but Python is there in any case. A stage's port is open exactly while
-# it serves, and can be connected to without a certificate.
+# The health check's program: the image has no curl, but always Python. A stage's port is open exactly while it serves,
+# and accepts connections without a certificate.
 _HEALTHY = (
     "import http.client as h; c = h.HTTPConnection('127.0.0.1', {port}, timeout=4); "
     "c.request('GET', '{path}'); exit(c.getresponse().status != 200)"
@@ -91,8 +91,8 @@ def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
     return {
         "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu").replace("$", "$$"),
         "user": f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}",
-        # Compose copies what a file holds as `content` into the container, which it cannot where that is read-only
-        # (docker/compose#12031): so only services without such a config are.
+        # Compose copies a file's `content` into the container, but cannot where that is read-only
+        # (docker/compose#12031). So only services without such a config are read-only.
         "read_only": True if stage is not None else None,
         "tmpfs": ["/tmp"],
         "cap_drop": ["ALL"],
@@ -144,7 +144,7 @@ def _stage(pipeline: Inside, stage: Stage) -> Mapping:
     service = _base(pipeline, stage.name, stage)
     command = pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
     threads = entry_of(EngineSettings, "n_threads")
-    if stage.threads == 0:  # all stages share one machine here, and none can tell what the others take of it
+    if stage.threads == 0:  # all stages share one machine here, and none can measure the others' share
         command += [threads.flag, f"${{{threads.variable}:-0}}"]
     service |= {
         "command": command,
@@ -188,7 +188,9 @@ def _secret_mounts(pipeline: Inside, name: str) -> list[Mapping] | None:
 
 
 def _credential(pipeline: Inside, name: str) -> Mapping:
-    """Return the mount of a process's own directory: as a whole, so that what is renewed or revoked there is seen."""
+    """Return the mount of a process's own directory: the whole directory, so that renewed and revoked credentials
+    appear in it.
+    """
     source = f"{TLS_SOURCE}/{name}"
     bind = {"create_host_path": False}  # a missing one is an error, not an empty directory of root's
     return {"type": "bind", "source": source, "target": pipeline.credential_dir, "read_only": True, "bind": bind}

@@ -1,7 +1,6 @@
-"""What is the same in every rendered deployment: paths and ports inside a container, its commands, its manifest.
-
-The rendered coordinator reads a manifest of its own, in which every host is a name of the deployment and every path one
-of the container. It is never the user's file: that one's paths and hosts mean nothing there.
+"""The parts common to every rendered deployment: paths and ports inside a container, its commands, its manifest. The
+rendered coordinator reads a generated manifest, in which every host is a name of the deployment and every path one of
+the container. The paths and hosts of the user's own file have no meaning there.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Inside:
 
     @property
     def credential_files(self) -> tuple[str, ...]:
-        """What a process needs of it."""
+        """The part of it that a process needs."""
         return CREDENTIAL_FILES if self.uses_tls else CREDENTIAL_FILES[-1:]
 
     def manifest_text(self) -> str:
@@ -149,7 +148,7 @@ def check_names(manifest: Manifest, taken: frozenset[str]) -> None:
 
 
 def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
-    """Return what the renderer could not carry over or had to guess, one line each, for stderr."""
+    """Return, one line each for stderr, the settings that the renderer could not carry over or had to guess."""
     found = []
     if manifest.spec.coordinator.http.tls is not None:
         found.append(

@@ -1,7 +1,7 @@
 """Plain Kubernetes YAML: a Deployment for the coordinator, one StatefulSet per stage, and what they need.
 
-One StatefulSet per stage, of one pod each, because stages are unequal: each has resources, a device, nodes and a
-certificate of its own, and keeps its artifact in a volume of its own over restarts.
+One StatefulSet per stage, of one pod each, because stages are unequal: each has its own resources, device, nodes and
+certificate, and keeps its artifact in its own volume over restarts.
 """
 
 from __future__ import annotations

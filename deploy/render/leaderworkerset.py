@@ -1,7 +1,7 @@
 """A LeaderWorkerSet: many replicas of one pipeline. The leader is a coordinator, its workers are the stages.
 
-All workers share one pod template, so every stage asks for what the greediest one needs, and a stage is known by its
-worker index: stage-1 is the first in layer order. A stage that dies comes back and joins again, so the group is not
+All workers share one pod template, so every stage requests as much as the largest one needs, and a stage is known by
+its worker index: stage-1 is the first in layer order. A stage that dies comes back and joins again, so the group is not
 recreated for it.
 """
 
@@ -21,7 +21,7 @@ _LEADER = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 def render(manifest: Manifest) -> dict[str, str]:
     """Return the files by name, in the order in which they should be applied.
 
-    Raises UsageError where stages differ in what one pod template cannot express, and for unusable names.
+    Raises UsageError where stages differ in ways that one pod template cannot express, and for unusable names.
     """
     kubernetes.check_lengths(manifest, ["000-00"])  # NAME-REPLICA-WORKER
     _check_equal(manifest.stages)

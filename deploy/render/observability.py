@@ -1,7 +1,7 @@
-"""Jaeger, Prometheus and Grafana beside a Compose deployment, under the profile `observability`.
+"""Jaeger, Prometheus and Grafana in a Compose deployment, under the profile `observability`.
 
-`deploy/observability` holds the same three for pipelines that run as plain processes: there they share the host's
-network, here the deployment's own. A test holds their images together.
+`deploy/observability` holds the same three for pipelines of plain processes: there they share the host's network, here
+the deployment's own. A test keeps their images in step.
 """
 
 from __future__ import annotations

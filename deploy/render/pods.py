@@ -19,12 +19,12 @@ COORDINATOR = "coordinator"
 STAGE = "stage"
 PRE_STOP_S = 5  # until every node has heard that the pod takes no new requests
 SECRET_MODE = 0o440
-STAGE_FAILURES_MAX = 60  # probes, ten minutes; then it starts anew, with what it has fetched so far
+STAGE_FAILURES_MAX = 60  # probes, ten minutes; then it restarts, with the bytes fetched so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """What a stage's pod asks its node for."""
+    """The resources that a stage's pod requests from its node."""
 
     threads: int = 0
     """Cores; 0 asks for one."""
@@ -100,10 +100,10 @@ def stage_spec(
     state: Mapping | None,
     workers: Sequence[str] = (),
 ) -> Mapping:
-    """Return a stage's pod spec. `process` ends the name of its secret; without `state` a claim gives it.
+    """Return a stage's pod spec.
 
-    `workers`: names of the stages that share this template. Their secret has the files of all, and each container
-    sees those of its own worker index.
+    `process` ends the name of its secret; without `state` a claim gives its volume. `workers`: names of the stages that
+    share this template. Their secret has the files of all, and each container sees those of its own worker index.
     """
     check = {"tcpSocket": {"port": "grpc"}} if pipeline.uses_tls else {"grpc": {"port": STAGE_PORT}}
     volumes = _link_volumes(pipeline, process, workers)
@@ -115,7 +115,7 @@ def stage_spec(
         "ports": [{"name": "grpc", "containerPort": STAGE_PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
         "startupProbe": _startup(check),
         "readinessProbe": _probe(check, failures=2),
-        # A stage that joins anew, with another range, closes its ports while it fetches and loads.
+        # A stage that joins again with another range closes its ports while it fetches and loads.
         "livenessProbe": _probe(check, failures=STAGE_FAILURES_MAX),
         "resources": resources(need, pipeline.manifest.spec.deployment.gpu_resource),
     }
@@ -230,8 +230,9 @@ def worker_key(worker: str, file: str) -> str:
 
 
 def _link_volumes(pipeline: Inside, process: str, workers: Sequence[str]) -> list[Mapping]:
-    """Return the volume with a process's credential. The whole secret, where it is one process's: a list of what is
-    revoked comes into it later, and is seen without a restart."""
+    """Return the volume with a process's credential: the whole secret, if only that process uses it. A list of revoked
+    credentials may be added to the secret later, and is seen without a restart.
+    """
     files = pipeline.credential_files
     paths = {worker_key(worker, file): f"{worker}/{file}" for worker in workers for file in files}
     return [_secret_volume("tls" if pipeline.uses_tls else "join", credential_secret(pipeline, process), paths)]

@@ -1,7 +1,7 @@
-"""Rendered files onto disk: each appears whole or not at all, and nobody else's file is replaced.
+"""Writes rendered files to disk: each appears complete or not at all, and no foreign file is replaced.
 
-A directory remembers what was rendered into it, with hashes. A file that is there but is not remembered, or was edited
-since, is somebody's work: nothing is written then.
+A directory remembers its rendered files, with hashes. A file that is not remembered, or was edited since, belongs to
+the user: then nothing is written.
 """
 
 from __future__ import annotations

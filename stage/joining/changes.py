@@ -1,4 +1,4 @@
-"""Planned changes of a member's layers: the next slice is fetched and loaded while the old one serves, then takes over."""
+"""Planned changes of a member's layers: the next slice is loaded while the old one serves, then takes over."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from relayline.wire.common.phase import Phase
 
 
 def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool) -> bool:
-    """Bring a pipeline that serves to what its manifest says now. Returns False where none serves in `directory`.
+    """Bring a serving pipeline to the state of its manifest.
 
-    With `is_dry` only show what would be done, also where none runs. Raises StartError for what takes a new start.
+    Returns False where none serves in `directory`. With `is_dry` only show the changes, even where none runs. Raises
+    StartError for changes that need a restart.
     """
     state = directory.load()
     launched = Launched(directory, state) if state is not None else None

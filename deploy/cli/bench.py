@@ -1,4 +1,4 @@
-"""`relayline bench`: load a running server with streams of greedy completions and show what they got."""
+"""`relayline bench`: load a running server with streams of greedy completions and show the results."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ KINDS = ("splits", "artifacts", "downloads")
 @click.option("--unused-days", type=FloatRange(0), default=0.0, help="Only files unused for this many days.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per entry.")
 def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_days: float, as_json: bool) -> None:
-    """Show what is kept on this machine, or remove it: splits of models, artifacts that stages fetched when they
-    joined, and models of the Hugging Face hub.
+    """Show the files that relayline keeps on this machine, or remove them: splits of models, artifacts that stages
+    fetched when they joined, and models of the Hugging Face hub.
 
-    Nothing is removed by itself. Splits of pipelines that run here are left alone. Downloads, which other programs may
-    use too, are removed only where KIND says so. With --cache only the artifacts in that directory are looked at.
+    Nothing is removed automatically. Splits of pipelines that run here are left alone. Downloads, which other programs
+    may use too, are removed only if KIND names them. With --cache only the artifacts in that directory are listed.
     """
     if directory is not None and kind not in (None, "artifacts"):
         raise UsageError(f"--cache is a directory of artifacts; it has no {kind}")

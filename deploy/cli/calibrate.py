@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relayline.wire.common.curve import CostCurve
 
 BAR_COLUMNS = 24
-CLIFF = 1.3  # a row that costs so many times what it does in the next smaller measured step is named
+CLIFF = 1.3  # a step is named if its rows cost this many times as much as in the next smaller measured one
 
 
 @click.command("calibrate", short_help="Measure a stage's cost curve.")
@@ -29,11 +29,10 @@ CLIFF = 1.3  # a row that costs so many times what it does in the next smaller m
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @slice_options
 def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
-    """Measure how long native steps of ARTIFACT take, by rows and context.
+    """Measure the time of ARTIFACT's native steps, by rows and context.
 
-    Steps whose rows cost more than 1.3 times what they do in the next smaller one are named.
-
-    A stage that starts here with the same threads, lanes, context, rows and types takes over what was measured.
+    Steps whose rows cost more than 1.3 times as much as in the next smaller one are named. A stage that starts here
+    with the same threads, lanes, context, rows and types reuses the measurement.
     """
     from relayline.stage.engine.native import EngineConfig, NativeEngine
     from relayline.stage.speed.calibrate import fresh_curves
@@ -86,7 +85,7 @@ def _cliffs(curve: CostCurve) -> list[str]:
 
 
 def sizes_of(artifact: Path) -> dict[str, int]:
-    """Return the bytes of an artifact's layers and of its head (0 where it has none): what its steps read."""
+    """Return the bytes of an artifact's layers and of its head (0 where it has none), which its steps read."""
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD
 

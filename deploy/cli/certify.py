@@ -63,11 +63,11 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @log_options
 def certify_command(**given: Any) -> None:
-    """Run MODEL (a GGUF file, or the first of its shards) split and unsplit, and compare what they compute.
+    """Run MODEL (a GGUF file, or the first of its shards) split and unsplit, and compare the results.
 
     The split runs as real stage processes over the real wire: a prompt of several prefill chunks, decode steps, and a
-    batch of concurrent sessions of different lengths, all of token ids drawn from the vocabulary. The unsplit model is
-    then given the same tokens. Exit code 0 means that every cut may be trusted: with --wire f32 its logits are the
+    batch of concurrent sessions of different lengths, all of token ids drawn from the vocabulary. The unsplit model
+    then gets the same tokens. Exit code 0 means that every cut may be trusted: with --wire f32 its logits are the
     unsplit model's up to float noise (which is measured on the unsplit model itself), with f16 it prefers another token
     only where the unsplit model was undecided. Exit code 1 names the cuts that may not.
 

@@ -19,10 +19,10 @@ DIRECTORY = click.Path(path_type=Path)
 def certs_command() -> None:
     """Make the credentials that keep a pipeline's links private, show and revoke them.
 
-    `init` once, on a machine that you trust; `issue` there for every process, which says what it may do: coordinate, be
-    the stage of one name, or read metrics. Copy each process its own directory and start it with --tls DIRECTORY (or,
-    for plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine where
-    it was made.
+    `init` once, on a machine that you trust; `issue` there for every process, with its role: coordinate, be the stage
+    of one name, or read metrics. Copy each process its own directory and start it with --tls DIRECTORY (or, for
+    plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine where it was
+    made.
     """
 
 
@@ -101,12 +101,12 @@ def issue_command(
 @click.option("--monitor", is_flag=True, help="Those that read metrics.")
 @click.option("--host", default="", help="Those of this host [default: of any].")
 def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool, host: str) -> None:
-    """Revoke credentials that the CA in DIRECTORY has issued; all others go on.
+    """Revoke credentials that the CA in DIRECTORY has issued; all others stay valid.
 
     Writes crl.pem (certificates) and `revoked` (join tokens) into DIRECTORY and the directories of processes in it.
-    Running processes look for them in their --tls directory, or beside their token file, every second. It is enough to
-    bring both to the coordinator: it refuses the revoked from then on, and hands the first, which the CA has signed, to
-    every stage. Issue the process a new credential to let it in again.
+    Running processes look for them in their --tls directory, or next to their token file, every second. It is enough to
+    copy both to the coordinator: it then refuses revoked credentials, and passes the first file, which the CA has
+    signed, to every stage. Issue the process a new credential to let it in again.
     """
     from relayline.deploy.launch.certificates import CA_KEY_FILE, revoke, revoke_token
 

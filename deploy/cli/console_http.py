@@ -1,4 +1,4 @@
-"""What the commands that look at a running coordinator share: its address, and one JSON answer."""
+"""Shared by the commands that query a running coordinator: its address, and one JSON answer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def base_url(url: str) -> str:
 
 
 def key_headers(api_key: str) -> dict[str, str]:
-    """Return the headers that carry a key, none without one. Raises UsageError for what can be no key."""
+    """Return the headers with a key, none without one. Raises UsageError for a text that cannot be a key."""
     api_key = api_key.strip()
     if not all("!" <= char <= "~" for char in api_key):
         raise UsageError("the API key has characters other than printable ASCII; no server has such a key")
@@ -91,7 +91,7 @@ def key_headers(api_key: str) -> dict[str, str]:
 
 
 def parsed(body: bytes) -> Any:
-    """Return the JSON of an answer with every text fit for a terminal, None for what is no JSON."""
+    """Return the JSON of an answer with every text safe for a terminal, None if it is not JSON."""
     try:
         return printable_values(json.loads(body))
     except (ValueError, RecursionError):
@@ -99,7 +99,9 @@ def parsed(body: bytes) -> Any:
 
 
 def refusal(url: str, status: int, found: Any) -> str:
-    """Return in one line what the JSON of an answer of 400 or above says, and what to do where it takes another key."""
+    """Return the error message in the JSON of an answer of 400 or above, in one line, and the remedy where another key
+    is needed.
+    """
     detail = found.get("error") if isinstance(found, dict) else None
     text = detail.get("message") if isinstance(detail, dict) else None
     if status in KEY_STATUSES:
@@ -144,7 +146,7 @@ class Coordinator:
             if isinstance(error, aiohttp.ClientConnectorCertificateError):
                 text = "its certificate is not trusted here; name the CA's file in SSL_CERT_FILE"
                 raise StartError(f"{self.url}: {text} ({error.certificate_error})") from error
-            # What the system says is clearer than aiohttp's sentence about it.
+            # The system's message is clearer than aiohttp's sentence about it.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
             reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__
             raise StartError(f"{self.url} does not answer ({reason}); give the coordinator's with --url") from error

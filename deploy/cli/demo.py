@@ -1,4 +1,4 @@
-"""`relayline demo`: the bundled model over three stages, and what its batches did."""
+"""`relayline demo`: the bundled model over three stages, with a summary of its batches."""
 
 from __future__ import annotations
 

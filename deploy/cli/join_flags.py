@@ -69,7 +69,7 @@ def stage_join_options(command: Command) -> Command:
 
 
 def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Return the flags among `names` that the user wrote, as they are written."""
+    """Return the flags among `names` that the user gave, in the user's spelling."""
     context = click.get_current_context()
     by_user = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     written = {p.name: p.opts[0] for p in context.command.params}

@@ -1,11 +1,10 @@
 """The load generator: streams of greedy completions over HTTP, timed token by token.
 
 It speaks to relayline (`/v1/completions` with `return_token_ids`) and to llama-server (`/completion` with
-`return_tokens`); prompts are token ids, so no tokenizer stands between. Closed loop: N streams, each asking again as
-soon as it is answered. Open loop: arrivals at random times, waits counted from the intended arrival, so that a slow
-server cannot hide behind a client that waits for it.
-
-Times are of the client: the moment a token's event was read from the socket.
+`return_tokens`); prompts are token ids, so no tokenizer is involved. Closed loop: N streams, each sending its next
+request as soon as it is answered. Open loop: arrivals at random times. Waits count from the intended arrival, so that a
+slow server cannot hide behind a client that waits for it. Times are the client's: the moment a token's event was read
+from the socket.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Target:
     url: str
     dialect: str  # "openai" for relayline, "llama" for llama-server
     model: str = ""
-    cache_prompt: bool = False  # let it begin with what it computed for earlier prompts
+    cache_prompt: bool = False  # let it reuse its computation of earlier prompts
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +44,7 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     token_ns: list[int] = dataclasses.field(default_factory=list)  # one entry per token
     error: str = ""
-    prediction: Sequence[int] = ()  # what the answer is said to be like; relayline alone reads it
+    prediction: Sequence[int] = ()  # the predicted answer; only relayline reads it
 
     @property
     def is_complete(self) -> bool:
@@ -55,7 +54,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """What one run of the load generator measured."""
+    """The results of one run of the load generator."""
 
     n_requests: int
     n_complete: int
@@ -108,7 +107,7 @@ def summarise(requests: Sequence[Request]) -> Summary:
 
 
 def json_ready(value: Any) -> Any:
-    """Return dicts and lists of figures as JSON can carry them: what is no number (nan, infinity) becomes None."""
+    """Return dicts and lists of figures for JSON: nan and infinity become None."""
     if isinstance(value, dict):
         return {key: json_ready(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -169,7 +168,7 @@ async def complete(
     request: Request,
     on_token: Callable[[Request], None] = lambda _: None,
 ) -> Request:
-    """Run one completion and fill in `request`. Nothing is raised for what the server does wrong: see `error`."""
+    """Run one completion and fill in `request`. The server's faults raise nothing: see `error`."""
     path, body = body_of(target, prompt, request.n_tokens, request.prediction)
     try:
         async with session.post(target.url + path, json=body) as response:
@@ -190,7 +189,7 @@ async def complete(
 def client(headers: Mapping[str, str] = MappingProxyType({})) -> aiohttp.ClientSession:
     """Return an HTTP session without a limit on connections; `headers` go with every request.
 
-    Each request has a connection of its own: a server that closes an idle one would otherwise fail the next request.
+    Each request has its own connection: a server that closes an idle one would otherwise fail the next request.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -1,4 +1,5 @@
-"""The `relayline` command. Each subcommand lives beside what it starts and is imported only when it is called.
+"""The `relayline` command. Each subcommand is in the folder of the thing that it starts, and is imported only when it
+is called.
 
 Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, never a traceback.
 """

@@ -28,11 +28,10 @@ SAID = {
 @url_option
 @key_option
 def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Give the stages of a running pipeline other layers. Without --cuts, show which they have.
-
-    The model is split anew and each stage loads its new layers beside those that it serves. Then running requests
-    pause, the stages switch, and the requests go on with the same tokens; none is refused. A stage that keeps its
-    layers loads nothing. A change that fails before the switch changes nothing.
+    """Give the stages of a running pipeline other layers. Without --cuts, show the present ones. The model is split
+    again, and each stage loads its new layers while it serves with the old ones. Then running requests pause, the
+    stages switch, and the requests continue with the same tokens; none is refused. A stage that keeps its layers loads
+    nothing. A change that fails before the switch changes nothing.
 
     Stages must have joined the coordinator, and the coordinator must know the model: `up` with a manifest does both.
     """

@@ -1,4 +1,4 @@
-"""`relayline plan`: who gets which layers, what that needs and what it will give, before anything starts."""
+"""`relayline plan`: the layers of each stage, their needs and the predicted speed, before anything starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from relayline.deploy.manifest import Manifest
     from relayline.deploy.planning.report import Plan, Variant
 
-ORDER_SIZE_MAX = 400  # stages x layers up to which another order is looked for: each takes a search of its own
+ORDER_SIZE_MAX = 400  # stages x layers up to which other orders are tried: each takes a separate search
 ORDER_GAIN_MIN = 1.05
 COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 

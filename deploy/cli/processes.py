@@ -95,7 +95,7 @@ def watch_stdin() -> None:
 def stage_command(**given: Any) -> None:
     """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM.
 
-    The artifact is given with --artifact, or told and sent by the coordinator with --join.
+    The artifact is given with --artifact, or chosen and sent by the coordinator with --join.
     """
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.join import run_joined

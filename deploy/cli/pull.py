@@ -11,10 +11,10 @@ import click
 @click.argument("model")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pull_command(model: str, as_json: bool) -> None:
-    """Load MODEL into the hub's cache and print where it is. An attempt that was cut short goes on where it ended.
+    """Load MODEL into the hub's cache and print where it is.
 
-    MODEL is ORG/REPO[:QUANT], hf://ORG/REPO[:QUANT] or hf://ORG/REPO/FILE.gguf, each with @REVISION if you like.
-    HF_TOKEN, HF_HOME and HF_ENDPOINT mean what they mean everywhere.
+    An interrupted download is resumed. MODEL is ORG/REPO[:QUANT], hf://ORG/REPO[:QUANT] or hf://ORG/REPO/FILE.gguf,
+    each with an optional @REVISION. HF_TOKEN, HF_HOME and HF_ENDPOINT have their usual meaning.
     """
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.deploy.launch.model_source import resolve_model

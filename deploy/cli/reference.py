@@ -1,7 +1,6 @@
-"""Writes the pages of docs/reference/ that come from code, or checks that they say what the code says (--check).
+"""Writes the pages of docs/reference/ that come from code, or checks that they are up to date (--check).
 
-`cli.md` holds the help of every command, `errors.md` the table of errors.
-`make reference` writes them.
+`cli.md` holds the help of every command, `errors.md` the table of errors. `make reference` writes them.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ MAKERS: dict[str, Callable[[], str]] = {"cli.md": cli_page, "errors.md": errors_
 
 
 def main() -> None:
-    """Write the pages, or compare them with what is committed."""
+    """Write the pages, or compare them with the committed ones."""
     made = {PAGES / name: make() for name, make in MAKERS.items()}
     if "--check" not in sys.argv:
         for path, text in made.items():

@@ -50,7 +50,7 @@ def models_dir(manifest: Manifest, compose_dir: Path) -> str:
 
 
 def dashboards() -> dict[str, str]:
-    """Return Grafana's boards as installed, by their path beside compose.yaml."""
+    """Return Grafana's boards as installed, by their path next to compose.yaml."""
     folder = resources.files("relayline.deploy").joinpath("observability", "grafana", "dashboards")
     if not folder.is_dir():
         return {}

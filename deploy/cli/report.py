@@ -1,4 +1,4 @@
-"""`relayline report`: the page with what it shows now, as one HTML file to keep or to attach to an issue."""
+"""`relayline report`: the page in its present state, as one HTML file to keep or to attach to an issue."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report_command(out: Path, minutes: float, url: str, api_key: str, **_: Any) 
 
 
 async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a coordinator's answers by path, and other paths that stand for some of them.
+    """Return a coordinator's answers by path, and other paths that map to some of them.
 
     Raises StartError where no coordinator with a page answers.
     """
@@ -118,5 +118,5 @@ def document(answers: dict[str, Any], aliases: dict[str, str]) -> str:
 
 
 def _renamed(path: Path) -> str:
-    """Return a module with names for its imports: what comes as data has no place that others are relative to."""
+    """Return a module with names for its imports: a module loaded as data has no URL for relative imports."""
     return _IMPORT.sub(r'from "page/\1"', path.read_text(encoding="utf-8"))

@@ -21,13 +21,13 @@ BY_USER = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class SettingType(click.ParamType[Any]):
-    """The values of one setting. What it may not have is refused with the table's line."""
+    """The values of one setting. A forbidden value is refused with the table's line."""
 
     def __init__(self, entry: Setting) -> None:
         self.entry, self.name = entry, entry.name
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what the help shows behind the flag: all values, or their kind."""
+        """Return the help's text behind the flag: all values, or their kind."""
         allowed = "|".join(self.entry.allowed.split(", "))
         return f"[{allowed}]" if self.entry.choices else allowed or "TEXT"
 
@@ -41,7 +41,7 @@ class SettingType(click.ParamType[Any]):
             self.fail(error.message.removeprefix(f"{self.entry.flag} "), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Offer what can be said in words."""
+        """Offer the values that are words."""
         words = (*self.entry.choices, *self.entry.words)
         return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
@@ -88,9 +88,9 @@ def manifest_changes(changed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
-    """Return what a user gave the running command, as arguments for another process that runs it once more.
+    """Return the user's arguments of the running command, for another process that runs it once more.
 
-    Paths become absolute. `but`: parameters, by name, that the other process is told otherwise.
+    Paths become absolute. `but`: parameters, by name, that the other process gets separately.
     """
     said: list[str] = []
     for parameter in ctx.command.params:
@@ -108,7 +108,7 @@ def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def _text(parameter: click.Parameter, value: Any) -> str:
-    """Return a parameter's value as it is written on a command line."""
+    """Return a parameter's value in the form of the command line."""
     if isinstance(parameter.type, SettingType):
         return parameter.type.entry.text(value)
     if isinstance(value, Path):

@@ -91,7 +91,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
 
 
 class Keys:
-    """What the keys of the live view have set. Pure but for the event that it sets."""
+    """The state set by the keys of the live view. Pure except for the event that it sets."""
 
     def __init__(self, stopping: asyncio.Event, interval_s: float) -> None:
         self._stopping = stopping
@@ -117,7 +117,7 @@ class Keys:
 
 @contextlib.contextmanager
 def reading_keys(keys: Keys) -> Iterator[None]:
-    """Hand on what is typed, key by key, where stdin is a terminal; it is as before at the end."""
+    """Pass on typed keys, one by one, where stdin is a terminal; the terminal's mode is restored at the end."""
     if not os.isatty(0):
         yield
         return
@@ -153,8 +153,8 @@ async def _pause(stopping: asyncio.Event, interval_s: float) -> None:
 
 
 def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Return what happened between two answers of /v1/pipeline; figures of a restarted stage begin anew. Pure."""
-    if after["now_ns"] < before["now_ns"]:  # another machine answers, or this one has started anew
+    """Return the changes between two answers of /v1/pipeline; figures of a restarted stage start again. Pure."""
+    if after["now_ns"] < before["now_ns"]:  # another machine answers, or this one has restarted
         before = after
     elapsed_s = max(1e-9, (after["now_ns"] - before["now_ns"]) * 1e-9)
     stages = []

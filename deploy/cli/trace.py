@@ -1,4 +1,4 @@
-"""`relayline trace`: the life of one request, stage by stage, from what the coordinator and the stages remember."""
+"""`relayline trace`: the life of one request, stage by stage, from the memory of the coordinator and the stages."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def trace_command(
 ) -> None:
     """Show the life of REQUEST_ID: the answer's id, or its x-request-id header.
 
-    For every stage: in which batches it was, with whom, how long its frames waited, why each batch closed, and what
-    the step cost against the prediction. Needs no tracing backend; the processes remember recent requests themselves.
+    For every stage: its batches and their other requests, the wait of its frames, the reason why each batch closed, and
+    the step's time against the prediction. Needs no tracing backend; the processes remember recent requests themselves.
     """
     if (request_id is None) == (not last):
         raise UsageError("give either a REQUEST_ID or --last")

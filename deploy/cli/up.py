@@ -28,7 +28,7 @@ from relayline.wire.common.errors import UsageError
 
 
 def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add what can be said of all stages of this machine at once."""
+    """Add the flags that apply to all stages of this machine."""
     for option in (
         click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each keeps to its share]."),
         threads_option,
@@ -69,8 +69,8 @@ def up_command(**given: Any) -> None:
 
     MANIFEST is a .yaml file. Without MODEL and MANIFEST the only manifest of this folder is taken.
 
-    A pipeline that runs already is brought to what is said now: the difference is shown, and layers move while it
-    serves if nothing else changed. What takes a new start is said, and then nothing is changed.
+    If the pipeline runs already, the difference is shown and applied: layers move while it serves if nothing else
+    changed. If a change needs a restart, this is said and nothing is changed.
 
     Flags win over RELAYLINE_* variables, and these over the manifest.
     """

@@ -29,7 +29,8 @@ from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
-# What the one in the background is told otherwise: which pipeline it is, where it keeps state, how it reports.
+# Values that the process in the background gets separately: the pipeline's name, its state directory, its way of
+# reporting.
 _NOT_AGAIN = ("target", "dry_run", "model", "name", "state_dir", "detach", "report_fd", "as_json")
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
@@ -51,9 +52,10 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
 
 
 def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
-    """Launch what the flags mean. `given` holds every flag by name, `changed` those that somebody gave.
+    """Launch the pipeline that the flags describe.
 
-    Raises UsageError, StartError and what preparing the model raises.
+    `given` holds every flag by name, `changed` those that the user gave. Raises UsageError, StartError and the errors
+    of preparing the model.
     """
     for table in (EngineSettings, ServingSettings, TelemetrySettings):
         from_parameters(table, given)  # what no process would take is refused before anything is loaded
@@ -82,7 +84,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
 
 
 def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
-    """Return what is launched: the manifest that is named, or the smallest of a model, with what flags change."""
+    """Return the launch: the named manifest, or a model's smallest one, with the flags applied."""
     is_flag = given["target"] is None and given["model"] is not None
     target = given["model"] if is_flag else given["target"]
     path = None if is_flag else manifest_of(target, Path.cwd())
@@ -105,7 +107,7 @@ def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[
 
 
 def named(manifest: Manifest, name: str) -> Manifest:
-    """Return the manifest with another name. Raises UsageError for what can be none."""
+    """Return the manifest with another name. Raises UsageError for an invalid name."""
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     data["metadata"]["name"] = name
     try:

@@ -20,7 +20,7 @@ def arrange(
     log_flags: tuple[str, ...] = (),
     split_flags: tuple[str, ...] = (),
 ) -> LaunchPlan:
-    """Return what to start for a settled manifest that lies at `settled`; `source` is what the user named.
+    """Return the launch plan of a settled manifest at the path `settled`; `source` is the user's own name for it.
 
     `split_flags` tell the coordinator of a split that is not in the cache.
     """
@@ -49,7 +49,7 @@ def _stage(manifest: Manifest, stage: Stage, tokens: Path, log_flags: tuple[str,
     if stage.kept_cores:
         listen += ("--cores", stage.kept_cores)
     if not stage.is_local:
-        # Beyond loopback metrics are for who shows a certificate.
+        # Beyond loopback, metrics need a certificate.
         metrics_host = stage.host if manifest.uses_tls else LOCALHOST
         metrics = ("--metrics", address_of(metrics_host, manifest.metrics_port(stage)))
         arguments = (*listen, "--advertise", stage.host, *metrics, *remote_security_flags(manifest, stage))
@@ -63,14 +63,14 @@ def _stage(manifest: Manifest, stage: Stage, tokens: Path, log_flags: tuple[str,
 
 
 def stage_directory(manifest: Manifest, stage: Stage) -> Path:
-    """Return a stage's TLS material on this machine: beside the coordinator's, as `relayline certs issue` puts it."""
+    """Return a stage's TLS material on this machine: next to the coordinator's, as `relayline certs issue` puts it."""
     directory = manifest.spec.wire.tls.directory
     assert directory is not None
     return manifest.resolve(directory).parent / stage.name
 
 
 def _material_of(manifest: Manifest, stage: Stage, tokens: Path) -> tuple[Path, ...]:
-    """Return what a stage on another host needs of this machine's files."""
+    """Return the files of this machine that a stage on another host needs."""
     material = []
     if manifest.uses_tls and manifest.spec.wire.tls.directory is not None:
         material.append(stage_directory(manifest, stage))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-EXIT_USAGE = 2  # a process that was told something impossible says the same next time
+EXIT_USAGE = 2  # a process that exits with a usage error would do the same again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class RestartHistory:
         self._n_lost_starts = 0
 
     def died(self, ready_for_s: float, exit_code: int | None = None, *, is_damaged: bool = False) -> float | None:
-        """Note a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up.
+        """Record a death after `ready_for_s` seconds of being ready; return the delay in seconds, None to give up.
+        ready_for_s is 0 for a process that died before.
 
-        ready_for_s is 0 for a process that died before. A negative exit code is the signal that ended it.
-        is_damaged: its artifact is, and cannot be made anew.
+        A negative exit code is the signal that ended it. is_damaged: its artifact is damaged, and cannot be made again.
         """
         if exit_code == EXIT_USAGE:
             return None

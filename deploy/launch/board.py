@@ -1,4 +1,4 @@
-"""What is known of every process of a launched pipeline, kept in state.json for `status`, `logs` and `down`."""
+"""The known state of every process of a launched pipeline, kept in state.json for `status`, `logs` and `down`."""
 
 from __future__ import annotations
 

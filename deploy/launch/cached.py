@@ -85,7 +85,7 @@ def kept_artifacts(cache: Path) -> list[Kept]:
 
 
 def hub_cache() -> Path:
-    """Return where huggingface_hub keeps what it loaded, as its own variables say."""
+    """Return where huggingface_hub keeps its downloads, by its own variables."""
     base = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(base) / "hub")
 

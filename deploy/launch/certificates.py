@@ -1,10 +1,8 @@
 """Makes the CA of a pipeline, and for each process its certificate and join token; revokes them. Files only.
 
-DIRECTORY/ca.pem, ca-key.pem    the CA
-DIRECTORY/token                 the coordinator's join token, from which the stages' follow
-DIRECTORY/issued                a line for every certificate: serial number, when it ends, identity
-DIRECTORY/crl.pem, revoked      what is revoked, see wire.links.revocation
-DIRECTORY/NAME/                 what one process needs and nothing else
+DIRECTORY/ca.pem, ca-key.pem the CA DIRECTORY/token the coordinator's join token, from which the stages' follow
+DIRECTORY/issued a line for every certificate: serial number, expiry, identity DIRECTORY/crl.pem, revoked what is
+revoked, see wire.links.revocation DIRECTORY/NAME/ what one process needs and nothing else
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _COMMON_NAME_CHARS_MAX = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Issued:
-    """What one `issue` made."""
+    """The result of one `issue`."""
 
     directory: Path
     """Holds ca.pem, cert.pem, key.pem and token: everything that the process needs, and nothing else."""
@@ -165,7 +163,7 @@ def _locked(directory: Path) -> Iterator[None]:
     """Keep other processes of this machine from writing the CA's records meanwhile."""
     path = directory / CA_KEY_FILE
     if not path.exists():
-        yield  # what comes next says that it is missing
+        yield  # the next check reports that it is missing
         return
     with path.open("rb") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -209,7 +207,7 @@ def issued_token(directory: Path, identity: Identity, file: str = TOKEN_FILE) ->
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Revoked:
-    """What one `revoke` revoked."""
+    """The result of one `revoke`."""
 
     identities: tuple[str, ...]
     """Each once, as `stage NAME on HOST`."""
@@ -273,7 +271,7 @@ def _record(directory: Path, cert: x509.Certificate, identity: Identity) -> None
 
 
 def _records(directory: Path) -> list[_Record]:
-    """Return what the CA has issued, oldest first. Raises UsageError for a line that cannot be read."""
+    """Return the credentials that the CA has issued, oldest first. Raises UsageError for an unreadable line."""
     path = directory / ISSUED_FILE
     found = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else (), 1):

@@ -25,16 +25,17 @@ log = logging.getLogger("relayline.child")
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
 NATIVE_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}  # a library's, most likely
-# What a supervisor cannot hand on as a flag: a secret, which others would see in the process list.
+# Secrets, which a supervisor cannot pass on as flags, because other users would see them in the process list.
 KEPT_VARIABLES = ("RELAYLINE_API_KEY",)
 
 
 def child_environment(token: str = "") -> dict[str, str]:
-    """Return the environment without the variables that stand for flags of the supervisor, and with a child's own
-    join token: other users can read neither environment nor token, while a command line is for everyone.
+    """Return the environment without the variables that replace the supervisor's flags, and with a child's own join
+    token.
 
-    It has read them, and says them to its children as flags or in the manifest. To a child they would be flags that
-    it was given besides, and `relayline serve` refuses flags that do not go with --stages.
+    Other users can read neither environment nor token, but anyone can read a command line. The supervisor has read the
+    variables, and passes them to its children as flags or in the manifest. A child would take the variables for further
+    flags, and `relayline serve` refuses flags that do not go with --stages.
     """
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("RELAYLINE_") or name in KEPT_VARIABLES
@@ -53,9 +54,9 @@ class Child:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`on_line(name, text)` gets what it prints; `on_event` the JSON events on its stdout other than `ready`.
+        """`on_line(name, text)` gets its output; `on_event` the JSON events on its stdout other than `ready`.
 
-        Without `environment` it has what `child_environment` returns.
+        Without `environment` it has the one that `child_environment` returns.
         """
         self.name, self.arguments = name, tuple(arguments)
         self._on_line, self._on_event = on_line, on_event
@@ -110,7 +111,7 @@ class Child:
         ]
 
     async def _read(self, stream: asyncio.StreamReader, *, is_stdout: bool) -> None:
-        """Read to the end, whatever comes of a line: a full pipe would hold the child up where it stands."""
+        """Read to the end, even if a line fails: a full pipe would block the child."""
         while True:
             try:
                 line = await stream.readline()
@@ -147,7 +148,7 @@ class Child:
         await asyncio.gather(*self._readers[:2], return_exceptions=True)
         if not self.ready.done():
             self.ready.set_exception(StartError(self.cause_of_death()))
-            self.ready.exception()  # whoever still waits sees it; nobody waiting is no error
+            self.ready.exception()  # a waiting caller gets the error; without one there is no error
         self.exited.set()
 
     def cause_of_death(self) -> str:
@@ -160,7 +161,7 @@ class Child:
             how = f"signal {signal.Signals(-code).name}"
             if -code in NATIVE_FAULTS:
                 how += " (`relayline doctor` tries the native libraries)"
-            if not telling:  # what it did before it was killed does not say why
+            if not telling:  # output from before it was killed does not tell why
                 return f"{self.name} ended with {how}"
         why = (telling or list(self._last_lines) or ["it printed nothing"])[-1]
         return f"{self.name} ended with {how}: {why.removeprefix('relayline: error: ')}"

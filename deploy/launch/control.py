@@ -23,7 +23,7 @@ from relayline.wire.common.phase import HostState, Phase
 
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for what runs now; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
-REFUSED = "the coordinator answers"  # and not with what was asked for
+REFUSED = "the coordinator answers"  # and without some of the requested parts
 KILL_WAIT_S = 10.0
 
 
@@ -34,7 +34,7 @@ class Launched:
     directory: StateDir
     """Its files."""
     state: LaunchState
-    """What its supervisor noted last."""
+    """The supervisor's last record of it."""
 
     @property
     def is_running(self) -> bool:
@@ -141,7 +141,7 @@ def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: boo
 
 
 def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervised: bool) -> dict[str, Any]:
-    """Return one process; `live` is what the coordinator says of a stage."""
+    """Return one process; `live` is the coordinator's view of a stage."""
     process = record.process
     lives = process is not None and is_running(process)
     entry = cast(dict[str, Any], msgspec.to_builtins(record))
@@ -159,7 +159,7 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
 
 
 def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
-    """Ask the coordinator what it does now; (None, why) if it does not say."""
+    """Ask the coordinator for its present state; (None, why) if it does not answer."""
     key = key_of(pipeline)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     status, found, problem = _asked(f"{pipeline.state.url}/v1/pipeline", headers)
@@ -171,7 +171,7 @@ def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
 
 
 def _health(state: LaunchState) -> Phase | None:
-    """Return what the coordinator tells everybody of itself, None if it does not answer."""
+    """Return the coordinator's public description of itself, None if it does not answer."""
     status, found, _ = _asked(f"{state.url}/health", {})
     if status == 200:
         return Phase.READY
@@ -180,7 +180,7 @@ def _health(state: LaunchState) -> Phase | None:
 
 
 def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
-    """GET a URL; returns status, JSON (None for what is none), and why there is no answer at all."""
+    """GET a URL; returns status, JSON (None if it is not JSON), and why there is no answer at all."""
     request = urllib.request.Request(url, headers=headers)
     # Never through a proxy: the coordinator is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,6 +1,5 @@
-"""`make demo`: three stages from the bundled model, six prompts at once through the HTTP API, and what the batches did.
-
-Everything goes the way a user's requests go: real processes, real gRPC, real HTTP. Nothing here knows the inside.
+"""`make demo`: three stages from the bundled model, six prompts at once through the HTTP API, and a summary of the
+batches. It works as a user's requests do: real processes, real gRPC, real HTTP. It uses no internals.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PROMPTS = (
 
 
 async def stream(session: aiohttp.ClientSession, url: str, model: str, prompt: str, state: dict[str, Any]) -> None:
-    """Run one streamed completion; state gets the text, token count and times as they come."""
+    """Run one streamed completion; state gets text, token count and times as they arrive."""
     body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
     started_s = time.monotonic()

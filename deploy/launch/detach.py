@@ -1,4 +1,4 @@
-"""`relayline up --detach`: the supervisor in a session of its own, watched by its starter until it is ready.
+"""`relayline up --detach`: the supervisor in its own session, watched by its starter until it is ready.
 
 The supervisor reports over a pipe, one JSON event a line, and closes it with `ready` or `failed`. A pipe that closes
 with neither means that it died.
@@ -48,7 +48,7 @@ class Report:
 def start_detached(arguments: Sequence[str], directory: StateDir, emit: Emit) -> None:
     """Start `relayline up ARGUMENTS` in the background and return once it is ready.
 
-    Raises what it failed with, and StartError if it dies without a word. Interrupted, it takes the supervisor along.
+    Raises its failure, and StartError if it dies silently. If interrupted, it stops the supervisor too.
     """
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, encoding="utf-8") as reports:

@@ -1,4 +1,4 @@
-"""What a manifest says otherwise than the pipeline that runs, and what of it can be changed while that serves. Pure."""
+"""The differences between a manifest and the running pipeline, and those that can be applied while serving. Pure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Difference:
 
 
 def difference(running: Manifest, wanted: Manifest, cuts: Cuts, n_layers: int) -> Difference:
-    """Compare the settled manifest of what runs with one that names its model by path.
+    """Compare the settled manifest of the running pipeline with one that names its model by path.
 
-    `cuts`: as the stages are cut now. Where `wanted` leaves layers to the planner they stay as they are.
+    `cuts`: the present ones. Where `wanted` leaves layers to the planner they stay unchanged.
     """
     names = [[stage.name for stage in manifest.stages] for manifest in (running, wanted)]
     if names[0] != names[1]:

@@ -1,6 +1,7 @@
 """Which hosts of a manifest are this machine, and where other hosts find it.
 
-A manifest is written for all machines at once, so it names this one as well. What it names here is started here.
+A manifest is written for all machines at once, so it names this one as well. Processes on this machine's own hosts are
+started here.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from relayline.wire.common.errors import ModelFileError
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-USUAL = "Q4_K_M"  # what is taken where nobody says which: half a byte a weight, and good enough to be the field's usual
+USUAL = "Q4_K_M"  # the choice without a quantisation: half a byte a weight, and good enough to be the field's usual one
 _SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:(?:I?Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|MXFP4(?:_MOE)?))(?=$|[-._/])", re.IGNORECASE
 )
-# Files beside models that end in .gguf too.
+# Files next to models that end in .gguf too.
 _PARTS = re.compile(r"(^|[-._/])(mmproj|imatrix|lora|adapter)([-._/]|$)", re.IGNORECASE)
 
 
@@ -41,7 +41,7 @@ def quant_of(name: str) -> str:
 def chosen_file(names: Sequence[str], quant: str, where: str) -> str:
     """Return the file of a repository for a quantisation; without one the usual one, or the only one.
 
-    `where` is what people call the repository. Raises ModelFileError with what there is.
+    `where` is the user's name for the repository. Raises ModelFileError with a list of the files.
     """
     models = models_among(names)
     if not models:

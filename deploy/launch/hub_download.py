@@ -1,7 +1,6 @@
-"""Loads a file of the hub into its cache so that an attempt that was cut short is gone on with.
-
-huggingface_hub itself begins anew each time. Here the bytes stand in `blobs/ETAG.relayline` until they are all there;
-then they get the name under which huggingface_hub looks for them, and it does the rest.
+"""Loads a file of the hub into its cache so that an interrupted download can be resumed. huggingface_hub itself starts
+again each time. Here the bytes are in `blobs/ETAG.relayline` until the file is complete. It then gets the name that
+huggingface_hub looks for, and the library does the rest.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from urllib.parse import urlsplit
 from relayline.wire.common.errors import ModelFileError
 
 READ_BYTES = 1 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}")  # what the hub gives as the ETag of a large file
+_SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's ETag of a large file
 
 
 def load_blob(repo: str, file: str, revision: str) -> None:
-    """Load a file of a repository unless it is in the cache. Shows a bar on stderr.
+    """Load a file of a repository unless it is in the cache.
 
-    Does nothing where the hub cannot be asked for the file, or refuses it: the next who asks hears why.
-    Raises ModelFileError for other content than the hub promised, and what huggingface_hub raises meanwhile.
+    Shows a bar on stderr. Does nothing if the hub cannot be asked for the file, or refuses it: the next caller gets the
+    reason. Raises ModelFileError for other content than the hub promised, and huggingface_hub's errors.
     """
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import build_hf_headers

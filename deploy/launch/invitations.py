@@ -1,4 +1,4 @@
-"""Invitations to enrol, in a file beside the CA, and the CA as the coordinator's enrolment port uses it.
+"""Invitations to enrol, in a file next to the CA, and the CA for the coordinator's enrolment port.
 
 DIRECTORY/invitations.json      for each stage the hash of the token that was made last, until when it is good, and who
                                 used it; the token itself is printed once and kept nowhere here

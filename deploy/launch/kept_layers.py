@@ -1,4 +1,4 @@
-"""The file in which a coordinator keeps moved layers, so that one that is started anew goes on with them."""
+"""The file in which a coordinator keeps moved layers, so that they survive its restart."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class KeptLayers(msgspec.Struct, frozen=True):
     """The whole of the file."""
 
     base: str
-    """The split (pipeline id) that the coordinator was told to serve; with another one the file says nothing."""
+    """The split (pipeline id) that the coordinator was started with; with another one the file does not apply."""
     cuts: Cuts
     """The first layer of each stage but the first, as the stages have them since."""
 
 
 def keeper(path: Path | None, base: Path) -> Callable[[Cuts], None] | None:
-    """Return what notes moved layers in the file, None without one. `base`: the split that the coordinator was told to
-    serve."""
+    """Return the file's record of moved layers, None without one. `base`: the split that the coordinator was started
+    with.
+    """
     if path is None:
         return None
     base_id = load_pipeline(base, stages_here=False).pipeline_id

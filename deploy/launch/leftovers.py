@@ -12,7 +12,7 @@ LEFTOVER_STOP_S = 10.0  # for processes of a supervisor that ended without endin
 
 
 def end_leftovers(state: LaunchState | None) -> int:
-    """End what a supervisor left behind that did not end properly; returns how many processes that were."""
+    """End the processes of a supervisor that was killed; returns their number."""
     leftovers = [record.process for record in state.processes if record.process is not None] if state else []
     found = [process for process in leftovers if send_signal(process, signal.SIGTERM)]
     give_up_s = time.monotonic() + LEFTOVER_STOP_S

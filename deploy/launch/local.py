@@ -57,7 +57,7 @@ def stage_child(
 
 
 def local_identity(index: int) -> Identity:
-    """Return how a coordinator knows a stage of its own machine that nobody gave another name."""
+    """Return the coordinator's name for a stage on its own machine that has no name."""
     return Identity(Role.STAGE, "localhost", default_names(index + 1)[index])
 
 
@@ -69,9 +69,10 @@ async def running(
     directory: StateDir | None = None,
     policy: RestartPolicy | None = None,
 ) -> AsyncIterator[tuple[Supervisor, dict[str, Any]]]:
-    """Run a pipeline for the length of a with block; yields its supervisor and the ready event. Raises StartError.
+    """Run a pipeline for the length of a with block; yields its supervisor and the ready event.
 
-    `on_line(name, text)` gets what its processes print. Without `directory` its state is gone when it ends.
+    Raises StartError. `on_line(name, text)` gets its processes' output. Without `directory` its state is deleted at the
+    end.
     """
     with contextlib.ExitStack() as stack:
         if directory is None:

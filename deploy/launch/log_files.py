@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 LOG_BYTES_MAX = 8 << 20  # of one file; then it becomes .1
-LOG_OLD_FILES = 3  # .1 to .3; what is older is gone
+LOG_OLD_FILES = 3  # .1 to .3; older ones are deleted
 FOLLOW_INTERVAL_S = 0.2  # between looks at a followed file: log lines are for people
 
 
@@ -20,7 +20,7 @@ class RotatedFile(logging.handlers.RotatingFileHandler):
     """Writes a rotated log file."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Lose the line: a full disk must not end what is logged about."""
+        """Lose the line: a full disk must not end the logged process."""
 
 
 class LogWriter:
@@ -42,7 +42,7 @@ class LogWriter:
 
 
 class LogReader:
-    """Reads one log: the last lines once, then what is appended, no line lost or shown twice between the two."""
+    """Reads one log: the last lines once, then appended lines, with no line lost or shown twice."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class LogReader:
                 await asyncio.sleep(FOLLOW_INTERVAL_S)
                 continue
             assert self._file is not None
-            # Looked at before reading: what was written before a rotation is still in the old file.
+            # Checked before reading: lines written before a rotation are still in the old file.
             rotated = not _is_still(self._path, self._file.fileno())
             for line in self._read():
                 yield line
@@ -110,7 +110,7 @@ def last_lines(path: Path, n_lines: int) -> list[str]:
 
 
 def _is_still(path: Path, handle: int) -> bool:
-    """Return whether the open file is the one that stands at `path`."""
+    """Return whether the open file is the one at `path`."""
     try:
         there = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A split that was damaged under a pipeline that runs is made anew from its model, in a process of its own."""
+"""Repairs a split that was damaged under a running pipeline: it is made again from its model, in a separate process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Mend = Callable[[], Awaitable[bool]]
 
 
 async def nothing_to_mend() -> bool:
-    """Take what is served as whole: nobody knows how to make it anew."""
+    """Report the split as whole: without its model it cannot be made again."""
     return True
 
 
 def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
-    """Return what looks for files of a split that are missing or have another size, and makes the split anew then.
+    """Return a function that finds files of a split that are missing or have another size, and then makes the split
+    again.
 
-    It returns whether all files are there in their sizes afterwards. A model that has changed since is left alone:
-    stages that run hold the old one's layers.
+    It returns whether all files then exist with their sizes. If the model has changed since, the split is left alone:
+    running stages hold the old one's layers.
     """
 
     async def mend() -> bool:

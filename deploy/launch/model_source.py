@@ -5,8 +5,8 @@ On the hub it is `hf://ORG/REPO/FILE.gguf[@REVISION]`, or ORG/REPO[:QUANT][@REVI
 file is chosen by its quantisation (deploy.launch.hub_choice).
 
 Files of the hub are loaded by huggingface_hub into its own cache, so HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT
-mean what they mean everywhere, and a download that was cut short goes on where it ended. Of a sharded set any shard may
-be named; all are loaded.
+have their usual meaning, and an interrupted download is resumed. Of a sharded set any shard may be named; all are
+loaded.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _from_hub(model: HubFile) -> Path:
 
 def _set_home() -> None:
     if not os.environ.get("XDG_CACHE_HOME"):
-        # It takes "~" for the home directory of a user who has none, which is one of this name where the user stands.
+        # For a user without a home directory it keeps "~" as a plain name, a folder in the current directory.
         os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
 
 
@@ -212,7 +212,7 @@ def _load(model: HubFile, file: str, revision: str) -> Path:
         found = huggingface_hub.hf_hub_download(model.repo, file, revision=revision or None)
     except ModelFileError:
         raise
-    except Exception as error:  # the hub's client raises errors of its own, of HTTP, of the system and of its helpers
+    except Exception as error:  # the hub's client raises its own errors, and those of HTTP, the system and its helpers
         _explain(model, file, revision, error)
     return Path(str(found))
 

@@ -1,10 +1,8 @@
-"""Credentials that the launcher makes itself, for a manifest that needs some and names none.
+"""Credentials that the launcher makes itself, for a manifest that needs them and names none.
 
-STATE/tls/              the CA of this pipeline, see deploy.launch.certificates
-STATE/tls/coordinator/  what the coordinator needs
-STATE/tls/NAME/         what the stage of that name needs, where it runs here
-STATE/join/token        the coordinator's join token, where links are plaintext
-STATE/join/NAME.token   a stage's, also where the manifest names the coordinator's
+STATE/tls/ the CA of this pipeline, see deploy.launch.certificates STATE/tls/coordinator/ the coordinator's material
+STATE/tls/NAME/ what the stage of that name needs, where it runs here STATE/join/token the coordinator's join token,
+where links are plaintext STATE/join/NAME.token a stage's, also where the manifest names the coordinator's
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def needs_own_tls(manifest: Manifest) -> bool:
 
 
 def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None = None) -> Path:
-    """Make a CA below `root` and a directory for every process of this machine, as far as they are not there and valid.
+    """Make a CA below `root` and a directory for every process of this machine, unless valid ones exist.
 
     Returns the coordinator's directory. Raises UsageError and OSError.
     """
@@ -102,8 +100,9 @@ def make_own_token(path: Path) -> Path:
 
 
 def makes_stage_tokens(manifest: Manifest) -> bool:
-    """Return whether stages get token files that are made from the manifest's, rather than those beside their
-    certificates, or none."""
+    """Return whether stages get token files derived from the manifest's, rather than those next to their certificates,
+    or none.
+    """
     return manifest.spec.wire.token_file is not None
 
 

@@ -1,4 +1,6 @@
-"""What one `relayline up` starts here and what it asks for elsewhere. Plain data, no decisions."""
+"""The processes that one `relayline up` starts here, and the commands that it asks for elsewhere. Plain data, no
+decisions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class RemoteStage:
     arguments: tuple[str, ...]
     """Arguments of `relayline stage` there, without --join."""
     bring: tuple[Path, ...] = ()
-    """What has to be copied there first from this machine: its TLS material, the token file."""
+    """The files of this machine to copy there first: its TLS material, the token file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

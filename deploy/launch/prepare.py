@@ -1,6 +1,5 @@
-"""From a manifest to files that can be served: the model found, the cuts chosen, the split made, every choice noted.
-
-All of it can be repeated: what is there already is taken as it is.
+"""From a manifest to files that can be served: finds the model, chooses the cuts, makes the split, records every
+choice. All of it can be repeated: existing files are reused.
 """
 
 from __future__ import annotations
@@ -54,11 +53,9 @@ def prepare(
     split: Split | None = None,
     own_tls: Path | None = None,
 ) -> Prepared:
-    """Find the model, choose the cuts, split it; with `own_tls`, make TLS material there, or without TLS join tokens
-    in `join` beside it, as far as the manifest names none.
-
-    Raises UsageError (what the manifest asks for does not fit the model or the machines), ModelFileError,
-    UnsupportedArchitectureError, ArtifactError.
+    """Find the model, choose the cuts, split it. With `own_tls`, make TLS material there, or without TLS join tokens in
+    `join` next to it, unless the manifest names some. Raises UsageError (the manifest does not fit the model or the
+    machines), ModelFileError, UnsupportedArchitectureError, ArtifactError.
     """
     model = find_model(manifest)
     cuts = (choose or choose_cuts)(manifest, model)

@@ -29,7 +29,7 @@ def identify(pid: int) -> ProcessId | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command name stands in parentheses and may itself hold spaces and parentheses.
+    # The command name is in parentheses and may itself hold spaces and parentheses.
     fields = stat.rpartition(")")[2].split()
     if fields[0] in "ZX":
         return None

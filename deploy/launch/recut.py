@@ -1,4 +1,4 @@
-"""How a coordinator that serves has its model split anew: in a process of its own, beside the splits of before."""
+"""Splits the model again for a serving coordinator: in a separate process, next to earlier splits."""
 
 from __future__ import annotations
 

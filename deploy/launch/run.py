@@ -1,4 +1,4 @@
-"""`relayline up`: everything checked, then everything started, then watched until told to stop."""
+"""`relayline up`: checks everything, starts everything, then watches until stopped."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SUPERVISOR = "up"  # the name of its own log
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """What one `relayline up` was asked to run."""
+    """The request of one `relayline up`."""
 
     manifest: Manifest
     """Changed by flags already. Of a model without a manifest it is the smallest one."""
     source: Path
-    """What the user named, absolute: the manifest's file, or the model's."""
+    """The path that the user named, absolute: the manifest's file, or the model's."""
     log_flags: tuple[str, ...] = ()
     """Passed on to every process."""
     split_dir: Path | None = None
@@ -93,7 +93,7 @@ def log_file(path: Path) -> Iterator[logging.Handler]:
 
 
 def check_before_work(manifest: Manifest) -> None:
-    """Check what can be known before the model is. Raises UsageError, StartError."""
+    """Check all that can be checked before the model is known. Raises UsageError, StartError."""
     check_names(manifest)
     check_ports(manifest)
     said = manifest.telemetry
@@ -106,7 +106,7 @@ def check_before_work(manifest: Manifest) -> None:
 
 
 def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
-    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong."""
+    """Check a launch and prepare its files; nothing is started. Raises the first problem."""
     manifest = what.manifest
     check_before_work(manifest)
     if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
@@ -119,7 +119,7 @@ def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
-    """Warn where streams may grow longer than what the model was trained for."""
+    """Warn where streams may grow longer than the model's training context."""
     if 0 < file.ctx_train < ctx_tokens:
         log.warning(
             "the context of %d tokens is longer than the %d that %s was trained for: answers beyond them may "
@@ -128,16 +128,16 @@ def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
 
 
 def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
-    """Check and prepare a launch, and note every choice for the coordinator to read. Raises as `ready_to_start`.
+    """Check and prepare a launch, and record every choice for the coordinator.
 
-    Returns also what makes damaged files of the split anew.
+    Raises as `ready_to_start`. Returns also the function that repairs damaged files of the split.
     """
     prepared = ready_to_start(what, directory)
     settled = prepared.manifest
     directory.manifest.write_text(
         json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
     )
-    directory.layers.unlink(missing_ok=True)  # of the run before: this one begins as it is told
+    directory.layers.unlink(missing_ok=True)  # from the run before: this one starts with its own settings
     split_flags = ("--pipeline", str(prepared.pipeline_dir.absolute())) if what.split_dir is not None else ()
     plan = arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
     return plan, mender(find_model(settled), prepared.pipeline_dir, prepared.file)

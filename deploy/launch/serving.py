@@ -1,4 +1,4 @@
-"""`relayline serve --manifest FILE`: what the manifest says, as defaults of the command's own flags.
+"""`relayline serve --manifest FILE`: the manifest's values as defaults of the command's own flags.
 
 Click looks for a value on the command line, then in the environment, then in these defaults: flag > RELAYLINE_* > file.
 """
@@ -70,9 +70,9 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
 
 
 def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinConfig | None:
-    """Return how stages join, with what the manifest says of each single one. `join` has them in the same order.
+    """Return the join configuration, with the manifest's settings of each single stage.
 
-    What each might choose differently but all must have in common is settled.
+    `join` has the stages in the same order. Settings that must be equal but could differ by stage are settled.
     """
     from relayline.coordinator.joining.config import TelemetryDefaults
 
@@ -112,7 +112,8 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
 
 
 def served_split(given: dict[str, Any]) -> tuple[Path, Cut | None, Callable[[Cuts], None] | None]:
-    """Return from the flags of `serve` the split to serve, what splits the model anew, and what keeps moved layers.
+    """Return from the flags of `serve` the split to serve, the function that splits the model again, and the file of
+    moved layers.
 
     Raises UsageError where no split is given, and as `prepare`.
     """

@@ -1,4 +1,4 @@
-"""Splits a model in a process of its own, so that a launcher goes on meanwhile."""
+"""Splits a model in a separate process, so that a launcher can work meanwhile."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Below `~/.local/state`, or XDG_STATE_HOME where it is set.
         join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
 
-A lock that nobody holds is stale, however the file looks: the kernel lets go of it when its holder ends.
+A lock that nobody holds is stale, whatever the file's content: the kernel releases it when its holder ends.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LaunchState(msgspec.Struct, frozen=True):
     manifest: str
     """The manifest file that was given, absolute."""
     phase: Phase
-    """What its supervisor sees; what clients get the coordinator knows better."""
+    """The supervisor's view; the coordinator knows better what clients get."""
     supervisor_pid: int
     supervisor_start_ticks: int
     url: str = ""
@@ -162,7 +162,7 @@ class StateDir:
         )
 
     def load(self) -> LaunchState | None:
-        """Return what was last stored; None if nothing was. Raises UsageError for what another version wrote."""
+        """Return the last stored state; None if there is none. Raises UsageError for a file of another version."""
         try:
             raw = self._state.read_bytes()
         except OSError:

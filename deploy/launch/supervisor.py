@@ -1,7 +1,7 @@
 """The supervisor of one pipeline: starts its processes in order, starts them again when they die, ends them in order.
 
-The coordinator comes first, because stages learn from it what they hold; then this machine's stages, the last layers
-first. Stages of other hosts join when somebody starts them there. The coordinator is ready once all of them are.
+The coordinator comes first, because it gives stages their layers; then this machine's stages, the last layers first.
+Stages of other hosts join when a user starts them there. The coordinator is ready once all of them are.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class _Kept:
 
 
 class Supervisor:
-    """Runs one LaunchPlan. Event loop only; whoever makes it holds the lock of `directory`.
+    """Runs one LaunchPlan.
 
-    `mend` looks after the split before a stage that died is started again, and says whether its files are whole.
-    `emit` gets events: `process` (one became ready), `remote` (a command to run on another host), `waiting` and `fetch`
-    (see Waiting), `ready`.
+    Event loop only; its owner holds the lock of `directory`. `mend` checks the split before a dead stage is restarted,
+    and returns whether its files are whole. `emit` gets events: `process` (one became ready), `remote` (a command to
+    run on another host), `waiting` and `fetch` (see Waiting), `ready`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Supervisor:
         self._coordinator = self._kept(COORDINATOR, arguments, self._on_event)
         self._waiting = Waiting([stage.name for stage in plan.stages] if plan.remote else ())
         self._stages: dict[str, _Kept] = {}
-        self._remote_processes: dict[str, str] = {}  # stage of another host -> what its last process called itself
+        self._remote_processes: dict[str, str] = {}  # stage of another host -> the incarnation name of its last process
 
     # --- start --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Supervisor:
         return self._stages[self.plan.local[index].name].child
 
     async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str]:
-        """Return what to run on another host, and what has to be copied there first."""
+        """Return the command to run on another host, and the files to copy there first."""
         if self.plan.authority is None:
             command = ("relayline", "stage", "--join", join, "--name", remote.name, *remote.arguments)
             return shlex.join(command), " and ".join(map(str, remote.bring))
@@ -192,7 +192,7 @@ class Supervisor:
         pid = child.pid if ticks else 0
         self.board.set_process(child.name, state=HostState.STARTING, pid=pid, start_ticks=ticks, address="")
         if self._stopping.is_set():
-            await child.stop(STAGE_STOP_TIMEOUT_S)  # it was being started while the others were told to end
+            await child.stop(STAGE_STOP_TIMEOUT_S)  # it was still starting while the others were told to end
             return 0.0
         try:
             event = await asyncio.shield(child.ready)
@@ -229,7 +229,7 @@ class Supervisor:
         return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Take what the coordinator tells of itself and of its stages."""
+        """Take the coordinator's report on itself and on its stages."""
         if event["event"] == "joinable":
             # It comes back where clients and stages look for it.
             http = (self.plan.http[0], int(event["url"].rpartition(":")[2]))
@@ -249,13 +249,14 @@ class Supervisor:
         name, address = event["name"], event.get("address") or ""
         was, known = self.board[name].state, HostState(event["state"])
         if name in self._stages:
-            # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
+            # The supervisor sees its own processes directly; the coordinator only knows the activity of a starting
+            # stage.
             at_work = (HostState.FETCHING, HostState.LOADING)
             if known in at_work and was in (HostState.STARTING, *at_work):
                 self.board.set_process(name, state=known)
             return
         if known is HostState.WAITING and was is not HostState.WAITING:
-            known = HostState.LOST  # a coordinator that was started anew has not seen it yet
+            known = HostState.LOST  # a restarted coordinator has not seen it yet
         told = {HostState.READY: "", HostState.LOST: "start it there again if it has ended"}
         changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
@@ -275,7 +276,7 @@ class Supervisor:
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
             self.failed.set_exception(StartError(reason))
-            self.failed.exception()  # whoever waits sees it; nobody waiting is no error
+            self.failed.exception()  # a waiting caller gets the error; without one there is no error
 
     # --- end ----------------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ HEAD_BYTES = 64 * 1024  # of a file in which a manifest's kind is looked for
 
 
 def manifest_of(target: str | None, here: Path) -> Path | None:
-    """Return the manifest that is meant, None for a model. Without a target it is the only manifest of `here`.
+    """Return the manifest meant by the target, None for a model.
 
-    Raises UsageError where nothing is given and there is not exactly one manifest, and for what is neither.
+    Without a target it is the only manifest of `here`. Raises UsageError where nothing is given and there is not
+    exactly one manifest, and for a target that is neither.
     """
     if target is None:
         return _only_manifest(here)

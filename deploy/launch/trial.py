@@ -1,4 +1,4 @@
-"""Artifacts tried in a child process, since llama.cpp ends the process where an assertion of its own fails."""
+"""Tries artifacts in a child process, because llama.cpp ends the process when one of its assertions fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _in_child(*arguments: str) -> str | None:
 
 
 def why_it_ended(returncode: int, said: bytes) -> str:
-    """Return one line on a child process that ended with an error, from its exit code and what it wrote to stderr."""
+    """Return one line on a child process that failed, from its exit code and its stderr."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     asserted = [line[line.index("GGML_ASSERT") :] for line in lines if "GGML_ASSERT" in line]
     if asserted:

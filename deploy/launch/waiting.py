@@ -1,6 +1,6 @@
-"""What `up` says while it waits for the stages of other hosts: members, missing hosts, how far a fetch is. Pure.
+"""The output of `up` while it waits for the stages of other hosts: members, missing hosts, progress of fetches. Pure.
 
-Nothing is said twice: a line comes when the set of members has changed, or when a fetch has gone on for some seconds.
+Nothing is repeated: a line comes when the set of members has changed, or when a fetch has advanced for some seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waiting:
         self._fetches: dict[str, _Fetch] = {}
         self._said: tuple[str, ...] = ()  # the members that the last line was about
         self.is_over = False
-        """Set once every stage serves; nothing is said from then on."""
+        """Set once every stage serves; no more lines follow."""
 
     def told(self, event: dict[str, Any], now_s: float) -> list[dict[str, Any]]:
         """Take the coordinator's event about a stage; returns the events to emit, each with its `message`."""

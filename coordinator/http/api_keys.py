@@ -48,7 +48,7 @@ class ApiKeys:
 
     @property
     def names(self) -> list[str]:
-        """What the keys are called in the file, in its order."""
+        """The keys' names in the file, in its order."""
         return list(self._digests)
 
     @property
@@ -66,7 +66,7 @@ class ApiKeys:
         return found
 
     def reload(self) -> None:
-        """Read the file again; a file that cannot be used leaves the keys as they are, with one line in the log."""
+        """Read the file again; an unusable file changes nothing, with one line in the log."""
         try:
             self._digests = parse_keys(_read(self._path), self._path)
         except UsageError as error:
@@ -131,12 +131,10 @@ def protect_http(
     allow_hosts: Sequence[str] = (),
     cors: tuple[str, ...] = (),
 ) -> contextlib.AbstractContextManager[None]:
-    """Demand the keys in `path`, if one is given, of everybody who asks at `host`.
-
-    Within the returned context SIGHUP reads the file again. An address beyond this machine is warned about where it
-    demands no keys, and where keys travel in the clear. Without keys web pages are kept out, but for those that
-    `allow_hosts` names and those of the origins in `cors`. Raises UsageError. Call it on the event loop, before the app
-    is started.
+    """Demand the keys in `path`, if one is given, from every client at `host`. Within the returned context SIGHUP reads
+    the file again. For an address beyond this machine a warning says if it demands no keys, or if keys travel in the
+    clear. Without keys web pages are kept out, except those of the hosts in `allow_hosts` and of the origins in `cors`.
+    Raises UsageError. Call it on the event loop, before the app is started.
     """
     rule = page_rule(host, allow_hosts, cors)
     if path is None or allow_hosts:

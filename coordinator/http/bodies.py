@@ -1,4 +1,4 @@
-"""Request bodies as types: what the API reads, with the type and the range of each field. Pure.
+"""Request bodies as types: the fields that the API reads, with the type and range of each. Pure.
 
 Fields that are not listed are ignored: clients send new ones every month (`user`, `store`, `metadata`, ...). Fields
 that would change the answer and are not supported are listed, so that `validation` can refuse them.
@@ -46,11 +46,11 @@ class StreamOptions(Struct):
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Json = msgspec.Raw  # a value left as the client wrote it
-NO_JSON: Any = msgspec.field(default_factory=msgspec.Raw)  # made anew, since no schema can show a Raw
+NO_JSON: Any = msgspec.field(default_factory=msgspec.Raw)  # rebuilt, since no schema can show a Raw
 
 
 class JsonSchemaFormat(Struct, rename={"json_schema": "schema"}):
-    """`response_format.json_schema`; name and description are for models that are told of them."""
+    """`response_format.json_schema`; name and description are for models that get to see them."""
 
     json_schema: Json = NO_JSON
     strict: bool | None = None  # else rules that cannot be followed are left out
@@ -122,7 +122,7 @@ class GenerationBody(_Sampler, kw_only=True):
     guided_grammar: str | None = None
     json_schema: Json = NO_JSON  # as llama-server has it, like the next
     grammar: str | None = None
-    prediction: Any = None  # read by validation: whatever is wrong with it is told of the whole field
+    prediction: Any = None  # read by validation: any error in it concerns the whole field
     # Of other servers; see validation.NEUTRAL.
     mirostat: Any = None
     mirostat_mode: Any = None
@@ -216,7 +216,7 @@ class EmbeddingsBody(Struct):
 
 
 class TelemetryBody(Struct, forbid_unknown_fields=True):
-    """Body of PUT /v1/telemetry; what is left out stays as it is."""
+    """Body of PUT /v1/telemetry; omitted fields stay unchanged."""
 
     level: str | None = None
     sample_ratio: float | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CODINGS = "gzip, deflate"
 _IDENTITY = ("", "identity")
-_PIECE_BYTES = 64 * 1024  # of packed bytes that are looked at at once; what is left of one is copied per gzip member
+_PIECE_BYTES = 64 * 1024  # packed bytes per call of the decompressor; for each gzip member the rest of them is copied
 _UNPACKED_BYTES = 256 * 1024  # of unpacked bytes that are made at once
 _MEMBERS_MAX = 1_024  # of one gzip body
 _INLINE_BYTES = 256 * 1024  # pieces of this many bytes together are joined where they came in
@@ -74,9 +74,9 @@ _WITHOUT_V1 = {"/chat/completions", "/completions", "/embeddings", "/messages", 
 
 
 def usual_path(path: str) -> str:
-    """Return the path of an API route as the router knows it; all others as they are.
+    """Return the path of an API route in the router's form; all other paths unchanged.
 
-    Clients put base URL and route together in more than one way: `//v1/models`, `/v1/models/`, `/models`.
+    Clients join base URL and route in more than one way: `//v1/models`, `/v1/models/`, `/models`.
     """
     if path.startswith("/v1/") and not path.endswith("/"):
         return path
@@ -92,7 +92,7 @@ class Request(web.Request):
     ATTRS = web.Request.ATTRS | {"expects", "_link", "_n_counted"}
 
     def __init__(self, message: Any, payload: Any, protocol: Any, *more: Any, **options: Any) -> None:
-        """See web.Request. What the client expects is answered when its body is asked for, not before."""
+        """See web.Request. An `Expect` header is answered when the body is asked for, not before."""
         self.expects: str = message.headers.get(hdrs.EXPECT, "")
         if self.expects:
             headers = CIMultiDict(message.headers)
@@ -129,7 +129,7 @@ class Request(web.Request):
         return unpacked
 
     def body_done(self) -> None:
-        """What the body says has been taken over: it is not held any more."""
+        """The body's content has been taken over: release it."""
         self._link.room.give_back(self._n_counted)
         self._n_counted = 0
 
@@ -138,7 +138,7 @@ class Request(web.Request):
         self._link.knock = knock
 
     def check_expected(self) -> None:
-        """Raise HttpRefusal where the client expects what this server does not know."""
+        """Raise HttpRefusal for an expectation that this server does not know."""
         if self.expects and self.version >= (1, 1) and self.expects.strip().lower() != "100-continue":
             raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not known here", "expectation_failed")
 
@@ -188,9 +188,9 @@ async def _joined(parts: list[bytes], n_bytes: int) -> bytes:
 
 
 def unpack(parts: list[bytes], coding: str, n_max: int) -> bytes | None:
-    """Return what a gzip or deflate body holds; None once that is more than `n_max` bytes. For a thread.
+    """Return the unpacked gzip or deflate body; None once it exceeds `n_max` bytes.
 
-    Raises HttpRefusal for what is not of that coding, or not all of it. `parts` is emptied.
+    For a thread. Raises HttpRefusal for bytes of another coding, or an incomplete body. `parts` is emptied.
     """
     if not parts:
         return b""

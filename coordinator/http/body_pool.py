@@ -1,9 +1,8 @@
-"""Worker processes for bodies, and who works in them when.
-
-The smallest bodies need none. Short ones have a worker of their own, so that they never wait for long ones; what it
-can't do soon is done again with those. Grammars have workers of their own too. Each line is bounded, and fair between
-clients (`fair_line.py`). A client that goes away while it waits leaves the line; one that goes away while a worker is
-busy with its body has that worker ended, and the next one forked.
+"""Worker processes for bodies, and their schedule. The smallest bodies need none. Short ones have a separate worker, so
+that they never wait for long ones; a body that takes it too long is done again among the long ones. Grammars have
+separate workers too. Each line is bounded, and fair between clients (`fair_line.py`). A client that goes away while it
+waits leaves the line; one that goes away while a worker is busy with its body has that worker ended, and the next one
+forked.
 """
 
 from __future__ import annotations
@@ -48,15 +47,16 @@ from relayline.wire.common.errors import (
     from_wire,
 )
 
-# The smallest bodies are read on the event loop: another process costs a busy machine more than that. Their cost is
-# bounded by their size: at most so many pieces of text, each of which llama.cpp begins anew, and some vocabularies take
-# 5 ms to begin one; with those nothing is read here. Nor are chats: their template may do anything.
+# The smallest bodies are read on the event loop: for them another process costs a busy machine more. Their cost is
+# bounded by their size: at most this many pieces of text. llama.cpp starts each piece from zero, and some vocabularies
+# take 5 ms to start one; with those nothing is read here. Chats are not read here either: their template may do
+# anything.
 INLINE_BYTES_MAX = 256
 INLINE_START_S_MAX = 50e-6
 QUICK_BYTES_MAX = 16 * 1024  # of a body that has the short ones' worker
 N_LONG, N_GRAMMAR = 2, 2  # workers; a client alone has all but one
-GRAMMAR_CPU_S_MAX = 5.0  # of making one; trying it has bounds of its own (coordinator/text/grammar_check.py)
-NICENESS = 10  # of workers for what is long: answers that are under way come first
+GRAMMAR_CPU_S_MAX = 5.0  # to make one; trying it has separate bounds (coordinator/text/grammar_check.py)
+NICENESS = 10  # of workers for long bodies: running answers come first
 WALL_S_MAX = 60.0  # of one request, once it has a worker
 KEEP_BYTES_MAX = 1024 * 1024  # a worker that had more than this in hand is not kept: its memory is given back
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
@@ -67,7 +67,7 @@ class _WorkerDiedError(Exception):
 
     def __init__(self, phase: Phase | None) -> None:
         super().__init__(phase)
-        self.phase = phase  # what it was doing; None if it had not begun
+        self.phase = phase  # the worker's activity; None if it had not begun
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class _Workers:
         self._is_closed = False
 
     async def ask(self, client: str, asked: bytes, raw: bytes) -> bytes:
-        """Return the answer; raises what the worker raised, _WorkerDiedError where it died, OverloadedError."""
+        """Return the answer; raises the worker's error, _WorkerDiedError where it died, OverloadedError."""
         async with self._turn(client, len(raw)):
             worker = self._idle.pop() if self._idle else await self._new()
             is_fit = False
@@ -187,7 +187,8 @@ class BodyPool:
     async def ask(self, client: str, asked: Asked, raw: bytes) -> bytes:
         """Return a worker's answer to a body.
 
-        Raises what is wrong with it; InvalidRequestError where it takes too much; OverloadedError where too many wait.
+        Raises the body's error; InvalidRequestError where it takes too much time or memory; OverloadedError where too
+        many wait.
         """
         is_small = len(raw) <= INLINE_BYTES_MAX <= asked.ctx_tokens and asked.route == "completions"
         if is_small and self._inline is not None:
@@ -240,9 +241,9 @@ def _too_much(asked: Asked, phase: Phase | None) -> RelaylineError:
 
 
 def find_style(setting: Setting, tokenizer: Path) -> Style:
-    """Return what a template does about tools, found out in a process of its own. Not for a running event loop.
+    """Return how a template writes tools, found in a separate process.
 
-    Raises StartError where there is no process to be had.
+    Not for a running event loop. Raises StartError if no process can be started.
     """
     try:
         number, pipe = fork_server.fork(tokenizer)

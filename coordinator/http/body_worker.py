@@ -1,7 +1,6 @@
-"""What a forked child does: it answers one request after another, within bounds of processor time and memory.
-
-Over its bounds it dies, and with it one request; the next one gets a new child. Frames to it: two u32 sizes, then what
-is asked and the body. Frames from it: one byte that says what follows, a u32 size, and that.
+"""The forked child: it answers one request after another, within bounds of processor time and memory. Over its bounds
+it dies, and with it one request; the next one gets a new child. Frames to it: two u32 sizes, then the request and the
+body. Frames from it: one byte for the kind of content, a u32 size, and the content.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from relayline.wire.common.errors import InternalError, OverloadedError, Relayli
 CPU_S_MAX = 10.0  # of one request; a million tokens take 3 s
 TEMPLATE_CPU_S_MAX = 1.0  # of these for the model's template; a chat of 128,000 tokens takes 0.1 s
 QUICK_CPU_S_MAX = 0.25  # of a short body; what takes longer goes to those who have more time
-MEMORY_BYTES_MAX = 128 * 1024 * 1024  # above what was there when it was forked
+MEMORY_BYTES_MAX = 128 * 1024 * 1024  # on top of its memory at the fork
 
 TO_WORKER = struct.Struct("<II")
 FROM_WORKER = struct.Struct("<cI")

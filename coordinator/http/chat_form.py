@@ -22,7 +22,7 @@ _ANY_ARGUMENTS: Schema = {"type": "object"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatForm:
-    """What one request's answers look like."""
+    """The form of one request's answers."""
 
     conversation: Conversation
     offered: Offered | None
@@ -31,7 +31,7 @@ class ChatForm:
 
     @property
     def thinking(self) -> Thinking | None:
-        """The marks of thoughts that are told apart."""
+        """The marks of reasoning that is shown separately."""
         return self.conversation.thinking if self.splits_reasoning else None
 
     def is_parallel(self, offered: Offered) -> bool:
@@ -83,7 +83,7 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
 
 
 def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
-    # Beside other answers only those arguments are held to their schema whose tool asks for it.
+    # Where other answers are allowed too, arguments follow their schema only for tools that ask for it.
     schemas = {
         name: lean(schema) if offered.is_required or name in offered.strict else _ANY_ARGUMENTS
         for name, schema in offered.schemas.items()

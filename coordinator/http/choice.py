@@ -17,7 +17,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-LOGPROB_MIN = -9999.0  # stands for minus infinity, which JSON cannot carry
+LOGPROB_MIN = -9999.0  # represents minus infinity, which JSON cannot carry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
-    """What one event, or a whole choice, adds."""
+    """The part that one event, or a whole choice, adds."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Growth:
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
     stop: str = ""  # the stop string that ended the choice
-    prompt: Prompt | None = None  # of a whole choice, where something is said of its prompt's tokens
+    prompt: Prompt | None = None  # of a whole choice, if the log probabilities of its prompt are wanted
     prompt_scores: tuple[PromptScore, ...] = ()  # of that prompt's tokens but the first
 
     def __bool__(self) -> bool:
@@ -65,11 +65,11 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ending:
-    """What ends a choice beside its end token and its length."""
+    """The ends of a choice besides its end token and its length."""
 
     stops: tuple[str, ...] = ()
     tokens: frozenset[int] = frozenset()
-    min_tokens: int = 0  # before so many tokens nothing of these does
+    min_tokens: int = 0  # before this many tokens none of these ends it
     shows_stop: bool = False  # the string or token is shown
 
 
@@ -88,7 +88,7 @@ class ChoiceState:
     ) -> None:
         """`piece` gives a token's bytes; `offset_chars` is the length of text shown before (an echoed prompt).
 
-        `reader` tells thoughts and calls from what is said.
+        `reader` splits the text into reasoning, text and calls.
         """
         self._piece = piece
         self._reader = reader
@@ -98,11 +98,11 @@ class ChoiceState:
         self._wants_tokens = wants_tokens
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
-        self.n_thought = 0  # of those, where thoughts are told apart
-        self.n_predicted = 0  # of those, what the client's prediction went on with
+        self.n_thought = 0  # of those, where reasoning is shown separately
+        self.n_predicted = 0  # of those, tokens that the client's prediction had right
         self.n_cached = 0  # of the prompt, not computed for this choice
         self.finish_reason: FinishReason | None = None
-        self.first_ns = 0  # when the first token came, where that is told
+        self.first_ns = 0  # when the first token came, where timings are wanted
 
     def is_finished(self) -> bool:
         """Return whether the choice has its finish reason."""
@@ -165,15 +165,15 @@ class ChoiceState:
 
 
 class Speller:
-    """Names tokens in log probabilities, where each needs a text of its own even if it is half a character."""
+    """Names tokens in log probabilities: each needs its own text, even if it is half a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def offsets(self, tokens: Sequence[int], text: str) -> list[int]:
-        """Return for each token of a prompt how many characters of its text stand before it.
+        """Return for each token of a prompt the number of characters of its text before it.
 
-        A token that is not in the text, such as the one that begins every prompt, takes none.
+        A token that is not in the text, such as the one that begins every prompt, adds none.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         n_chars, found = 0, []

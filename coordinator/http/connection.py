@@ -1,4 +1,4 @@
-"""One client's connection: how long it may wait, how it ends, and what it is told where no handler is reached.
+"""One client's connection: its time limits, its end, and its errors where no handler is reached.
 
 aiohttp parses requests and writes answers, and leaves these to its user. Beyond its documented hooks this module needs
 `_messages`, the requests that have been parsed and not begun, and the two bounds of their number.
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 READ_BYTES = 16 * 1024  # of a body that are parsed before somebody takes them; bodies in tiny chunks cost 3 ms then
 KEPT_FILES = 128  # open files that are left to links, logs and artifacts
-_CONNECTIONS_MIN = 2  # whatever the limit of open files
-MESSAGE_CHARS_MAX = 200  # of what a client did wrong, as far as it is told back
-_BUFFERED_BYTES = 64 * 1024  # what a transport takes without waiting for its client
+_CONNECTIONS_MIN = 2  # for any limit of open files
+MESSAGE_CHARS_MAX = 200  # of the client's mistake, in the error that it gets
+_BUFFERED_BYTES = 64 * 1024  # a transport's buffer, without waiting for its client
 _FIRST_LOOK_S, _LAST_LOOK_S, _KNOCK_S = 0.01, 2.0, 5.0
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Server(web.Server):
-    """Makes the connections of one listening address, and holds what they have in common."""
+    """Makes the connections of one listening address, and holds their shared state."""
 
     def __init__(self, app: web.Server, limits: HttpLimits, loop: asyncio.AbstractEventLoop) -> None:
         """Serve what `app`, the server that aiohttp made of the application, would."""
@@ -70,7 +70,7 @@ class Server(web.Server):
         self.unpacking.shutdown(wait=False, cancel_futures=True)
 
     def n_connections_max(self) -> int:
-        """Return how many connections there may be with the limit of open files as it is now."""
+        """Return the allowed number of connections with the present limit of open files."""
         n_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if n_files == resource.RLIM_INFINITY:
             return self.limits.connections_max
@@ -154,7 +154,7 @@ class Connection(web.RequestHandler):
         self._wait(self.limits.head_timeout_s, self._head_late)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Give back what the connection held."""
+        """Release the connection's resources."""
         self._server.crowd.leave(self)
         self._wait(None)
         self._link = self._writer = self.knock = None
@@ -168,7 +168,7 @@ class Connection(web.RequestHandler):
             self._closes()
 
     def force_close(self) -> None:
-        """End the connection once what was written has been sent, or will not be."""
+        """End the connection once its written bytes have been sent, or cannot be sent."""
         super().force_close()
         self._closes()
 
@@ -188,10 +188,10 @@ class Connection(web.RequestHandler):
         if delay_s is not None and then is not None:
             self._deadline = self._loop.call_later(delay_s, then)
 
-    # --- what comes ---
+    # --- incoming ---
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, unless it is of a request that has been refused."""
+        """Parse incoming bytes, unless they belong to a refused request."""
         if self._n_discarded is not None:
             self._n_discarded += len(data)
             if self._n_discarded > self.limits.linger_bytes_max:
@@ -210,7 +210,7 @@ class Connection(web.RequestHandler):
     def _parsed(self, in_body: bool) -> None:
         message, payload = self._messages[-1]
         if hasattr(message, "exc"):  # aiohttp's note of a request that cannot be parsed
-            if in_body:  # whoever reads the body is not told by aiohttp
+            if in_body:  # aiohttp does not notify the reader of the body
                 self._payload.set_exception(web.RequestPayloadError("the body's framing is broken"))
             return
         self._payload = payload
@@ -268,7 +268,7 @@ class Connection(web.RequestHandler):
                 self.knock()
         self._loop.call_later(delay_s, self._look, min(2 * delay_s, _LAST_LOOK_S), knock_s)
 
-    # --- what is answered ---
+    # --- outgoing ---
 
     def waits(self, *, for_client: bool) -> None:
         """Say whether the request waits for its client now."""
@@ -298,7 +298,7 @@ class Connection(web.RequestHandler):
         return resp, is_lost
 
     async def _unless_stalled(self, writing: Coroutine[Any, Any, T], resp: web.StreamResponse) -> T:
-        """Return what `writing` returns; cut a client off that takes nothing of a long answer for the write timeout."""
+        """Return the result of `writing`; cut off a client that takes none of a long answer for the write timeout."""
         link = self._link
         if link is None or not isinstance(resp, web.Response) or (resp.content_length or 0) <= _BUFFERED_BYTES:
             return await writing
@@ -320,7 +320,7 @@ class Connection(web.RequestHandler):
         await asyncio.sleep(self.limits.linger_s)  # ended early when the client closes its end
 
     def _discard(self) -> None:
-        """Say that nothing more is answered, and read no more of what comes."""
+        """Mark the connection: no more answers, and no more reading."""
         self._n_discarded = 0
         if self._link is None or self._link.is_closing():
             return

@@ -1,7 +1,7 @@
-"""Web pages of other hosts that may read the API, as `--cors` names them: what a browser asks for, and is told.
+"""Web pages of other hosts that may read the API, as named by `--cors`: the browser's questions and their answers.
 
-A preflight comes without a key, since browsers never send one with it. It is answered before anything else looks at it,
-and gives nothing away but that the page may go on.
+A preflight comes without a key, since browsers never send one with it. It is answered first, and reveals only that the
+page may continue.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def read_origins(text: str) -> tuple[str, ...]:
-    """Return the origins that a setting names, with commas between them, in lower case.
+    """Return the origins of a setting, separated by commas, in lower case.
 
-    Raises UsageError for what is neither `*` nor an origin.
+    Raises UsageError for anything but `*` or an origin.
     """
     origins = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
     for origin in origins:

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-_V6_NETWORK_BYTES = 8  # whoever has one IPv6 address has the 2^64 of its network
+_V6_NETWORK_BYTES = 8  # a holder of one IPv6 address has the 2^64 of its network
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class _Group(Generic[Key]):
     """The connections of one address."""
 
     n_open: int = 0
-    waiting: dict[Key, None] = dataclasses.field(default_factory=dict)  # who has waited longest comes first
+    waiting: dict[Key, None] = dataclasses.field(default_factory=dict)  # the longest wait comes first
 
 
 class Crowd(Generic[Key]):
-    """Who is connected."""
+    """The connected clients."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group[Key]] = {}
@@ -44,7 +44,8 @@ class Crowd(Generic[Key]):
         return len(self._address_of)
 
     def enter(self, key: Key, address: str, n_max: int, n_address_max: int) -> Key | Full | None:
-        """Take in a new connection, which waits. Return who has to go for it (and is taken out), or Full, or None.
+        """Add a new connection, which waits. Return the connection that must end for it (and is removed), or Full, or
+        None.
 
         `n_max` bounds all connections, `n_address_max` those of one address; 0 sets no bound for an address.
         """

@@ -1,4 +1,4 @@
-"""The routes of the dialects beside OpenAI's older two, and what they have around them."""
+"""The routes of the dialects besides OpenAI's older two, and their surroundings."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from relayline.wire.common.errors import RelaylineError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """What every body and every event of one reply repeats."""
+    """The fields that every body and every event of one reply repeats."""
 
     id: str
     created: int  # unix seconds
@@ -48,13 +48,13 @@ class Dialect(Protocol):
         """Return the event that opens a choice before its first token, if there is one."""
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the event for what one token added."""
+        """Return the event for one token."""
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice. `stop` is the stop string that did it, empty for none."""
 
     def closing_events(self) -> Sequence[bytes]:
-        """Return what stands at the end of a stream that is whole."""
+        """Return the end of a complete stream."""
 
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the event that ends a stream that is not."""
@@ -67,7 +67,9 @@ class Dialect(Protocol):
 
 
 class OpenAIStream:
-    """What the streams of both OpenAI's older routes have: events without names, an error like a reply's, [DONE]."""
+    """The parts common to the streams of both older OpenAI routes: events without names, an error like a reply's,
+    [DONE].
+    """
 
     so_far: Callable[[], SoFar] = SoFar  # called for each event, and for a reply
 
@@ -99,7 +101,7 @@ class CompletionDialect(OpenAIStream):
         return self._event([shapes.CompletionChoice(prompt.echo, index, prompt_token_ids=ids)])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the event for what one token added."""
+        """Return the event for one token."""
         return self._event([self._choice(index, growth, None)])
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
@@ -142,7 +144,7 @@ class CompletionDialect(OpenAIStream):
         )
 
     def _echo(self, logprobs: shapes.CompletionLogprobs, prompt: Prompt, scores: Sequence[PromptScore]) -> None:
-        """Put what is known of an echoed prompt's tokens before those of the answer."""
+        """Put the log probabilities of an echoed prompt's tokens before those of the answer."""
         logprobs.tokens[:0] = [self._speller.spell(token)[0] for token in prompt.tokens]
         logprobs.token_logprobs[:0] = [None, *(max(score.logprob, LOGPROB_MIN) for score in scores)]
         logprobs.text_offset[:0] = self._speller.offsets(prompt.tokens, prompt.echo)
@@ -181,7 +183,7 @@ class ChatDialect(OpenAIStream):
         return self._event([shapes.ChunkChoice(index, delta)], prompt=None if index else prompt)
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the event for what one token added."""
+        """Return the event for one token."""
         delta = shapes.Delta(
             content=None if (growth.reasoning or growth.calls) and not growth.text else growth.text,
             reasoning_content=growth.reasoning or None,

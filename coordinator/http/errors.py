@@ -30,7 +30,7 @@ _TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 class HttpRefusal(Exception):
-    """A request that the web server itself refuses, whatever it asks for: how it was sent is wrong, or too much."""
+    """A request that the web server itself refuses, whatever its route: it was sent wrongly, or is too large."""
 
     def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

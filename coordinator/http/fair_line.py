@@ -1,7 +1,7 @@
-"""Who works next where few may at once: a bounded line that is fair between clients. Pure.
+"""A bounded line for few workers that is fair between clients. Pure.
 
 Clients take turns, however many requests each has in line. One client never holds all places of a line that has more
-than one: what one client sends cannot keep the others out until it is done.
+than one. So one client's requests cannot keep the others out.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class FairLine:
         self._n_bytes = 0
 
     def enter(self, client: str, size_bytes: int) -> Ticket:
-        """Stand in line with a body of `size_bytes`. Raises OverloadedError where the line is full, for this client.
+        """Join the line with a body of `size_bytes`.
 
-        A client may fill half of a line, so that there is room for others.
+        Raises OverloadedError where the line is full for this client. A client may fill half of a line, so that there
+        is room for others.
         """
         own = self._waiting.get(client, ())
         n_bytes = sum(ticket.size_bytes for ticket in own)

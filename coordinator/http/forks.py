@@ -41,7 +41,7 @@ class ForkServer:
         return number, ours
 
     def end(self, number: int) -> None:
-        """End a worker at once, whatever it is doing."""
+        """End a worker at once, whatever its activity."""
         with self._lock, contextlib.suppress(OSError):
             if self._control is not None:
                 self._control.send(json.dumps({"number": number}).encode())

@@ -53,7 +53,7 @@ class Handlers:
         return json_response(shapes.encode(self._model(name)))
 
     async def pipeline(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/pipeline: topology and live counters; `?since_ns=N` restricts overlap to what came after."""
+        """GET /v1/pipeline: topology and live counters; `?since_ns=N` restricts overlap to later steps."""
         text = request.query.get("since_ns")
         since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
         return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))

@@ -53,7 +53,7 @@ class Inner:
     """A body of another dialect, as a chat."""
 
     chat: ChatBody
-    said: bytes = b""  # msgpack of what its answer repeats; its dialect knows the type
+    said: bytes = b""  # msgpack of the fields that its answer repeats; its dialect knows the type
 
 
 def chat_of(fields: Fields, sent: Mapping[str, Any]) -> ChatBody:
@@ -67,7 +67,7 @@ def chat_of(fields: Fields, sent: Mapping[str, Any]) -> ChatBody:
 
 
 def as_json(value: Any) -> str:
-    """Return compact JSON text. Raises InvalidRequestError for what is nested too deeply."""
+    """Return compact JSON text. Raises InvalidRequestError for values that are nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except (RecursionError, ValueError):
@@ -96,7 +96,7 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequ
 
 
 def each_checked(items: list[Any], param: str, take: Callable[[Mapping[str, Any], str], Item]) -> list[Item]:
-    """Return what `take` makes of each object of a list; it is told where the object stands."""
+    """Return the results of `take` for each object of a list; it gets the object's place as well."""
     taken = []
     for at, item in enumerate(items):
         where = f"{param}[{at}]"

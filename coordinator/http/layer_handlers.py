@@ -33,7 +33,7 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
         return json_response(msgspec.json.encode(control.describe()))
 
     async def move(request: web.Request) -> web.StreamResponse:
-        """PUT /v1/pipeline/layers: begin a change; 202, for GET tells what comes of it."""
+        """PUT /v1/pipeline/layers: begin a change; 202, and GET shows its progress."""
         control.move(decode_body(await request.read(), LayersBody).cuts)
         return json_response(msgspec.json.encode(control.describe()), 202)
 

@@ -1,4 +1,4 @@
-"""What one HTTP request may ask for, and how long a client may keep the server waiting."""
+"""The limits of one HTTP request, and of the time for which a client may keep the server waiting."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class HttpLimits:
     write_timeout_s: float = 30.0  # a reader that takes nothing for this long loses its request and frees its lanes
     head_timeout_s: float = 15.0  # for a request's headers, from its first byte or from a connection's start
     head_bytes_max: int = 64 * 1024  # of a request's line and headers together
-    idle_timeout_s: float = 75.0  # between two requests; more than the 60 s after which load balancers give up theirs
+    idle_timeout_s: float = 75.0  # between two requests; more than the 60 s after which load balancers close theirs
     body_stall_s: float = 15.0  # without a byte of a body that is being read
-    body_grace_s: float = 20.0  # for a body, beside the time that it takes at the slowest rate
+    body_grace_s: float = 20.0  # for a body, on top of its time at the slowest rate
     body_rate_min: int = 8 * 1024  # bytes per second of a body, the slowest
     bodies_bytes_max: int = 64 * 1024 * 1024  # of all bodies that have been read and not been worked on yet
     body_free_bytes: int = 64 * 1024  # of each body are not counted there: ordinary requests always find room
     linger_s: float = 2.0  # a refused client may go on sending for this long, unread, so that it gets its answer
     linger_bytes_max: int = 16 * 1024 * 1024
-    close_timeout_s: float = 10.0  # for what is written when a connection closes; a client that reads none is cut off
+    close_timeout_s: float = 10.0  # for bytes written as a connection closes; a client that reads none is cut off
     connections_max: int = 4_096  # fewer where the system allows fewer open files
     connections_per_address_max: int = 512  # 0: no bound; none for loopback, where everybody behind a proxy comes from
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
     model_aliases: tuple[str, ...] = ()  # further names of the model
-    any_model_name: bool = False  # answer under whatever name is asked for, for clients that bring fixed names
+    any_model_name: bool = False  # answer to any model name, for clients with fixed names

@@ -1,4 +1,4 @@
-"""GET /v1/pipeline/live: what the page shows, looked at once for all open pages, and not at all while none is open."""
+"""GET /v1/pipeline/live: the page's data, collected once for all open pages, and not at all while none is open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Level
 
-FACTS = web.AppKey("page_facts", dict[str, object])  # that a page is told and that do not come from looks
+FACTS = web.AppKey("page_facts", dict[str, object])  # of the page that do not come from looks
 NUMBER_DIGITS_MAX = 15
 LOOKS_PER_BEAT = 5  # looks from one measurement of round trips to the next
 PLAN_EVERY_S = 5.0  # at most: planning takes a while, in a thread
@@ -43,14 +43,14 @@ class LiveFeed:
         self.n_looks = 0
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/pipeline/live; `?after=N` leaves out what came before look N and with it."""
+        """GET /v1/pipeline/live; `?after=N` leaves out look N and everything before it."""
         after = _look_number(request.query.get("after", "0"))
         if time.monotonic_ns() - self._looked_ns >= LOOK_EVERY_S * 1e9:
             await self._look_once()
         return json_response(self._view.answer(after, self._looked_ns), headers={"Cache-Control": "no-store"})
 
     async def plan(self, _request: web.Request) -> web.StreamResponse:
-        """GET /v1/pipeline/plan: what the running plan and others are predicted to give."""
+        """GET /v1/pipeline/plan: the predictions for the running plan and for others."""
         async with self._planning:  # pages that ask together wait for one plan
             if time.monotonic_ns() - self._planned_ns >= PLAN_EVERY_S * 1e9:
                 await self._plan()
@@ -115,9 +115,9 @@ class LiveFeed:
     async def _ask(
         self, index: int, stage: StageClient, known: Mapping[str, object], limit: int
     ) -> tuple[pb.BatchesResponse | None, int | None]:
-        """Ask a stage that has just answered for its new steps, and now and then how long it takes to hear from it.
+        """Ask a stage that has just answered for its new steps, and now and then measure its round trip.
 
-        Each question costs this process most of what a look costs: one whose answer is known is not asked.
+        Each question is most of a look's cost for this process, so a question with a known answer is not asked.
         """
         if not known.get("up"):
             return None, None

@@ -1,9 +1,9 @@
-"""Several token streams of one request read as one, with everything that is ready handed over together.
+"""Several token streams of one request read as one, passing on everything that is ready together.
 
-A stream that can forward its events does so, without a task that wakes for each token: it holds no more of them than it
-would in a queue of its own, which its answer's length bounds. Of any other stream one task pulls the events, and pauses
-while too many of them wait. Whatever way the block around a `Merge` is left (end, error,
-cancellation because the client went away), every stream is closed.
+A stream that can forward its events does so, without a task that wakes for each token. It holds no more of them than it
+would in its own queue, which its answer's length bounds. For any other stream one task pulls the events, and pauses
+while too many wait. However the block around a `Merge` ends (normally, by an error, or by cancellation because the
+client went away), every stream is closed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Forwarding(Protocol):
     """A stream that hands its events over itself."""
 
     def forward(self, take: Callable[[TokenEvent | RelaylineError], None]) -> None:
-        """Have every event taken as it comes, those first that wait."""
+        """Pass every event on at once, those already waiting first."""
 
     def leave(self) -> None:
         """Leave the session, and take no more events."""
@@ -68,7 +68,7 @@ class Merge:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A task of its own, so that a second cancellation (shutdown, say) cannot leave a stream open.
+        # A separate task, so that a second cancellation (shutdown, say) cannot leave a stream open.
         closing = asyncio.create_task(self._close())
         _CLOSING.add(closing)
         closing.add_done_callback(_CLOSING.discard)
@@ -94,7 +94,7 @@ class Merge:
         return ready
 
     def drop(self, index: int) -> None:
-        """Stop reading stream `index` and close it now. What it already gave may still arrive."""
+        """Stop reading stream `index` and close it now. Events that it already gave may still arrive."""
         stream = self._streams[index]
         if isinstance(stream, Forwarding):
             stream.leave()

@@ -1,4 +1,4 @@
-"""What every reply has: a request id, and OpenAI's error body when something went wrong."""
+"""The parts of every reply: a request id, and OpenAI's error body for errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP side of a request's record: from its first byte to the last of its answer, with what its body asked for."""
+"""The HTTP side of a request's record: from its first byte to the last of its answer, with the body's options."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ async def note_status(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def note_whole(request: web.Request) -> None:
-    """Say that all of the answer has been handed over: a client that closes its connection now has what it wanted."""
+    """Record that the whole answer has been handed over: a client that closes its connection now has everything."""
     record = request.get(RECORD)
     if record is not None:
         record.is_whole = True
 
 
 def note_failure(request: web.Request, label: str, text: str = "") -> None:
-    """Say why a request fails: the error's label, and what it says."""
+    """Record why a request fails: the error's label and message."""
     record = request.get(RECORD)
     if record is not None:
-        # It may quote what the caller sent: a lone surrogate would spoil the export of a whole batch of spans.
+        # It may quote the caller: a lone surrogate would spoil the export of a whole batch of spans.
         record.error, record.error_text = label, text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
 
 
 def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, completion_id: str) -> None:
-    """Say what the body asked for, once it has been checked."""
+    """Record the body's options, once it has been checked."""
     record = request[RECORD]
     record.completion_id, record.model = completion_id, model
     if record.span is None:

@@ -1,6 +1,6 @@
-"""`/openapi.json` and `/docs`: what is served, from the router's routes and from the types that read bodies.
+"""`/openapi.json` and `/docs`: the served API, from the router's routes and from the types that read bodies.
 
-Nothing about a field is written here: its type and its bounds are those that `bodies` check.
+No field is described here: its type and its bounds are those that `bodies` checks.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _operation(route: web.AbstractRoute, path: str, schema_of: Mapping[Any, Any]
 
 
 def _summary(route: web.AbstractRoute) -> str:
-    """Return what a handler says of itself, after its route."""
+    """Return a handler's own description, without its route."""
     text = (route.handler.__doc__ or "").strip().partition("\n")[0]
     route_text, colon, rest = text.partition(": ")
     return (rest if colon else route_text).rstrip(".")

@@ -1,6 +1,6 @@
-"""The page at `/`: files of this package, read once, and what a browser is told to let them do.
+"""The page at `/`: files of this package, read once, and the policy that a browser gets for them.
 
-The page loads without a key and asks for one where keys are set: whatever it shows comes from the API.
+The page loads without a key and asks for one where keys are set, because all its data comes from the API.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import hdrs, web
 
 PATHS = web.AppKey("page_paths", frozenset[str])  # of an application: those of its page, which need no key
 FILES_DIR = Path(__file__).parent / "page"
-FILES_BYTES_MAX = 300_000  # of all files together, as they are sent at most; a test holds it
+FILES_BYTES_MAX = 300_000  # of all files together, as sent; a test checks it
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _INDEX = "index.html"
 _BREAKS = re.compile(r"[;,]")
@@ -48,7 +48,7 @@ class PageFile:
     """Changes with the body: an ETag without its quotes."""
 
     def answer(self, request: web.Request) -> web.Response:
-        """Return the file, or 304 to who has it."""
+        """Return the file, or 304 if the client has it."""
         headers = {**HEADERS, hdrs.ETAG: f'"{self.tag}"', hdrs.VARY: "Accept, Accept-Encoding"}
         known = request.if_none_match or ()
         if any(tag.value in (self.tag, "*") for tag in known):
@@ -73,7 +73,7 @@ def read_files(directory: Path = FILES_DIR) -> dict[str, PageFile]:
 
 
 def routes(files: dict[str, PageFile]) -> Iterator[web.RouteDef]:
-    """Yield a route for each file; `/` tells who is no browser where the API is."""
+    """Yield a route for each file; `/` tells clients that are no browsers where the API is."""
     for path, file in files.items():
         yield web.get(path, functools.partial(_send, file, is_page=path == "/"))
 
@@ -85,6 +85,6 @@ async def _send(file: PageFile, request: web.Request, *, is_page: bool) -> web.S
 
 
 def _wants_page(request: web.Request) -> bool:
-    """Return whether a client names HTML among what it takes; curl and API clients do not."""
+    """Return whether a client accepts HTML by name; curl and API clients do not."""
     accepted = _BREAKS.split(request.headers.get(hdrs.ACCEPT, "").lower())
     return "text/html" in {part.strip() for part in accepted}

@@ -1,7 +1,7 @@
-"""From the bytes of a body to what the pipeline is asked for: everything whose cost grows with the body.
+"""From the bytes of a body to the pipeline's request: everything whose cost grows with the body.
 
-It runs in a process of its own (`coordinator/http/body_worker.py`): a body may be megabytes of brackets, a text may be
-one word of a megabyte, a model's chat template comes from strangers. What goes back is small, and typed.
+It runs in a separate process (`coordinator/http/body_worker.py`): a body may be megabytes of brackets, a text may be
+one word of a megabyte, and strangers write a model's chat template. Its result is small and typed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[A
     "messages": (messages_asking.read, messages_asking.rename),
     "counted": (messages_asking.read_counted, messages_asking.rename),
 }
-Phase = Literal["reading", "template", "tokens"]  # what was being done when it took too much
+Phase = Literal["reading", "template", "tokens"]  # the activity that took too much
 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
@@ -98,13 +98,13 @@ class Setting(Struct):
 
 
 class Asked(Struct):
-    """What is asked of a worker; the body comes beside it."""
+    """A request to a worker; the body comes with it."""
 
     route: Route
     ctx_tokens: int = 0  # 0 while that is not known
     seed: int = 0  # for a request that brings none
     wants_content: bool = False  # prompts as JSON, for telemetry
-    n_context: int = 0  # bytes before the body: what it refers to
+    n_context: int = 0  # bytes before the body: the context that it refers to
 
 
 class Prepared(Struct):
@@ -120,7 +120,7 @@ class Prepared(Struct):
     input_json: str  # what telemetry records of the prompts, where wanted
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
-    said: bytes = b""  # of another dialect: msgpack of what its answer repeats
+    said: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
 
     @property
     def n_tokens(self) -> int:
@@ -138,7 +138,9 @@ class Shop:
         self._ends: tuple[int, ...] | None = None  # tokens that end an answer; None until they are asked for
 
     def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
-        """Return the answer to one request, as its route has it; `enter` is told what is begun. Raises its errors."""
+        """Return the answer to one request, in its route's form; `enter` gets the name of each activity. Raises its
+        errors.
+        """
         enter("reading")
         if asked.route == "style":
             enter("template")
@@ -279,7 +281,7 @@ class Shop:
         return msgspec.json.encode({"prompt": self._rendered(body, plan)[0]})
 
     def _with_tokens(self, plan: Plan) -> Plan:
-        """Return the plan with the tokens of what it says as text, and of its end if that is held back.
+        """Return the plan with the tokens of its texts, and of its end if that is held back.
 
         Raises InvalidRequestError.
         """
@@ -324,7 +326,7 @@ class Shop:
             raise InvalidRequestError(f"{plan.shape.param}: this model has no tokenizer", param=plan.shape.param)
 
     def _prediction(self, plan: Plan, ctx_tokens: int) -> Sequence[int]:
-        """Return the token ids of what the client expects the answer to be like, as many as a stream may hold.
+        """Return the token ids of the client's predicted output, as many as a stream may hold.
 
         Special tokens that it spells out are text, as in an answer. Raises InvalidRequestError for text when the model
         has no tokenizer, and for token ids outside its vocabulary.
@@ -441,7 +443,7 @@ def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:
 
 
 def _task(plan: Plan, is_thinking: bool | None) -> bytes:
-    """Return what a grammar is made of, for the route "grammar"; `is_thinking`: of a chat."""
+    """Return the parts of a grammar, for the route "grammar"; `is_thinking`: of a chat."""
     if plan.offered:
         plan = dataclasses.replace(plan, offered=dataclasses.replace(plan.offered, shown=()))
     try:
@@ -451,7 +453,7 @@ def _task(plan: Plan, is_thinking: bool | None) -> bytes:
 
 
 def _lean(plan: Plan) -> Plan:
-    """Return the plan without what nobody needs any more who did not make it."""
+    """Return the plan without the parts that only its making needed."""
     return dataclasses.replace(
         plan,
         max_tokens=None if plan.max_tokens is None else min(plan.max_tokens, _MAX_TOKENS_MAX),

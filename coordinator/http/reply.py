@@ -105,10 +105,10 @@ async def _stream(
 
 
 async def _first(service: Service, merge: Merge) -> list[Arrival]:
-    """Wait for what arrives first, and raise the error that a stream begins with: no status has been sent yet.
+    """Wait for the first event, and raise the error that a stream begins with: no status has been sent yet.
 
-    Nothing where the answer is under way and only takes long: who waits in line or has a long prompt is sent pings,
-    with status 200. While a stage is lost nobody knows that, and there is no status for it.
+    Returns nothing if the answer only takes long: a client in line, or with a long prompt, gets pings with status 200.
+    While a stage is lost nobody can tell whether it returns, and there is no status for it.
     """
     while True:
         arrivals = await merge.next(service.limits.ping_interval_s)
@@ -204,7 +204,7 @@ def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
     said = CompletionTokensDetails(
         reasoning_tokens=sum(state.n_thought for state in states),
         accepted_prediction_tokens=sum(state.n_predicted for state in states),
-        # A choice may say what is predicted more often than the prediction does.
+        # Several choices may be predicted right more often than the prediction is long.
         rejected_prediction_tokens=sum(
             max(0, len(request.prediction) - state.n_predicted)
             for request, state in zip(job.requests, states, strict=True)

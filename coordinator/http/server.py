@@ -13,7 +13,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
 
-LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has any of its own
+LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has its own
 
 
 class _Runner(web.AppRunner):

@@ -1,4 +1,4 @@
-"""What a generating request needs from the rest of the coordinator, and the opening of its streams, all or none."""
+"""A generating request's link to the rest of the coordinator, and the opening of its streams, all or none."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Service:
     pool: BodyPool
 
     async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
-        """Return a body as it was read, checked and tokenised by a worker. Raises what is wrong with it.
+        """Return a body after reading, checking and tokenising by a worker.
 
-        `content`: with its prompts as JSON, for telemetry.
+        Raises the body's error. `content`: with its prompts as JSON, for telemetry.
         """
         asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
         raw = await request.read()
@@ -58,15 +58,17 @@ class Service:
     async def read_in(
         self, route: Literal["responses", "messages", "counted"], request: web.Request, raw: bytes, n_context: int = 0
     ) -> Prepared:
-        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are what it refers to."""
+        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
+        refers to.
+        """
         content = wants_content(self.observer, request)
-        # What is only counted may be longer than any stream.
+        # A text that is only counted may be longer than any stream.
         ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
         asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
         return msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
 
     async def answered(self, route: Literal["tokenize", "detokenize", "template"], request: web.Request) -> bytes:
-        """Return a worker's answer to a body. Raises what is wrong with it."""
+        """Return a worker's answer to a body. Raises the body's error."""
         raw = await request.read()
         return await self.pool.ask(client_of(request), Asked(route, self.generator.ctx_tokens), raw)
 
@@ -144,7 +146,7 @@ def client_of(request: web.Request) -> str:
     except ValueError:  # of a Unix socket
         return request.remote or ""
     if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))  # whoever has one address has all of these
+        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))  # a holder of one address has all of these
     return str(address)
 
 

@@ -21,8 +21,8 @@ class PromptTokensDetails(Struct):
 class CompletionTokensDetails(Struct):
     """What completion tokens were."""
 
-    reasoning_tokens: int  # thought, where thoughts are told apart from what is said
-    accepted_prediction_tokens: int = 0  # what the client's prediction went on with
+    reasoning_tokens: int  # reasoning, where it is shown separately
+    accepted_prediction_tokens: int = 0  # tokens that the client's prediction had right
     rejected_prediction_tokens: int = 0  # of predictions, not of the completion: what did not appear
 
 
@@ -46,7 +46,7 @@ class CompletionLogprobs(Struct):
 
 
 class PromptLogprob(Struct):
-    """What the model gave one token at one place of a prompt."""
+    """The model's log probability for one token at one place of a prompt."""
 
     logprob: float
     rank: int | None  # 1 for the likeliest; None for one that is not among those asked for
@@ -71,7 +71,7 @@ class Timings(Struct):
 
 
 class CompletionChoice(Struct):
-    """One choice of a completion, or what one event adds to it."""
+    """One choice of a completion, or the part that one event adds to it."""
 
     text: str
     index: int
@@ -117,7 +117,7 @@ class ChatLogprobs(Struct):
 
 
 class CalledFunction(Struct):
-    """The function of a tool call, or what one event adds to it."""
+    """The function of a tool call, or the part that one event adds to it."""
 
     arguments: str  # JSON text
     name: str | UnsetType = UNSET
@@ -133,7 +133,7 @@ class ToolCall(Struct):
 
 
 class Delta(Struct, omit_defaults=True):
-    """What one event adds to a message."""
+    """The part of a message that one event adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -168,7 +168,7 @@ class ChatChunk(Struct):
 class AssistantMessage(Struct):
     """The message of a whole chat choice."""
 
-    content: str | None  # None beside calls where nothing is said
+    content: str | None  # None with calls and no text
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET  # as DeepSeek's API has it
@@ -201,7 +201,7 @@ class ChatCompletion(Struct):
 
 
 class ModelMeta(Struct):
-    """What llama-server tells of a model beside its name."""
+    """llama-server's facts about a model besides its name."""
 
     n_ctx: int  # tokens per stream
     n_vocab: int
@@ -214,7 +214,7 @@ class Model(Struct):
     created: int
     owned_by: str = "relayline"
     object: Literal["model"] = "model"
-    root: str = ""  # the name of the model that an alias stands for
+    root: str = ""  # the name of the model behind an alias
     max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
     meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
 

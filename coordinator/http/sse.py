@@ -79,17 +79,19 @@ class EventWriter:
         await self._write(PING)
 
     async def finish(self, events: Iterable[bytes]) -> None:
-        """Send the last events and end the reply in the same write: who has read the last event has all of it."""
+        """Send the last events and end the reply in the same write: a client that has the last event has the whole
+        reply.
+        """
         self._is_ended = True
         if not self._is_chunked:
             self._on_close(_CLOSE_IN_ORDER)
         await self._write(self._framed(events), is_last=True)
 
     async def cut(self, events: Iterable[bytes]) -> None:
-        """Send the last events of an answer that is not whole, and end the connection so that no client thinks it is.
+        """Send the last events of an incomplete answer, and end the connection so that no client takes it for complete.
 
-        The final chunk is never sent. In HTTP/1.0 the end of the connection is the end of the answer: there it is
-        reset, as it is however this process ends meanwhile.
+        The final chunk is never sent. In HTTP/1.0 the end of the connection is the end of the answer: there the
+        connection is reset, even if this process ends meanwhile.
         """
         self._is_ended = True
         await self._write(self._framed(events))
@@ -107,7 +109,7 @@ class EventWriter:
             transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._is_chunked else PING)
 
     def _on_close(self, linger: bytes) -> None:
-        """Say how the connection ends, whoever ends it: the system keeps to this even if the process is killed."""
+        """Choose how the connection ends, whoever ends it: the system obeys this even if the process is killed."""
         transport = self._request.transport
         link = transport.get_extra_info("socket") if transport is not None else None
         if link is not None:

@@ -28,7 +28,7 @@ ERROR_CHARS_MAX = 400  # of llguidance's reason
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """What a client asked for."""
+    """The client's request for structure."""
 
     param: str  # the field that did
     kind: Kind
@@ -102,7 +102,7 @@ def in_a_line(reason: str) -> str:
 
 
 def _ways(shape: Shape) -> Iterator[Shape]:
-    """Yield the shape, and what may stand for it where it cannot be followed."""
+    """Yield the shape, then its replacements where it cannot be followed."""
     yield shape
     if shape.kind != "json":
         return

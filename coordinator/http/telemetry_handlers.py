@@ -12,7 +12,7 @@ from relayline.coordinator.http.bodies import TelemetryBody, decode_body
 from relayline.coordinator.http.errors import plain_body
 from relayline.coordinator.http.middleware import json_response
 
-LAST = "last"  # stands for the request that ended last
+LAST = "last"  # means the request that ended last
 
 
 class TelemetryHandlers:

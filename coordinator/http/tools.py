@@ -19,7 +19,7 @@ _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offered:
-    """What a request offers."""
+    """The tools that a request offers."""
 
     shown: tuple[Mapping[str, Any], ...]  # as the client sent them, for the prompt
     schemas: Mapping[str, Schema]  # of the arguments, by the name of the tools that may be called
@@ -36,7 +36,7 @@ class Offered:
 
 
 def offered_by(body: ChatBody) -> Offered | None:
-    """Return what a body offers, None for no tool or where none may be called. Raises InvalidRequestError."""
+    """Return a body's tools, None for none or where none may be called. Raises InvalidRequestError."""
     if len(body.tools or ()) > TOOLS_MAX:
         raise InvalidRequestError(f"tools: at most {TOOLS_MAX}, got {len(body.tools or ())}", param="tools")
     tools = [_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
@@ -98,7 +98,7 @@ _Mode = Literal["none", "auto", "required"]
 
 
 def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[str]]:
-    """Return what a `tool_choice` demands, and of which tools."""
+    """Return the demand of a `tool_choice`, and its tools."""
     if choice is None or choice in ("none", "auto"):
         return choice or "auto", [*by_name]
     mode: _Mode = "required"

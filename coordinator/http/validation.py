@@ -1,7 +1,6 @@
-"""From a well-typed body to a plan that can be run: every rule that one field's type cannot say. Pure.
-
-Each refusal is one line that says what is wrong with which field. Fields that would change the answer and are not
-supported are refused rather than ignored, unless their value changes nothing.
+"""From a well-typed body to a plan that can be run: every rule that one field's type cannot express. Pure. Each refusal
+is one line that names the field and its error. Fields that would change the answer and are not supported are refused
+rather than ignored, unless their value changes nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat g
 _U64 = 1 << 64
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
-# What servers of this kind know beside OpenAI's fields, and OpenAI's of before tools -> values that change nothing.
-# Null, 0, false and empty ones change nothing either.
+# Fields of other servers, and OpenAI's from before tools -> values without effect. Null, 0, false and empty ones have
+# no effect either.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
-    "mirostat": (),  # what it does depends on all logits before, which no stage has after a loss
+    "mirostat": (),  # its effect depends on all earlier logits, which no stage has after a loss
     "mirostat_mode": (),
     "dry_multiplier": (),
     "dynatemp_range": (),
@@ -55,7 +54,7 @@ Prompts = str | Sequence[int | str | list[int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a checked request wants, the same for both routes."""
+    """A checked request, the same for both routes."""
 
     n: int  # choices per prompt
     max_tokens: int | None  # as asked for; None when the client left it open
@@ -68,11 +67,11 @@ class Plan:
     echo: bool
     return_token_ids: bool
     cache_prompt: bool
-    prediction: str | tuple[int, ...] = ""  # what the client expects the answer to be like, as text or token ids
+    prediction: str | tuple[int, ...] = ""  # the client's predicted output, as text or token ids
     shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
     offered: Offered | None = None  # tools
-    splits_reasoning: bool = True  # a chat's thoughts are told apart from what it says
-    min_tokens: int = 0  # before them no answer ends by itself
+    splits_reasoning: bool = True  # a chat's reasoning is shown separately from its text
+    min_tokens: int = 0  # before them no answer may end
     stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, and are not shown
     shows_stop: bool = False  # what ended an answer is shown, a string or a token
     bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
@@ -175,8 +174,8 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
 def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool = False) -> int:
     """Return how many tokens to generate after a prompt of `n_prompt` tokens.
 
-    As many as the client asked for, or as the context leaves if that is less; with `is_strict` that is an error.
-    Raises InvalidRequestError for an empty prompt, ContextLengthError when what was asked for cannot fit.
+    As many as the client asked for, or the rest of the context if that is less; with `is_strict` less is an error.
+    Raises InvalidRequestError for an empty prompt, ContextLengthError for a request that cannot fit.
     """
     if n_prompt < 1:
         raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
@@ -288,7 +287,7 @@ def _choices(body: GenerationBody, limits: HttpLimits) -> int:
 def _biases(
     sent: Mapping[str, float] | Sequence[tuple[int | str, float]],
 ) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]:
-    """Return biases of tokens and of texts, from OpenAI's form or llama-server's; false stands for "never"."""
+    """Return biases of tokens and of texts, from OpenAI's form or llama-server's; false means "never"."""
     if isinstance(sent, Mapping):
         for token in sent:
             is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))

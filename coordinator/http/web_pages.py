@@ -31,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class PageRule:
     """Which names of the server, and which pages, are no strangers."""
 
-    allowed: frozenset[str]  # names beside those of loopback, in lower case
+    allowed: frozenset[str]  # names besides those of loopback, in lower case
     is_local: bool  # the server is reached on loopback only
     checks_names: bool  # else nobody knows under which names the server is reached
     origins: frozenset[str] = frozenset()  # pages that may use the server, see coordinator.http.cors; "*": all
@@ -66,7 +66,7 @@ class PageRule:
 
 
 def page_rule(listen_host: str, allowed: Iterable[str], origins: Iterable[str] = ()) -> PageRule:
-    """Return the rule for a server that listens on `listen_host`. Raises UsageError for what is no host name."""
+    """Return the rule for a server that listens on `listen_host`. Raises UsageError for an invalid host name."""
     names: set[str] = set()
     for name in allowed:
         bare = name.strip("[]")
@@ -93,13 +93,13 @@ def keep_pages_out(app: web.Application, rule: PageRule) -> None:
 
 
 def _name_of(host: str) -> str | None:
-    """Return the name in a Host header, in lower case; None for what is none."""
+    """Return the name in a Host header, in lower case; None for an invalid header."""
     found = _HOST.fullmatch(host.strip())
     return found["name"].strip("[]").lower().removesuffix(".") if found else None
 
 
 def _origin_name(origin: str) -> str | None:
-    """Return the name of the host that a page is from; None for pages of files, sandboxes, and what is no origin."""
+    """Return the host of a page's origin; None for pages of files, sandboxes, and invalid origins."""
     try:
         parts = urlsplit(origin.strip())
     except ValueError:

@@ -209,7 +209,7 @@ def test_refusals_are_one_line_on_both_sides(split: Path, tmp_path: Path) -> Non
         (("stage",), "give --artifact FILE, or --join"),
         (("stage", "--artifact", "x", "--join", "127.0.0.1:1"), "one of them"),
         (("stage", "--join", "127.0.0.1:1"), "needs --name"),
-        (("stage", "--join", "127.0.0.1:1", "--name", "a", "--ctx", "64"), "--ctx is the coordinator's to say"),
+        (("stage", "--join", "127.0.0.1:1", "--name", "a", "--ctx", "64"), "--ctx is set by the coordinator"),
         (("stage", "--artifact", "x", "--name", "a"), "--name belongs to --join"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--advertise", "h:1"), "is not a host"),
         (("serve", "--pipeline", "SPLIT"), "give --stages"),

@@ -1,6 +1,7 @@
-"""From the body of POST /v1/messages to a chat. Pure, and for a body's worker.
+"""From the body of POST /v1/messages to a chat.
 
-`cache_control` and the like are annotations: what is read once is found here without them.
+Pure, and for a body's worker. `cache_control` and the like are annotations: prompts read before are found here without
+them.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 
 
 def _turn(turn: Turn, where: str) -> list[Fields]:
-    """Return one message as those of a chat: results of tools are messages of their own, before what the user says."""
+    """Return one message as those of a chat: results of tools become separate messages, before the user's text."""
     if turn.role not in ("user", "assistant", "system"):
         raise InvalidRequestError(f"{where}.role: must be one of user, assistant, system", f"{where}.role")
     if isinstance(turn.content, str):
@@ -185,7 +186,7 @@ def _turn(turn: Turn, where: str) -> list[Fields]:
 
 
 def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
-    """Return what a block is: one of `text`, `result`, `call`, `thought`, or nothing."""
+    """Return a block's kind: one of `text`, `result`, `call`, `thought`, or nothing."""
     kind = block.get("type")
     if kind == "text":
         return {"text": text_in(block, "text", where)}

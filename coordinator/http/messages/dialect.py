@@ -44,7 +44,7 @@ class MessagesDialect:
         return named_frames([_event("message_start", message=message), _PING])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the events for what one token added."""
+        """Return the events for one token."""
         events: list[bytes] = []
         if growth.reasoning:
             events += self._opened({"type": "thinking", "thinking": "", "signature": ""})
@@ -146,7 +146,7 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 def _counts(n_prompt: int, n_cached: int, n_output: int) -> dict[str, int]:
-    """Return token counts; what was read before is not among the input tokens here."""
+    """Return token counts; cached tokens are not among the input tokens here."""
     return {
         "input_tokens": n_prompt - n_cached,
         "cache_creation_input_tokens": 0,

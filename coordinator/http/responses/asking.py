@@ -38,21 +38,21 @@ _NAMES = {
 
 
 class Context(Struct):
-    """What a body refers to and the coordinator has stored, as JSON text: it stands before the body."""
+    """The stored context that a body refers to, as JSON text: it goes before the body."""
 
     history: list[Any]  # items of the responses before this one
     items: dict[str, Any]  # by their ids
 
 
 class References(Struct):
-    """What a body refers to."""
+    """The context that a body refers to."""
 
     previous_response_id: str | None = None
     item_ids: list[str] = []
 
 
 class Said(Struct):
-    """What the answer to a body repeats."""
+    """The fields that the answer to a body repeats."""
 
     echo: bytes  # JSON object
     input_items: list[tuple[str, bytes]]  # (id, JSON)
@@ -170,7 +170,7 @@ def _response_format(sent: Mapping[str, Any] | None) -> Fields | None:
 
 
 def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
-    """Return items as the messages of a chat: what one turn of the model says, thinks and calls is one message."""
+    """Return items as the messages of a chat: one turn's text, reasoning and calls become one message."""
     messages: list[Fields] = []
     turn: Fields | None = None  # of the model, not ended yet
     for at, item in enumerate(items):
@@ -240,7 +240,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _echo(body: ResponsesBody) -> str:
-    """Return the fields of a response that say what was asked for, in the order that OpenAI's API has."""
+    """Return the fields of a response that repeat the request, in the order of OpenAI's API."""
     reasoning, text = body.reasoning, body.text
     echo = {
         "background": False,

@@ -62,7 +62,7 @@ class ResponsesBody(Struct, kw_only=True):
     context_management: Any = None
 
 
-# Fields that are not served -> values that change nothing, and what a client can do instead.
+# Fields that are not served -> values without effect, and the client's alternative.
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "answers come while the request is open; send false"),
     "conversation": ((), "use previous_response_id, or send all items as input"),
@@ -75,7 +75,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def check_served(body: ResponsesBody) -> None:
-    """Raise InvalidRequestError for what is not served."""
+    """Raise InvalidRequestError for fields that are not served."""
     for param, (neutral, remedy) in NEUTRAL.items():
         value = getattr(body, param)
         if value is not None and value not in neutral:

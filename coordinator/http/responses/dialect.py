@@ -35,7 +35,7 @@ class OutputItems:
         self.items: list[Item] = []
         self._n_events = 0
         self._logprobs = logprobs
-        self._open: str = ""  # what is being built: "reasoning", "message", "function_call"
+        self._open: str = ""  # the item being built: "reasoning", "message", "function_call"
         self._call = -1  # which of the answer's calls is
         self._texts: list[str] = []
         self._scored: list[shapes.TokenLogprob] = []
@@ -47,7 +47,7 @@ class OutputItems:
         return shapes.encode({"type": f"response.{kind}", "sequence_number": number, **fields})
 
     def grow(self, growth: Growth) -> list[bytes]:
-        """Take what a token added."""
+        """Take one token's text."""
         events: list[bytes] = []
         if growth.reasoning:
             events += self._opened("reasoning")
@@ -67,12 +67,12 @@ class OutputItems:
         return events
 
     def finish(self, reason: FinishReason) -> list[bytes]:
-        """Close what is open. An answer that says nothing is an empty message."""
+        """Close the open item. An empty answer becomes an empty message."""
         events = [] if self.items else self._opened("message")
         return events + self.close("incomplete" if reason == "length" else "completed")
 
     def close(self, status: str) -> list[bytes]:
-        """Close what is open, if anything is."""
+        """Close the open item, if there is one."""
         kind, self._open = self._open, ""
         if not kind:
             return []
@@ -141,7 +141,7 @@ class ResponsesDialect:
     ) -> None:
         """`n_top`: alternatives per position, or below 0 for no log probabilities.
 
-        `keep` is given the body of a response that has come to its end, and its output.
+        `keep` gets the body of a finished response, and its output.
         """
         self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
         self._echo, self._keep = said.echo, keep
@@ -158,7 +158,7 @@ class ResponsesDialect:
         return named_frames([self._whole(kind, body) for kind in ("created", "in_progress")])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the events for what one token added."""
+        """Return the events for one token."""
         return named_frames(self._output.grow(growth))
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:

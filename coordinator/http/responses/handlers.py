@@ -86,7 +86,7 @@ class ResponseHandlers(Handlers):
         return json_response(shapes.encode({"id": found.id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses/{id}/cancel: what is stored has come to its end."""
+        """POST /v1/responses/{id}/cancel: stored responses are finished, so there is nothing to cancel."""
         self._found(request)
         raise InvalidRequestError("only a background response can be cancelled; close the connection of another")
 
@@ -99,7 +99,7 @@ class ResponseHandlers(Handlers):
         return await service.read_in("responses", request, context + raw if context else raw, len(context))
 
     def _context(self, wanted: References, owner: str) -> bytes:
-        """Return the Context of a body as JSON: what it refers to, put together from what is stored."""
+        """Return the Context of a body as JSON: the stored responses that it refers to, joined."""
         previous_id = wanted.previous_response_id
         if previous_id is None and not wanted.item_ids:
             return b""
@@ -130,7 +130,7 @@ class ResponseHandlers(Handlers):
 
 
 def _forget(_body: bytes, _output: Sequence[Item]) -> None:
-    """Keep nothing of a response."""
+    """Do not store a response."""
 
 
 def _page_size(request: web.Request) -> int:

@@ -17,7 +17,7 @@ ITEM_BYTES = 200  # what Python itself needs for one, about
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """One response that has come to its end."""
+    """One finished response."""
 
     id: str
     owner: str  # by the key that the client has shown; "" where none is demanded
@@ -28,7 +28,7 @@ class Stored:
 
     @property
     def n_bytes(self) -> int:
-        """What it holds."""
+        """Its contents."""
         return len(self.body) + sum(len(item) + ITEM_BYTES for _, item in (*self.input_items, *self.output_items))
 
 
@@ -45,7 +45,7 @@ class ResponseStore:
         return len(self._by_id)
 
     def put(self, stored: Stored) -> bool:
-        """Keep a response, if it is not too large by itself; others may go for it."""
+        """Store a response, unless it alone is too large; older ones may be dropped for it."""
         if stored.n_bytes > self._bytes_max:
             return False
         self._by_id[stored.id] = stored

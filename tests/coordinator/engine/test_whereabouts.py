@@ -44,7 +44,7 @@ async def test_a_stage_that_has_moved_is_reached_where_it_joins_from() -> None:
         port = int(stage.address.rpartition(":")[2])
         address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
     assert address == stage.address
-    assert line.startswith(f"stage laptop says that it serves at {ELSEWHERE}:{port}, where it is not (")
+    assert line.startswith(f"stage laptop reports the address {ELSEWHERE}:{port}, but it is not there (")
     assert f"it is reached at {address}, where it joins from. Start it with --advertise 127.0.0.1" in line
     assert "\n" not in line
 
@@ -53,7 +53,7 @@ async def test_a_stage_that_is_nowhere_to_be_found_is_told_what_to_do() -> None:
     port = free_port()
     address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
     assert address == f"{ELSEWHERE}:{port}"
-    assert "joins from 127.0.0.1, where it is not either" in line
+    assert "joins from 127.0.0.1, but it is at neither" in line
     assert "start it again with --advertise HOST and --listen HOST:PORT" in line
 
 

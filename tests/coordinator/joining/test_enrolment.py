@@ -201,7 +201,7 @@ async def test_every_wrong_token_is_refused_in_one_line(port: Port, tmp_path: Pa
     assert "expired at" in (await port.refusal(late)).message
     init_authority(tmp_path / "elsewhere", "other", NOW)
     foreign = await port.refusal(invite(tmp_path / "elsewhere", "old", "old.test"))
-    assert "is of another pipeline than the token for old" in foreign.message
+    assert "belongs to another pipeline than the token for old" in foreign.message
     assert "nothing was sent" in foreign.message
 
 
@@ -308,7 +308,7 @@ async def test_who_is_revoked_or_has_another_key_renews_nothing(port: Port, capl
     assert (stage, key) == (OLD, authority.key_of(client._csr((joined.directory / "key.pem").read_bytes())))
     with pytest.raises(UnauthenticatedError, match="expired at"):
         authority.holder(pem, NOW + 400 * 24 * HOUR)
-    with pytest.raises(UnauthenticatedError, match="not of this pipeline"):
+    with pytest.raises(UnauthenticatedError, match="does not belong to this pipeline"):
         authority.holder("nonsense", NOW)
     own_ca = x509.load_pem_x509_certificate((port.ca / "ca.pem").read_bytes())
     assert own_ca.public_bytes(serialization.Encoding.PEM).decode() == authority.ca_pem()

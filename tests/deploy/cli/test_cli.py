@@ -159,7 +159,7 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
         "1",
         "--rounds",
         "2",
-        says="--streams and --rounds are of the load without --rate",
+        says="--streams and --rounds belong to the load without --rate",
     )
     refused_here(
         2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of"

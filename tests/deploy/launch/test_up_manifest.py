@@ -234,7 +234,7 @@ def test_logs_follow_what_comes(served: Up, home: Path) -> None:
 @pytest.mark.usefixtures("served")
 def test_up_of_what_runs_changes_nothing_or_says_what_takes_a_new_start(home: Path) -> None:
     same = relayline("up", home / "served.yaml", "--detach")
-    assert (same.returncode, same.stdout) == (0, "served runs as it is to be; nothing to change\n")
+    assert (same.returncode, same.stdout) == (0, "served already runs as the manifest says; nothing to change\n")
     other = relayline("up", home / "served.yaml", "--lanes", "4")
     assert other.returncode == 1
     assert other.stdout == "context.lanes: 8 -> 4: takes a new start\n"

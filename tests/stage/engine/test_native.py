@@ -539,7 +539,7 @@ def test_metadata_that_contradicts_the_file(tmp_path: Path) -> None:
     key = b"relayline.layer_start"
     at = content.index(key) + len(key) + 4  # behind the value's type
     path.write_bytes(content[:at] + (1).to_bytes(4, "little") + content[at + 4 :])
-    with pytest.raises(NativeError, match="holds 2 layers where its metadata says 3"):
+    with pytest.raises(NativeError, match="holds 2 layers, but its metadata states 3"):
         NativeEngine(config_of(path))
 
 

@@ -361,7 +361,7 @@ async def test_a_stage_whose_host_has_another_address_now_serves_there(
             await engines.ended.wait()
             await serves(port, engines)
             assert [loaded.host for loaded in engines.loaded] == ["127.0.0.1", "127.0.0.2"]
-            assert "this machine is at 127.0.0.2 now and was at 127.0.0.1" in caplog.text
+            assert "this machine's address has changed to 127.0.0.2 (it was 127.0.0.1)" in caplog.text
             await stage.stop()
 
 

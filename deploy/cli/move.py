@@ -15,7 +15,7 @@ from relayline.wire.common.errors import StartError, UsageError
 PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
 SAID = {
-    "cutting": "splitting the model anew",
+    "cutting": "splitting the model again",
     "preparing": "stages load their new layers while they serve with the old ones",
     "settling": "requests pause",
     "switching": "stages take up their new layers",

@@ -7,7 +7,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     (
         "openai-python",
         r"no route /v1/chat/completions/|not allowed on /v1/chat/completions",
-        "Stored chat completions are not served; responses are what is stored here.",
+        "Stored chat completions are not served; responses are stored here.",
     ),
     ("openai-python", r"DELETE is not allowed on /v1/models/", "The served model cannot be deleted by a client."),
     (

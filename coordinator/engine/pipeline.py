@@ -168,6 +168,7 @@ class Pipeline:
             "link": connection.link.figures() if connection else {},
             "missing": self._roster.missing(),
             "layers": self.moves.describe(now_ns),
+            "certificate_expires_unix_s": self.config.security.certificate_expires_unix_s(),
         }
         known = [
             conductor.availability.describe_stage(index, now_ns) | entry

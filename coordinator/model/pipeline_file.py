@@ -84,6 +84,8 @@ def load_pipeline(directory: Path, *, stages_here: bool = True) -> PipelineFile:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactError(f"{directory}: no {PIPELINE_NAME}; split a model into it first") from None
+    except NotADirectoryError:
+        raise ArtifactError(f"{directory}: is a file; give the directory that holds {PIPELINE_NAME}") from None
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     try:

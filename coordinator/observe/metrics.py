@@ -45,6 +45,7 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
         _gauge(names.METRIC_KV_USAGE, "Share of the KV cache that running streams fill", label, kv_usage),
         *_link(described.get("link", {})),
         *_telemetry(described.get("telemetry", {}), label),
+        *_certificate(described.get("certificate_expires_unix_s"), label),
         _gauge(names.METRIC_RUNNING, "Requests that have a lane", label, described["running"]),
         _gauge(names.METRIC_WAITING, "Requests that wait for a lane", label, described["waiting"]),
         _gauge(names.METRIC_LANES, "Requests that may run at once", label, described["lanes"]),
@@ -66,6 +67,13 @@ def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]
         _counter(names.METRIC_SPANS_DROPPED, "Spans that were lost", label, telemetry["dropped_spans"]),
         _gauge(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", label, telemetry["level"]),
     ]
+
+
+def _certificate(expires_unix_s: float | None, label: dict[str, str]) -> list[Metric]:
+    """Return when the coordinator's certificate ends, under the same name as a stage's; nothing without one."""
+    if expires_unix_s is None:
+        return []
+    return [_gauge(names.METRIC_CERTIFICATE_EXPIRES, names.HELP_CERTIFICATE_EXPIRES, label, expires_unix_s)]
 
 
 def _link(link: dict[str, int]) -> list[Metric]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.render.cluster import KUSTOMIZATION_FILE, kustomization
 from relayline.deploy.render.inside import notes
 from relayline.deploy.render.observability import DASHBOARDS_DIR
 from relayline.deploy.render.targets import TARGETS, render
@@ -34,6 +35,9 @@ def render_command(manifest: Path, target: str, output: Path | None, force: bool
         return
     if target == "compose":
         files |= dashboards()
+    else:
+        namespace = loaded.spec.deployment.namespace
+        files |= {KUSTOMIZATION_FILE: kustomization(loaded.name, target, namespace, list(files))}
     for path in write_files(output, files, force=force):
         click.echo(f"wrote {path}", err=True)
 

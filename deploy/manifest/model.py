@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from relayline.deploy.manifest.deployment import HF_FILE, Deployment
 from relayline.deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
-from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, Text, is_local
+from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, is_local
 from relayline.deploy.manifest.settings import declare_settings, read_settings
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
 from relayline.wire.common.places import expanded
@@ -25,10 +26,6 @@ STAGE_PORT = 50_051  # of a stage's first place on another host, and inside cont
 ENROL_PORT = 50_049  # of the coordinator, where other hosts get their certificates
 JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
-
-# The repository, the file inside it, the revision; no `..` and no hidden part in any of them.
-_HF_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_HF = rf"^hf://({_HF_NAME}/{_HF_NAME})/((?:{_HF_NAME}/)*{_HF_NAME}\.gguf)(?:@({_HF_NAME}(?:/{_HF_NAME})*))?$"
 
 __all__ = ["LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
 
@@ -47,7 +44,7 @@ class Model(Part):
 
     path: FilePath | None = None
     """A GGUF file on the coordinator's machine, or the first of its shards (...-00001-of-0000N.gguf)."""
-    hf: Annotated[str, Field(pattern=_HF)] | None = None
+    hf: Annotated[str, Field(pattern=HF_FILE)] | None = None
     """hf://org/repo/path/file.gguf, with @revision if not the default branch; the first file of a sharded model."""
     sha256: Sha256 | None = None
     """Of the named file, in lower-case hexadecimal; the coordinator refuses another one."""
@@ -144,51 +141,6 @@ class Telemetry(Part):
     declare_settings(locals(), "telemetry")
 
 
-class Secrets(Part):
-    """Names of existing secrets; a rendered deployment refers to them and holds none of their content."""
-
-    tls: DnsLabel | None = None
-    """Prefix of the secrets with ca.pem, cert.pem, key.pem and token, one per process: PREFIX-coordinator and
-    PREFIX-STAGE. By default NAME-tls."""
-    token: DnsLabel | None = None
-    """Without TLS: prefix of the secrets with the join token under the key `token`, one per process. By default
-    NAME-join."""
-    api_keys: DnsLabel | None = None
-    """Secret with the key file under the key `keys`; by default NAME-api-keys, used when apiKeysFile is set."""
-    hf_token: DnsLabel | None = None
-    """Secret with a Hugging Face token under the key `token`, for gated models; none by default."""
-
-
-class Storage(Part):
-    """Volumes of a Kubernetes deployment."""
-
-    class_name: DnsLabel | None = None
-    """Storage class; the cluster's default without it."""
-    model_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
-    """Size of the coordinator's volume, which holds the model and its split: twice the model's size, in GiB."""
-    stage_gib: Annotated[float, Field(gt=0, le=1e6)] = 50.0
-    """Size of every stage's cache, which holds its own slice, in GiB."""
-
-
-class Deployment(Part):
-    """What only rendered deployments need."""
-
-    image: Text = ""
-    """Container image of every process, made from deploy/Containerfile; empty for relayline:VERSION."""
-    gpu_image: Text = ""
-    """Image of stages with device gpu; empty for `image`, with -cuda behind its tag if that is empty too."""
-    replicas: Annotated[int, Field(ge=1, le=1_000)] = 1
-    """Whole pipelines side by side; more than one needs the target leaderworkerset."""
-    namespace: DnsLabel | None = None
-    """Kubernetes namespace; without it, kubectl's."""
-    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")] = "nvidia.com/gpu"
-    """Extended resource that a stage with device gpu asks for."""
-    storage: Storage = Storage()
-    """Volumes."""
-    secrets: Secrets = Secrets()
-    """Secrets by name."""
-
-
 def _stages_tag(value: Any) -> str:
     return "list" if isinstance(value, list | tuple) else "count"
 
@@ -224,6 +176,17 @@ class Spec(Part):
     def _stages_fit_together(self) -> Spec:
         check_stages(self.stage_list, self.coordinator.http.port)
         check_layers(self.stage_list)
+        return self
+
+    @model_validator(mode="after")
+    def _filled_volume_holds_the_model(self) -> Spec:
+        source, path = self.deployment.storage.fill, self.model.path
+        if source is None:
+            return self
+        if path is None:
+            raise ValueError("deployment.storage.fill needs model.path; with model.hf the coordinator loads the model")
+        if PurePosixPath(source.partition("@")[0]).name != PurePosixPath(path).name:
+            raise ValueError(f"deployment.storage.fill loads another file than model.path names: {path}")
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from relayline.deploy.machine.cores import read_cores, write_cores
+from relayline.deploy.manifest.deployment import Tolerations
 from relayline.deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
 from relayline.deploy.manifest.settings import declare_settings, stage_settings
 from relayline.wire.settings.setting import STAGES
@@ -80,6 +81,8 @@ class Stage(Part):
     """Free labels; rendered deployments put them on the stage's pods and containers."""
     node_selector: Labels = Field(default_factory=dict)
     """Kubernetes: labels of the nodes that the stage may run on."""
+    tolerations: Tolerations = ()
+    """Kubernetes: taints of nodes on which this stage may run, besides deployment.tolerations."""
     speed: Speed = Speed()
     """Declared speed of the host."""
     link: Link = Link()

@@ -10,8 +10,9 @@ import importlib.metadata
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
+from relayline.deploy.manifest.deployment import Deployment
 from relayline.deploy.manifest.dump import dump_manifest
-from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Deployment, Manifest
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Speed, Stage
 from relayline.wire.common.errors import UsageError
 
@@ -134,6 +135,7 @@ class Inside:
                 "port": STAGE_PORT,
                 "metrics_port": METRICS_PORT,
                 "node_selector": {},
+                "tolerations": (),
                 "cores": "auto",
                 "speed": declared,
             }

@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import re
+from collections.abc import Callable
 
 from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Stage
-from relayline.deploy.render import inside, pods
+from relayline.deploy.render import cluster, inside, pods
 from relayline.deploy.render.document import Mapping, without_none, yaml_file
 from relayline.deploy.render.inside import Inside, check_names
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.roles import MONITOR_DIR, Role
 
 TARGET = "kubernetes"
 # A StatefulSet's name plus a hash of 11 characters is a label value of its pods.
 NAME_CHARS_MAX = 63 - 11
-TAKEN = frozenset({"coordinator", "join", "stages", "manifest", "models", "state"})
+TAKEN = frozenset({"coordinator", "join", "stages", "manifest", "models", "state", cluster.MONITOR})
 
 
 def render(manifest: Manifest) -> dict[str, str]:
@@ -34,15 +36,19 @@ def render(manifest: Manifest) -> dict[str, str]:
     check_lengths(manifest, [stage.name for stage in manifest.stages])
     pipeline = Inside(manifest, join_service(manifest), lambda stage: _pod_host(manifest, stage))
     stages = [("", _headless(pipeline)), *(("", _stage_set(pipeline, stage)) for stage in manifest.stages)]
+    around = surroundings(pipeline)
+    if uses_cert_manager(pipeline):
+        around += certificates(pipeline, join_service(manifest), pipeline.stage_host)
     ready = api_service(pipeline, manifest.name, pods.selector(manifest.name, pods.COORDINATOR))
     coordinator = [("", _coordinator_deployment(pipeline)), ("", ready), (_JOIN_NOTE, _join_service(pipeline))]
-    return {
+    files = {
         "config.yaml": yaml_file(
             TARGET, manifest.name, explanation(pipeline, _secret_lines(pipeline)), config(pipeline)
         ),
         "coordinator.yaml": yaml_file(TARGET, manifest.name, "", coordinator),
         "stages.yaml": yaml_file(TARGET, manifest.name, "", stages),
     }
+    return files | ({"cluster.yaml": yaml_file(TARGET, manifest.name, "", around)} if around else {})
 
 
 _JOIN_NOTE = "Stages join before the coordinator is ready: it is ready when they have joined."
@@ -99,26 +105,63 @@ def pod_metadata(pipeline: Inside, component: str, extra: Mapping | None = None)
     return {"labels": pods.labels(pipeline.manifest.name, component, version(), own), "annotations": annotations}
 
 
+def surroundings(pipeline: Inside) -> list[tuple[str, Mapping]]:
+    """Return what the cluster is asked for beside the pods, but for certificates."""
+    name, found = pipeline.manifest.name, []
+    if pipeline.manifest.spec.deployment.network_policy:
+        coordinator = metadata(pipeline, f"{name}-{pods.COORDINATOR}", pods.COORDINATOR)
+        found += cluster.network_policies(pipeline, coordinator, metadata(pipeline, f"{name}-stages", pods.STAGE))
+    return [*found, *cluster.monitoring(pipeline, metadata(pipeline, name, "pipeline"))]
+
+
+def uses_cert_manager(pipeline: Inside) -> bool:
+    """Whether cert-manager makes the certificates."""
+    return pipeline.uses_tls and pipeline.manifest.spec.deployment.cert_manager is not None
+
+
+def certificates(
+    pipeline: Inside, coordinator_host: str, stage_host: Callable[[Stage], str]
+) -> list[tuple[str, Mapping]]:
+    """Return cert-manager's Certificates of every process, and of the monitor where one is wanted."""
+
+    def one(process: str, role: Role, host: str, stage: str = "") -> tuple[str, Mapping]:
+        described = metadata(pipeline, pods.credential_secret(pipeline, process), process if not stage else pods.STAGE)
+        return "", cluster.certificate(pipeline, described, process, role, host, stage)
+
+    found = [one(pods.COORDINATOR, Role.COORDINATOR, coordinator_host)]
+    found += [one(stage.name, Role.STAGE, stage_host(stage), stage.name) for stage in pipeline.manifest.stages]
+    if pipeline.manifest.spec.deployment.monitoring.pod_monitor:
+        found.append(one(cluster.MONITOR, Role.MONITOR, cluster.MONITOR))
+    return found
+
+
 def explanation(pipeline: Inside, secret_lines: list[str]) -> str:
-    """Return how to make the secrets that the rendered objects refer to."""
-    namespace = pipeline.manifest.spec.deployment.namespace
+    """Return how to make the secrets that the rendered objects refer to, and what else has to be there first."""
+    deployment = pipeline.manifest.spec.deployment
+    namespace = deployment.namespace
     kubectl = f"kubectl -n {namespace}" if namespace else "kubectl"
     make = f"{kubectl} create secret generic"
-    lines = [
-        "",
-        "No secret is in these files. Make them once:",
-        f"  relayline certs init tls --name {pipeline.manifest.name}",
-    ]
-    lines += [f"  {line.replace('KUBECTL', make)}" for line in secret_lines]
+    lines = ["", "No secret is in these files. Once, before they are applied:"]
+    if namespace:
+        lines.append(f"  kubectl create namespace {namespace}   # unless it is there")
+    if not uses_cert_manager(pipeline):
+        lines.append(f"  relayline certs init tls --name {pipeline.manifest.name}")
+        lines += [f"  {line.replace('KUBECTL', make)}" for line in secret_lines]
+        if pipeline.uses_tls and deployment.monitoring.pod_monitor:
+            secret = pods.credential_secret(pipeline, cluster.MONITOR)
+            lines.append(f"  relayline certs issue tls {cluster.MONITOR} --monitor")
+            lines.append(f"  {make} {secret} --from-file=tls/{MONITOR_DIR}")
     if pipeline.uses_api_keys:
         name = pipeline.manifest.spec.deployment.secrets.api_keys or f"{pipeline.manifest.name}-api-keys"
         lines.append(f"  {make} {name} --from-file=keys=api-keys   # a file with one API key per line")
-    if pipeline.mounts_models:
+    if pipeline.mounts_models and deployment.storage.fill is None:
         lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
+    if uses_cert_manager(pipeline):
+        return "\n".join([*lines, "cert-manager makes the certificates; its issuer must be there."])
     lines.append(
         "After `relayline certs revoke tls ...` make the coordinator's secret again: the coordinator tells the stages."
     )
-    if pipeline.uses_tls:
+    if pipeline.uses_tls and not deployment.monitoring.pod_monitor:
         lines.append("A Prometheus reads stages' metrics over TLS: relayline certs issue tls prometheus --monitor")
     return "\n".join(lines)
 
@@ -168,7 +211,7 @@ def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapp
         documents.append(("The coordinator's files: the split, models from the hub.", _claim(pipeline, "state")))
     if pipeline.mounts_models:
         mode = "ReadWriteMany" if is_shared else "ReadWriteOnce"
-        documents.append(("The model's file(s), put there by hand.", _claim(pipeline, "models", mode)))
+        documents.append(("The model's file(s).", _claim(pipeline, "models", mode)))
     return documents
 
 
@@ -209,6 +252,9 @@ def _join_service(pipeline: Inside) -> Mapping:
 def _coordinator_deployment(pipeline: Inside) -> Mapping:
     name = pipeline.manifest.name
     state = {"persistentVolumeClaim": {"claimName": f"{name}-state"}}
+    source = pipeline.manifest.spec.deployment.storage.fill
+    # No Job: the volume can be mounted on one node at a time, and the coordinator's pod may be there already.
+    before = [cluster.fill_container(pipeline, source)] if pipeline.mounts_models and source else []
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -219,7 +265,7 @@ def _coordinator_deployment(pipeline: Inside) -> Mapping:
             "selector": {"matchLabels": pods.selector(name, pods.COORDINATOR)},
             "template": {
                 "metadata": pod_metadata(pipeline, pods.COORDINATOR),
-                "spec": pods.coordinator_spec(pipeline, state=state),
+                "spec": pods.coordinator_spec(pipeline, state=state, before=before),
             },
         },
     }
@@ -249,8 +295,7 @@ def _stage_set(pipeline: Inside, stage: Stage) -> Mapping:
     args = pipeline.stage_command(join=pipeline.coordinator_host, name=stage.name, advertise=pipeline.stage_host(stage))
     need = pods.Need(stage.threads, stage.memory_gib, stage.device == "gpu")
     pod = pods.stage_spec(pipeline, args, need, process=stage.name, state=None)
-    if stage.node_selector:
-        pod["nodeSelector"] = dict(stage.node_selector)
+    pod = pods.on_nodes(pod, stage, pipeline)
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.stage import Stage
-from relayline.deploy.render import kubernetes, pods
+from relayline.deploy.render import cluster, inside, kubernetes, pods
 from relayline.deploy.render.document import Mapping, without_none, yaml_file
 from relayline.deploy.render.inside import Inside
 from relayline.wire.common.errors import UsageError
 
 TARGET = "leaderworkerset"
+FILL_RETRIES = 20  # an interrupted download is resumed each time
 _LEADER = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 
@@ -35,16 +36,30 @@ def render(manifest: Manifest) -> dict[str, str]:
     api = kubernetes.api_service(
         pipeline, f"{manifest.name}-api", {**pods.selector(manifest.name, pods.COORDINATOR), **_LEADER}
     )
-    return {
+    around = kubernetes.surroundings(pipeline)
+    if kubernetes.uses_cert_manager(pipeline):
+        host = _any_host(pipeline)
+        around += kubernetes.certificates(pipeline, host, lambda _stage: host)
+    source = manifest.spec.deployment.storage.fill
+    if pipeline.mounts_models and source:
+        around.append(("Loads the model into the models volume, once.", _fill_job(pipeline, source)))
+    files = {
         "config.yaml": yaml_file(TARGET, manifest.name, text, kubernetes.config(pipeline, is_shared=True)),
         "pipelines.yaml": yaml_file(
             TARGET, manifest.name, f"In layer order: {names}.", [("", _worker_set(pipeline)), ("", api)]
         ),
     }
+    return files | ({"cluster.yaml": yaml_file(TARGET, manifest.name, "", around)} if around else {})
+
+
+def _any_host(pipeline: Inside) -> str:
+    """Return the name of every pod of the set, as certificates have it."""
+    return f"*.{pipeline.manifest.name}.{pipeline.manifest.spec.deployment.namespace or 'default'}"
 
 
 def _check_equal(stages: tuple[Stage, ...]) -> None:
-    for field, what in (("device", "device"), ("node_selector", "nodeSelector"), ("labels", "labels")):
+    for field, what in (("device", "device"), ("node_selector", "nodeSelector"), ("labels", "labels"),
+                        ("tolerations", "tolerations")):  # fmt: skip
         values = [getattr(stage, field) for stage in stages]
         if any(value != values[0] for value in values):
             raise UsageError(
@@ -54,8 +69,7 @@ def _check_equal(stages: tuple[Stage, ...]) -> None:
 
 
 def _secret_lines(pipeline: Inside) -> list[str]:
-    namespace = pipeline.manifest.spec.deployment.namespace or "default"
-    host = f"*.{pipeline.manifest.name}.{namespace}"  # of every pod of the set
+    host = _any_host(pipeline)
     names = [stage.name for stage in pipeline.manifest.stages]
     files = " ".join(
         f"--from-file={pods.worker_key(name, file)}=tls/{name}/{file}"
@@ -92,9 +106,9 @@ def _worker_set(pipeline: Inside) -> Mapping:
         state=_own_volume(pipeline, storage.stage_gib),
         workers=[stage.name for stage in stages],
     )
-    if stages[0].node_selector:
-        worker["nodeSelector"] = dict(stages[0].node_selector)
-    leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib))
+    worker = pods.on_nodes(worker, stages[0], pipeline)
+    waits = [cluster.wait_container(pipeline)] if pipeline.mounts_models and storage.fill else []
+    leader = pods.coordinator_spec(pipeline, state=_own_volume(pipeline, storage.model_gib), before=waits)
     extra = dict(stages[0].labels)
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
@@ -111,6 +125,33 @@ def _worker_set(pipeline: Inside) -> Mapping:
                 "workerTemplate": {"metadata": kubernetes.pod_metadata(pipeline, pods.STAGE, extra), "spec": worker},
             },
         },
+    }
+
+
+def _fill_job(pipeline: Inside, source: str) -> Mapping:
+    name = f"{pipeline.manifest.name}-models"
+    models = {"name": "models", "mountPath": inside.MODELS_DIR}
+    container = cluster.fill_container(pipeline, source) | {
+        "volumeMounts": [models, {"name": "tmp", "mountPath": "/tmp"}]
+    }
+    deployment = pipeline.manifest.spec.deployment
+    pod = {
+        "restartPolicy": "OnFailure",
+        "automountServiceAccountToken": False,
+        "securityContext": pods.pod_security(),
+        "imagePullSecrets": [{"name": secret} for secret in deployment.image_pull_secrets],
+        "tolerations": pods.tolerations(deployment.tolerations),
+        "containers": [pods.hardened(container)],
+        "volumes": [
+            {"name": "models", "persistentVolumeClaim": {"claimName": pods.models_claim(pipeline)}},
+            {"name": "tmp", "emptyDir": {}},
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": kubernetes.metadata(pipeline, name, "models"),
+        "spec": {"backoffLimit": FILL_RETRIES, "template": {"spec": without_none(pod)}},
     }
 
 

@@ -7,7 +7,10 @@ the deployment's own. A test keeps their images in step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from relayline.deploy.manifest.dump import dump_yaml
 
@@ -18,6 +21,7 @@ GRAFANA_IMAGE = "grafana/grafana:12.4.2"
 SERVICES = ("jaeger", "prometheus", "grafana")
 OTLP_ENDPOINT = "http://jaeger:4317"
 DASHBOARDS_DIR = "dashboards"
+ALERTS = ("observability", "prometheus", "alerts.yaml")  # below relayline.deploy
 
 
 TLS_DIR = "/etc/prometheus/tls"
@@ -47,7 +51,10 @@ def services(monitor_source: str | None) -> dict[str, Any]:
                 "--enable-feature=exemplar-storage",  # links from waits to seconds of passes
             ],
             "ports": ["127.0.0.1:9090:9090"],
-            "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
+            "configs": [
+                {"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"},
+                {"source": "prometheus-alerts", "target": "/etc/prometheus/alerts.yml"},
+            ],
             "volumes": ["prometheus-data:/prometheus", *([credential] if monitor_source else [])],
             "restart": "unless-stopped",
         },
@@ -81,6 +88,7 @@ def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[st
     tls = {"scheme": "https", "tls_config": {key: f"{TLS_DIR}/{file}" for key, file in files.items()}}
     scrape = {
         "global": {"scrape_interval": "5s"},
+        "rule_files": ["alerts.yml"],
         "scrape_configs": [
             {
                 "job_name": "relayline",
@@ -122,9 +130,17 @@ def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[st
     }
     return {
         "prometheus": {"content": dump_yaml(scrape)},
+        "prometheus-alerts": {"content": dump_yaml(alert_rules())},
         "grafana-datasources": {"content": dump_yaml(sources)},
         "grafana-dashboards": {"content": dump_yaml(boards)},
     }
+
+
+def alert_rules() -> dict[str, Any]:
+    """Return the groups of deploy/observability/prometheus/alerts.yaml."""
+    text = resources.files("relayline.deploy").joinpath(*ALERTS).read_text("utf-8")
+    rules: dict[str, Any] = yaml.safe_load(text)
+    return rules
 
 
 def volumes() -> dict[str, Any]:

@@ -10,7 +10,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from relayline.deploy.manifest.deployment import Toleration
 from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT
+from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.render import inside
 from relayline.deploy.render.document import Mapping, without_none
 from relayline.deploy.render.inside import Inside
@@ -19,6 +21,7 @@ COORDINATOR = "coordinator"
 STAGE = "stage"
 PRE_STOP_S = 5  # until every node has heard that the pod takes no new requests
 SECRET_MODE = 0o440
+CERT_MANAGER_KEYS = ("ca.crt", "tls.crt", "tls.key")  # of a secret made by cert-manager; it has no join token
 STAGE_FAILURES_MAX = 60  # probes, ten minutes; then it restarts, with the bytes fetched so far
 
 
@@ -54,13 +57,16 @@ def selector(name: str, component: str | None = None) -> Mapping:
     return found if component is None else {**found, "app.kubernetes.io/component": component}
 
 
-def coordinator_spec(pipeline: Inside, *, state: Mapping) -> Mapping:
-    """Return the coordinator's pod spec; `state` is the source of its state volume."""
+def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mapping] = ()) -> Mapping:
+    """Return the coordinator's pod spec; `state` is the source of its state volume.
+
+    `before`: containers that run first, with the models volume writable.
+    """
     spec = pipeline.manifest.spec
     secrets = spec.deployment.secrets
     env: list[Mapping] = []
     if secrets.hf_token is not None:
-        env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secrets.hf_token, "key": "token"}}})
+        env.append(hub_token(secrets.hf_token))
     volumes = [_config_volume(pipeline), *_link_volumes(pipeline, COORDINATOR, ())]
     if pipeline.uses_api_keys:
         volumes.append(
@@ -88,7 +94,16 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping) -> Mapping:
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "resources": resources(Need(1, spec.coordinator.memory_gib), spec.deployment.gpu_resource),
     }
-    return _pod(pipeline, container, volumes, mounts, state, inside.COORDINATOR_GRACE_S + PRE_STOP_S)
+    pod = _pod(pipeline, container, volumes, mounts, state, inside.COORDINATOR_GRACE_S + PRE_STOP_S)
+    models = {"name": "models", "mountPath": inside.MODELS_DIR}
+    tmp = {"name": "tmp", "mountPath": "/tmp"}
+    first = [hardened(container | {"volumeMounts": [models, tmp]}) for container in before]
+    return without_none({**pod, "initContainers": first})
+
+
+def hub_token(secret: str) -> Mapping:
+    """Return the variable with a Hugging Face token from a secret."""
+    return {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}}
 
 
 def stage_spec(
@@ -148,6 +163,13 @@ def credential_secret(pipeline: Inside, process: str) -> str:
     return f"{prefix}-{process}"
 
 
+def credential_keys(pipeline: Inside) -> tuple[str, ...]:
+    """Return the keys of such a secret, in the order of `Inside.credential_files`; cert-manager has keys of its own."""
+    if pipeline.uses_tls and pipeline.manifest.spec.deployment.cert_manager is not None:
+        return CERT_MANAGER_KEYS
+    return pipeline.credential_files
+
+
 def spread(name: str) -> Mapping:
     """Return the affinity that puts a pipeline's pods on different nodes where there are enough.
 
@@ -171,30 +193,58 @@ def _pod(
     if state is not None:
         volumes.append({"name": "state", **state})
     mounts = [*mounts, {"name": "state", "mountPath": inside.STATE_DIR}, {"name": "tmp", "mountPath": "/tmp"}]
-    container = container | {
-        "volumeMounts": mounts,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-    }
-    return {
+    deployment = pipeline.manifest.spec.deployment
+    container = hardened(container | {"imagePullPolicy": deployment.image_pull_policy, "volumeMounts": mounts})
+    pod: Mapping = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_s,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": inside.USER_ID,
-            "runAsGroup": inside.USER_ID,
-            "fsGroup": inside.USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(),
         "affinity": spread(pipeline.manifest.name),
-        "containers": [without_none(container)],
+        "imagePullSecrets": [{"name": secret} for secret in deployment.image_pull_secrets],
+        "tolerations": tolerations(deployment.tolerations),
+        "containers": [container],
         "volumes": volumes,
     }
+    return without_none(pod)
+
+
+def hardened(container: Mapping) -> Mapping:
+    """Return a container that can gain no rights and write nothing outside its volumes."""
+    security = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    return without_none({**container, "securityContext": security})
+
+
+def pod_security() -> Mapping:
+    """Return the security context of every pod: the image's own user, never root."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": inside.USER_ID,
+        "runAsGroup": inside.USER_ID,
+        "fsGroup": inside.USER_ID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def tolerations(wanted: Sequence[Toleration]) -> list[Mapping]:
+    """Return the tolerations of a pod, as Kubernetes writes them."""
+    return [toleration.model_dump(by_alias=True, exclude_none=True) for toleration in wanted]
+
+
+def on_nodes(pod: Mapping, stage: Stage, pipeline: Inside) -> Mapping:
+    """Return a stage's pod with the rules for the nodes that it may run on."""
+    deployment = pipeline.manifest.spec.deployment
+    rules = {
+        "nodeSelector": dict(stage.node_selector),
+        "tolerations": tolerations((*deployment.tolerations, *stage.tolerations)),
+        "runtimeClassName": deployment.gpu_runtime_class if stage.device == "gpu" else None,
+    }
+    return pod | without_none(rules)
 
 
 def _http(path: str, port: str) -> Mapping:
@@ -230,12 +280,29 @@ def worker_key(worker: str, file: str) -> str:
 
 
 def _link_volumes(pipeline: Inside, process: str, workers: Sequence[str]) -> list[Mapping]:
-    """Return the volume with a process's credential: the whole secret, if only that process uses it. A list of revoked
-    credentials may be added to the secret later, and is seen without a restart.
+    """Return the volume with a process's credential, or with those of all `workers` that share a pod template.
+
+    Where only one process uses a secret of ours, the volume has the whole secret: a list of revoked credentials may be
+    added to it later, and is seen without a restart.
     """
+    volume, keys = "tls" if pipeline.uses_tls else "join", credential_keys(pipeline)
     files = pipeline.credential_files
-    paths = {worker_key(worker, file): f"{worker}/{file}" for worker in workers for file in files}
-    return [_secret_volume("tls" if pipeline.uses_tls else "join", credential_secret(pipeline, process), paths)]
+    if keys is not CERT_MANAGER_KEYS:
+        paths = {worker_key(worker, file): f"{worker}/{file}" for worker in workers for file in files}
+        return [_secret_volume(volume, credential_secret(pipeline, process), paths)]
+    named = dict(zip(keys, files, strict=False))
+    if not workers:
+        return [_secret_volume(volume, credential_secret(pipeline, process), named)]
+    sources = [
+        {
+            "secret": {
+                "name": credential_secret(pipeline, worker),
+                "items": [{"key": key, "path": f"{worker}/{file}"} for key, file in named.items()],
+            }
+        }
+        for worker in workers
+    ]
+    return [{"name": volume, "projected": {"defaultMode": SECRET_MODE, "sources": sources}}]
 
 
 def _secret_volume(volume: str, secret: str, paths: Mapping) -> Mapping:

@@ -116,6 +116,21 @@ class StageCollector:
         return family
 
 
+class CertificateCollector:
+    """When this process's certificate ends; nothing without one."""
+
+    def __init__(self, security: LinkSecurity) -> None:
+        self._security = security
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric with its present value."""
+        expires_unix_s = self._security.certificate_expires_unix_s()
+        if expires_unix_s is not None:
+            yield GaugeMetricFamily(
+                names.METRIC_CERTIFICATE_EXPIRES, names.HELP_CERTIFICATE_EXPIRES, value=expires_unix_s
+            )
+
+
 def _exemplar(found: tuple[str, int] | None, scale: float) -> Exemplar | None:
     """Return the exemplar that leads from a bucket to a second of passes; only OpenMetrics shows it."""
     if found is None:
@@ -175,6 +190,7 @@ async def serve_metrics(
         context = server_context(cert, key, ca, lambda: check_material(ca, cert, key))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+    registry.register(CertificateCollector(security))
     ProcessCollector(registry=registry)
 
     async def answer(request: web.Request) -> web.Response:

@@ -19,6 +19,7 @@ CASES = (
     ("kubernetes", "kubernetes"),
     ("plaintext", "kubernetes"),
     ("gpu-and-cpu", "kubernetes"),
+    ("cluster", "kubernetes"),
     ("replicas", "leaderworkerset"),
 )
 

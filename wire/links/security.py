@@ -88,6 +88,20 @@ class LinkSecurity:
         token = role_tokens.read(self.token)
         return token.identity if token is not None else None
 
+    def certificate_expires_unix_s(self) -> float | None:
+        """Return when this process's own certificate ends, in seconds of Unix time; None without one.
+
+        Read from the file each time, since it may have been renewed. None as well while it cannot be read.
+        """
+        if self.cert is None:
+            return None
+        from relayline.wire.links.tls_material import read_certificate  # loads cryptography
+
+        try:
+            return read_certificate(self.cert).not_valid_after_utc.timestamp()
+        except UsageError:
+            return None
+
     def shown_to(self, peer: Identity | Role | None, generation: int = 0) -> tuple[tuple[str, str], ...]:
         """Return the metadata that proves this process's identity to `peer`: `authorization: Bearer ...`, or nothing.
 

@@ -319,6 +319,8 @@ METRIC_SHARED: Final = "relayline_shared_requests"
 
 LABEL_STAGES: Final = "stages"
 METRIC_OVERLAP: Final = "relayline_overlap_ratio"
+METRIC_CERTIFICATE_EXPIRES: Final = "relayline_certificate_expires_timestamp_seconds"  # of stages too
+HELP_CERTIFICATE_EXPIRES: Final = "When this process's certificate ends, Unix time"
 
 # --- the stages' reports to the coordinator, at the coordinator's /metrics, with the label `stage` -----------------
 # For users who scrape the coordinator alone; histograms are at the stages' own /metrics. The coordinator's link to

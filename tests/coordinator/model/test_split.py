@@ -260,6 +260,8 @@ def test_killed_split_leaves_nothing_that_looks_finished(tmp_path: Path) -> None
         load_pipeline(out)
     split_model(model, out, n_stages=2)
     assert names_in(out) == {"stage-0.gguf", "stage-1.gguf", "tokenizer.gguf", PIPELINE_NAME}
+    with pytest.raises(ArtifactError, match=r"is a file; give the directory that holds pipeline\.json"):
+        load_pipeline(out / PIPELINE_NAME)
 
 
 def test_two_splits_at_once_do_the_work_once(tmp_path: Path) -> None:

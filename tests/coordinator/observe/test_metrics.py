@@ -42,4 +42,10 @@ def test_every_figure_is_there_under_its_name() -> None:
     assert found["relayline_stage_busy_seconds_total", "0"] == 2.0
     assert found["relayline_stage_wait_p95_seconds", "0"] == 0.002
     assert (found["relayline_stage_up", "0"], found["relayline_stage_up", "1"]) == (1, 0)
+    assert ("relayline_certificate_expires_timestamp_seconds", "m") not in found, "links are plaintext"
     assert ("relayline_stage_steps_total", "1") not in found  # a silent stage has no figures, not zeros
+
+
+def test_a_certificates_end_is_told() -> None:
+    text = render(DESCRIBED | {"certificate_expires_unix_s": 1_800_000_000.0}).decode()
+    assert 'relayline_certificate_expires_timestamp_seconds{model_name="m"} 1.8e+09' in text

@@ -162,7 +162,7 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
         says="--streams and --rounds belong to the load without --rate",
     )
     refused_here(
-        2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds are of"
+        2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds belong to"
     )
     refused_here(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
     # It has nothing to do with a measurement, and was taken without a word.

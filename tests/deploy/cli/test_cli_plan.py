@@ -219,7 +219,7 @@ def test_a_comparison_puts_measurement_beside_prediction(model: Path) -> None:
     ("first", "last", "wall_s", "why"),
     [
         ({"running": 2}, {"running": 3, "generated": 90}, 2.0, "2 ran at the first look, 3 at the last"),
-        ({"generated": 90}, {"generated": 20}, 2.0, "started anew"),
+        ({"generated": 90}, {"generated": 20}, 2.0, "was restarted"),
         ({}, {}, 2.0, "no stream decoded during the 2.0 s"),
         ({"running": 0}, {"running": 0, "generated": 90}, 2.0, "no stream decoded"),
         ({"running": 3}, {"running": 3, "generated": 90}, 2.0, "predicts nothing for 3 streams (--streams 3 does)"),

@@ -105,7 +105,7 @@ def test_refusals(ca: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=r"ca\.pem expired on .*certs init"):
         issue(ca, "box1", [], 10, ca / "x", NOW + 4_000 * DAY, role=Role.COORDINATOR)
     for role, stage, says in (
-        (Role.STAGE, "", "says its name"), (Role.COORDINATOR, "a", "says its name"),
+        (Role.STAGE, "", "states its name"), (Role.COORDINATOR, "a", "states its name"),
         (Role.STAGE, "A_b", "not a DNS label"), (Role.STAGE, "monitor", "another role"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):

@@ -7,6 +7,7 @@ HTTP from a real stage of a tiny model.
 from __future__ import annotations
 
 import dataclasses
+import re
 import ssl
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.links.roles import Role
+from relayline.wire.links.security import PLAINTEXT
+from relayline.wire.links.tls_material import read_certificate
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Level, Telemetry, TelemetryConfig
 from tests.support.fakes import FakeEngine, control, new_executor, rows_frame, step_of
@@ -280,6 +283,8 @@ async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path)
         for who in (ids.monitor, ids.coordinator):
             status, text = await ask(port, who)
             assert (status, names.METRIC_STEPS in text) == (200, True)
+            (expiry,) = re.findall(rf"^{names.METRIC_CERTIFICATE_EXPIRES} (\S+)$", text, re.MULTILINE)
+            assert float(expiry) == read_certificate(ids.box1 / "cert.pem").not_valid_after_utc.timestamp()
         assert await ask(port, ids.box2) == (
             403, "stage box2 on box2 may not read metrics; issue a certificate with `relayline certs issue --monitor`\n"
         )  # fmt: skip
@@ -297,6 +302,10 @@ async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path)
         session.get(f"http://{address}/metrics") as response,
     ):
         assert response.status == 200, "on loopback as ever"
+        assert names.METRIC_CERTIFICATE_EXPIRES in await response.text()
+    assert PLAINTEXT.certificate_expires_unix_s() is None
+    (ids.box1 / "cert.pem").write_text("cut")
+    assert security_of(ids.box1).certificate_expires_unix_s() is None, "no scrape fails for it"
 
 
 def test_a_wait_leads_to_the_second_of_passes_that_it_was_in() -> None:

@@ -6,13 +6,15 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import click
 
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.texts import printable_values
+
+if TYPE_CHECKING:
+    import aiohttp  # a third of a second, which `up`, `logs` and `down` need not wait for
 
 TIMEOUT_S = 15.0
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -119,6 +121,8 @@ class Coordinator:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> Coordinator:
+        import aiohttp
+
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
         return self
@@ -139,6 +143,8 @@ class Coordinator:
         return await self._ask("PUT", path, body, wanted)
 
     async def _ask(self, method: str, path: str, body_sent: Any, wanted: Collection[str]) -> dict[str, Any]:
+        import aiohttp
+
         try:
             async with self._session.request(method, f"{self.url}{path}", json=body_sent) as response:
                 body = await response.read()

@@ -39,6 +39,8 @@ PYTEST := $(BIN)/python $(PYTEST_ARGS)
 PLAIN := build/plain
 NATIVE_TESTS := tests/stage tests/end_to_end tests/deploy/kernels tests/deploy/doctor
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Containers like to set it. Then every process compiles all of relayline anew, a second and more at each start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup rebuild anew demo test test-quick test-nightly test-plain test-store simulate check conformance check-native proto reference docs lock bench wheel clean

@@ -8,6 +8,7 @@ import inspect
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -30,6 +31,11 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Containers like to say that Python shall not keep what it compiles. Then each worker compiles all tests anew, and each
+# process all of relayline: a second and more of processor time at every start.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Thousands of tests are collected and stay: to look through them for garbage again and again takes a third as long.
 gc.disable()

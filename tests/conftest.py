@@ -18,6 +18,9 @@ import hypothesis
 import pytest
 import pytest_asyncio
 
+from relayline.deploy.testing import forked
+from relayline.deploy.testing.zygote import Zygote
+
 THREADS_OF_OURS = ("decode",)
 
 # Under sanitizers (deploy/build/check_native.py) everything takes many times as long, and a fuzz follows.
@@ -32,6 +35,10 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Processes of relayline are forks of one that has imported all of it, but where a test says `own_processes`.
+if "RELAYLINE_OWN_PROCESSES" not in os.environ:
+    forked.install(Zygote())
+
 # Containers like to say that Python shall not keep what it compiles. Then each worker compiles all tests anew, and each
 # process all of relayline: a second and more of processor time at every start.
 sys.dont_write_bytecode = False
@@ -39,6 +46,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Thousands of tests are collected and stay: to look through them for garbage again and again takes a third as long.
 gc.disable()
+
+# Rooms whose files take longest, first: with `--no-loadscope-reorder` no worker is left alone with one at the end.
+LONGEST = ("end_to_end/", "deploy/certify/", "benches/", "deploy/", "stage/", "wire/")
 
 OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("stage", "coordinator", "wire"))
 
@@ -55,12 +65,20 @@ def no_stray_threads() -> Iterator[None]:
     assert not left, f"threads outlived the test: {left}"
 
 
+@pytest.fixture
+def own_processes() -> Iterator[None]:
+    """The processes of this test are interpreters of their own, as a user's are."""
+    with forked.own_processes():
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every coroutine test the check for tasks, and leave most cases of large grids to the nightly run.
 
-    A plain test needs no event loop for the check.
+    A plain test needs no event loop for the check. Rooms come in the order of LONGEST, then the others.
     """
+    items.sort(key=_rank)
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
@@ -69,6 +87,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in grids.items():
         _leave_to_the_night(name, cases)
+
+
+def _rank(item: pytest.Item) -> int:
+    return next((rank for rank, room in enumerate(LONGEST) if item.nodeid.startswith(f"tests/{room}")), len(LONGEST))
 
 
 def pytest_collection_finish() -> None:

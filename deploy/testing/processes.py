@@ -8,17 +8,15 @@ import os
 import select
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayline.deploy.testing.zygote import Zygote
+from relayline.deploy.testing.zygote import FORK_SERVER
 from relayline.wire.common.child_command import code_command, module_command
 
 TIMEOUT_S = 60.0
 COMMAND = module_command("relayline.deploy.cli")
-_ZYGOTE = Zygote()
 # The same with clocks that are ahead, as another host's may be: both are read through the module `time`.
 SKEWED = """
 import sys, time
@@ -31,14 +29,8 @@ sys.exit(main())
 
 def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    words = [*map(str, arguments)]
-    if not _ZYGOTE.fits(words):
-        return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=timeout_s, check=False)
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        code = _ZYGOTE.run(words, stdout, stderr, timeout_s)
-        stdout.seek(0)
-        stderr.seek(0)
-        return subprocess.CompletedProcess([*COMMAND, *words], code, stdout.read(), stderr.read())
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 class Running:
@@ -128,13 +120,18 @@ def running(*arguments: str | Path, skew_s: float = 0.0) -> Iterator[Running]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of a process."""
-    return [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Return the direct children of a process, but for the one that tests give it to make forks."""
+    found = [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in found if not _command_line(child).startswith(FORK_SERVER)]
 
 
 def child_running(pid: int, argument: str) -> int:
     """Return the child of `pid` whose command line mentions `argument`."""
-    return next(child for child in children(pid) if argument.encode() in Path(f"/proc/{child}/cmdline").read_bytes())
+    return next(child for child in children(pid) if argument.encode() in _command_line(child))
+
+
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def wait_gone(pids: Sequence[int]) -> None:

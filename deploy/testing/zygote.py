@@ -1,74 +1,109 @@
-"""Runs `relayline` commands in forks of one process that has imported them: importing takes most of a short command.
+"""Starts relayline's processes as forks of one process that has imported them: importing takes most of a short life.
 
-What a command meets is what it would meet alone: its own process, arguments, environment, directory, streams and exit
-code. Commands that replace their process, and environments that Python reads as it starts, get a new interpreter.
+What a process meets is what it would meet alone: its parent, arguments, environment, directory, streams, session and
+exit code. One whose environment says what Python or a library reads as it starts needs a new interpreter.
+
+The fork server forks twice and the process between ends at once. The kernel then hands the new process to the nearest
+ancestor that takes orphans in, which is the one that asked: it can wait for the process and signal it as for any other.
+A command that starts processes of its own gets a fork server of its own, from before it has threads.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import gc
 import importlib
-import io
 import json
 import os
-import select
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
-from relayline.wire.common.child_command import module_command
+from relayline.deploy.machine.huge_pages import environment_of
+from relayline.wire.common.child_command import code_command, module_command
 
-COMMAND = "relayline.deploy.cli.main"  # run by name, as a process of its own would be: this room is below that one
-# What a command replaces its process for, see deploy/machine/huge_pages.py.
-UNFORKABLE = ("stage", "calibrate")
+COMMAND = "relayline.deploy.cli"  # run by name, as a process of its own would be: this room is below that one
+# What is started as `python -m`, beside the command itself.
+WORKERS = (
+    "relayline.coordinator.http.fork_server",
+    "relayline.coordinator.text.grammar_worker",
+    "relayline.stage.engine.probe",
+)
+FORK_SERVER = b"relayline-forks"  # the command line of one below the first
+_START = "from relayline.deploy.testing.zygote import main; main()"
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "GLIBC_", "MALLOC_", "OMP_", "OPENBLAS_", "GRPC_", "OTEL_")
+# Those of them that make no difference to a test, or are read when a process begins to use them.
+_READ_LATER = ("GLIBC_TUNABLES", "OPENBLAS_NUM_THREADS", "OTEL_BSP_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_EXPORTER")
 _MESSAGE_BYTES_MAX = 1 << 20
-_N_STREAMS = 3
+_STREAMS_MAX = 16
+_TITLE_BYTES = 8_192  # room for a command line to show
+_N_STANDARD = 3
+_PR_SET_CHILD_SUBREAPER = 36
+_IGNORED_AT_EXIT = 120  # the exit code of an interpreter that could not write what was left in its streams
 
 
 class Zygote:
-    """The process that forks, started with the first command. It ends when its owner does."""
+    """The fork server, started with the first process. It ends when its owner does."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # one command at a time: each waits for its answer
-        self._control: socket.socket | None = None
-        self._began_with: dict[str, str] = {}
+    def __init__(self, control: socket.socket | None = None) -> None:
+        """`control` leads to a fork server that is there already, of this process's own environment."""
+        self._lock = threading.Lock()  # one at a time: each waits for its answer
+        self._control = control
+        self._began_with = dict(os.environ)
 
-    def fits(self, arguments: Sequence[str]) -> bool:
-        """Whether a fork would do what a new process does."""
-        if not sys.platform.startswith("linux") or not arguments or arguments[0] in UNFORKABLE:
+    def fits(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether a fork would do what a new process with this command line does."""
+        known = (COMMAND, *WORKERS)
+        if not sys.platform.startswith("linux") or [*words[:3]] != module_command("")[:3] or words[3] not in known:
             return False
-        return self._control is None or _at_start(self._began_with) == _at_start(os.environ)
+        return self._control is None or _at_start(self._began_with) == _at_start(environment)
 
-    def run(self, arguments: Sequence[str], stdout: IO[str], stderr: IO[str], timeout_s: float) -> int:
-        """Run a command to its end and return its exit code. Raises TimeoutExpired, and the command is ended."""
-        with self._lock:
+    def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int | None:
+        """Return the process id of a fork, a child of this process. None if there is no server, or it is too much.
+
+        `request`: `words`, `environment`, `directory`, `targets` (the number that each of `streams` has in the fork)
+        and `is_session` (whether it leads a session).
+        """
+        with self._lock, contextlib.suppress(OSError):
             control = self._control or self._start()
-            told = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
-            with open(os.devnull, "rb") as stdin:
-                streams = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
-                _send(control, {**told, "timeout_s": timeout_s}, streams)
-            code = json.loads(control.recv(_MESSAGE_BYTES_MAX))["code"]
-        if code is None:
-            raise subprocess.TimeoutExpired(["relayline", *arguments], timeout_s)
-        assert isinstance(code, int)
-        return code
+            socket.send_fds(control, [json.dumps(request).encode()], list(streams))
+            if answer := control.recv(_MESSAGE_BYTES_MAX):
+                pid: int = json.loads(answer)["pid"]
+                return pid
+        return None
 
     def _start(self) -> socket.socket:
         self._began_with = dict(os.environ)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        take_orphans_in()
+        ours, theirs = _pair()
         with theirs:
-            command = module_command("relayline.deploy.testing.zygote", str(theirs.fileno()))
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            process = subprocess.Popen(
+                code_command(_START, str(theirs.fileno()), "-" * _TITLE_BYTES),
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+            )
         self._control = ours
         atexit.register(_end, ours, process)
         return ours
+
+
+def take_orphans_in() -> None:
+    """Make this process the parent of its descendants' orphans."""
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError("this kernel gives orphans to the first process alone")
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -77,11 +112,11 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START)}
-
-
-def _send(control: socket.socket, message: object, streams: Sequence[int]) -> None:
-    socket.send_fds(control, [json.dumps(message).encode()], list(streams))
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and not name.startswith(_READ_LATER)
+    }
 
 
 def main() -> None:
@@ -92,66 +127,125 @@ def main() -> None:
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()
-    while True:
-        message, streams, _, _ = socket.recv_fds(control, _MESSAGE_BYTES_MAX, _N_STREAMS)
-        if not message:
-            break
-        told = json.loads(message)
-        child = os.fork()
-        if child == 0:
-            control.close()
-            _become(told, streams, set_by_imports)
-        for stream in streams:
-            os.close(stream)
-        control.send(json.dumps({"code": _wait(child, told["timeout_s"])}).encode())
+    _serve(control, set_by_imports)
 
 
 def _import_all() -> None:
-    commands = importlib.import_module(COMMAND).COMMANDS
+    commands = importlib.import_module(f"{COMMAND}.main").COMMANDS
     for module in ("relayline.stage.process", "relayline.coordinator.serve", *(name for name, _ in commands.values())):
         importlib.import_module(module)
+    for module in WORKERS:
+        importlib.import_module(module)
+        del sys.modules[module]  # what is run as the main module is not there before
 
 
-def _become(told: Mapping[str, Any], streams: Sequence[int], set_by_imports: Mapping[str, str]) -> None:
-    """Be the command. Does not return."""
-    code = 1
+def _serve(control: socket.socket, set_by_imports: Mapping[str, str]) -> NoReturn:
+    while True:
+        message, streams, _, _ = socket.recv_fds(control, _MESSAGE_BYTES_MAX, _STREAMS_MAX)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        request["environment"] = {**set_by_imports, **request["environment"]}
+        read, write = os.pipe()
+        between = os.fork()
+        if between == 0:
+            pid = os.fork()
+            if pid == 0:
+                _become(request, streams, set_by_imports)
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        for handle in (write, *streams):
+            os.close(handle)
+        with open(read, "rb") as pipe:
+            pid = int(pipe.read())
+        os.waitpid(between, 0)  # before the answer: until then the new process has another parent
+        control.send(json.dumps({"pid": pid}).encode())
+
+
+def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: Mapping[str, str]) -> NoReturn:
+    """Be the process that was asked for."""
+    words, targets = request["words"], request["targets"]
+    code: int | None = 1
     try:
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        sys.stdin, sys.stdout, sys.stderr = (
-            io.TextIOWrapper(io.FileIO(number, mode, closefd=False), line_buffering=number == 2)
-            for number, mode in ((0, "rb"), (1, "wb"), (2, "wb"))
-        )
+        _take_streams(streams, targets)
+        if request["is_session"]:
+            os.setsid()
         os.environ.clear()
-        os.environ.update({**set_by_imports, **told["environment"]})
-        os.chdir(str(told["directory"]))
-        sys.argv = ["relayline", *told["arguments"]]
-        importlib.import_module(COMMAND).main()
+        arguments = words[4:] if words[3] == COMMAND else []
+        os.environ.update(environment_of(arguments, request["environment"]))  # else it would start anew for that
+        os.chdir(request["directory"])
+        sys.argv, sys.orig_argv = [words[3], *words[4:]], words
+        _show(words)
+        if words[3] == COMMAND and words[4:5] != ["stage"]:
+            _have_forks(set_by_imports)
+        runpy.run_module(words[3], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        code = None
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    _leave(code)
 
 
-def _wait(child: int, timeout_s: float) -> int | None:
-    """Return the exit code of a child as subprocess gives it; None if it had to be ended."""
-    handle = os.pidfd_open(child)
-    try:
-        is_over = bool(select.select([handle], [], [], timeout_s)[0])
-    finally:
-        os.close(handle)
-    if not is_over:
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if is_over else None
+def _leave(code: int | None) -> NoReturn:
+    """End as an interpreter does; without a code by SIGINT."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = _IGNORED_AT_EXIT if stream is sys.stdout else code
+    if code is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code or 0)
 
 
-if __name__ == "__main__":
-    main()
+def _take_streams(streams: Sequence[int], targets: Sequence[int]) -> None:
+    """Have the streams under the numbers that were asked for, and no others."""
+    above = max(*targets, *streams) + 1
+    for moved, target in [(fcntl.fcntl(stream, fcntl.F_DUPFD, above), target) for stream, target in
+                          zip(streams, targets, strict=True)]:  # fmt: skip
+        os.dup2(moved, target)
+    _close_all_but(targets)
+    sys.stdin, sys.stdout = _text(0, "r", sys.stdin.errors), _text(1, "w", sys.stdout.errors)
+    sys.stderr = _text(2, "w", "backslashreplace", buffering=1)
+
+
+def _text(number: int, mode: str, errors: str | None, buffering: int = -1) -> Any:
+    return open(number, mode, buffering, sys.stdout.encoding, errors, closefd=False)
+
+
+def _close_all_but(kept: Iterable[int]) -> None:
+    for handle in {int(name) for name in os.listdir("/proc/self/fd")} - {*kept}:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Let this be the command line that others see of this process: it is written over the old one."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def _have_forks(set_by_imports: Mapping[str, str]) -> None:
+    """Let this process start its own as forks, too."""
+    take_orphans_in()
+    ours, theirs = _pair()
+    if os.fork() == 0:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(_N_STANDARD):
+            os.dup2(nowhere, number)
+        _close_all_but((*range(_N_STANDARD), theirs.fileno()))
+        _show([FORK_SERVER.decode()])
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its owner
+        _serve(theirs, set_by_imports)
+    theirs.close()
+    importlib.import_module("relayline.deploy.testing.forked").install(Zygote(ours))

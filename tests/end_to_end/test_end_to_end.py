@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import jsonschema
 import openai
 import pytest
 
+from relayline.deploy.testing.forked import own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, child_running, children, relayline, running, wait_gone
 from tests.support.http_client import Client, assert_same_greedy, text_of, tokens_of
@@ -35,9 +37,10 @@ PROMPTS = (
 @pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.slow)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
-    with running("up", DEMO, "--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json",
-                 "--ctx", "1024", "--lanes", "16", "--threads", "1",
-                 "--kv-layout", request.param) as process:  # fmt: skip
+    flags = ("--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json", "--ctx", "1024", "--lanes",
+             "16", "--threads", "1", "--kv-layout", request.param)  # fmt: skip
+    begun = own_processes() if request.param == "auto" else contextlib.nullcontext()  # once as a user's are
+    with begun, running("up", DEMO, *flags) as process:
         process.event["asked"] = request.param
         yield process
 

@@ -68,6 +68,7 @@ def booby_trapped(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("own_processes")
 @pytest.mark.parametrize(
     ("command", "code"),
     [

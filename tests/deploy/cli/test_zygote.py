@@ -1,17 +1,32 @@
-"""Commands that tests run in forks of one process: each meets what a process of its own would meet."""
+"""Processes that tests start as forks of one process: each meets what a process of its own would meet."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
+import uvloop
 
-from relayline.deploy.testing.processes import COMMAND, relayline
-from relayline.deploy.testing.zygote import UNFORKABLE, Zygote
+from relayline.deploy.testing.forked import own_processes
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.deploy.testing.processes import COMMAND, children, relayline, running
+from relayline.deploy.testing.zygote import Zygote
+from relayline.wire.common.child_command import code_command, module_command
 
-HERE = ("--help",), ("inspect", "nowhere.gguf"), ("nonsense",), ("status",)
+HERE = ("--help",), ("inspect", "nowhere.gguf"), ("nonsense",), ("status",), ("stage",), ("serve", "--pipeline", "none")
+
+
+def is_fork(pid: int) -> bool:
+    """Whether the kernel still shows the environment of the fork server."""
+    return b"OPENBLAS_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def shown(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
 
 
 @pytest.mark.parametrize("arguments", HERE, ids=" ".join)
@@ -21,7 +36,8 @@ def test_a_fork_says_and_returns_what_a_process_does(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     forked = relayline(*arguments)
-    own = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False)
+    with own_processes():
+        own = relayline(*arguments)
     assert (forked.returncode, forked.stdout, forked.stderr) == (own.returncode, own.stdout, own.stderr)
 
 
@@ -36,20 +52,63 @@ def test_its_directory_is_where_the_caller_is_now(tmp_path: Path, monkeypatch: p
 
 
 def test_a_command_that_does_not_end_is_ended() -> None:
-    zygote = Zygote()
-    with tempfile.TemporaryFile("w+") as out, pytest.raises(subprocess.TimeoutExpired):
-        zygote.run(["--help"], out, out, timeout_s=0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        relayline("--help", timeout_s=0)
 
 
 def test_what_python_reads_as_it_starts_takes_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    zygote, words = Zygote(), [*COMMAND, "status"]
+    monkeypatch.setattr(zygote, "_control", object())
+    assert zygote.fits(words, os.environ)
+    assert zygote.fits(words, {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    assert not zygote.fits(words, {**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert not zygote.fits(words, {**os.environ, "OTEL_SPAN_LINK_COUNT_LIMIT": "1"})
+
+
+def test_other_commands_take_a_process_of_their_own() -> None:
     zygote = Zygote()
-    with tempfile.TemporaryFile("w+") as out:
-        zygote.run(["--version"], out, out, timeout_s=60)
-    assert zygote.fits(["status"])
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    assert not zygote.fits(["status"])
+    for words in (["true"], code_command("pass"), module_command("http.server"), ["python", "-m", *COMMAND[3:]]):
+        assert not zygote.fits(words, os.environ)
+    with subprocess.Popen(code_command("input()"), stdin=subprocess.PIPE) as process:
+        assert not is_fork(process.pid)
 
 
-@pytest.mark.parametrize("command", UNFORKABLE)
-def test_commands_that_start_anew_are_not_forked(command: str) -> None:
-    assert not Zygote().fits([command])
+def test_a_fork_is_a_child_with_the_command_line_session_and_end_that_were_asked_for() -> None:
+    command = module_command("relayline.coordinator.text.grammar_worker")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'{"text": "start: \\"a\\"", "is_gbnf": false}\n')
+        process.stdin.flush()
+        assert process.stdout.readline().startswith(b"{")
+        assert is_fork(process.pid)
+        assert process.pid in children(os.getpid())
+        assert shown(process.pid) == command
+        assert os.getsid(process.pid) == process.pid
+        assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_uvloop_gets_a_fork_as_well() -> None:
+    async def ask() -> tuple[bool, bytes, bytes, int | None]:
+        pipe = asyncio.subprocess.PIPE
+        begun = await asyncio.create_subprocess_exec(*COMMAND, "nonsense", stdin=pipe, stdout=pipe, stderr=pipe)
+        forked = begun.pid in children(os.getpid())
+        out, err = await begun.communicate()
+        return forked, out, err, begun.returncode
+
+    forked, out, err, code = uvloop.run(ask())
+    assert (forked, out, code) == (True, b"", 2)
+    assert b"No such command" in err
+
+
+def test_what_a_fork_starts_are_forks_and_its_children(tmp_path: Path) -> None:
+    flags = ("--stages", "2", "--split-dir", tmp_path / "split", "--http", "127.0.0.1:0", "--no-calibrate", "--json")
+    with running("up", DEMO, *flags) as up:
+        below = children(up.process.pid)
+        named = {" ".join(shown(pid)).partition(" --name ")[2].partition(" ")[0] for pid in below}
+        assert {"stage-0", "stage-1"} <= named
+        assert all(is_fork(pid) for pid in (up.process.pid, *below))
+        (serve,) = [pid for pid in below if "serve" in shown(pid)]
+        assert any("relayline.coordinator.http.fork_server" in shown(pid) for pid in children(serve))

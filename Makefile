@@ -32,8 +32,10 @@ INSTALL_LLAMA = CMAKE_ARGS="$(LLAMA_CMAKE) $$LLAMA_ARGS" $(PYTHON) deploy/build/
 # The versions that were tried; LATEST=1 takes the newest instead.
 CONSTRAINTS := deploy/build/constraints.txt
 CONSTRAINED := $(if $(LATEST),--upgrade,--constraint $(CONSTRAINTS))
-# Files of tests side by side: they wait for processes much of the time. One test alone: .venv/bin/python -m pytest -k NAME
-PYTEST_ARGS := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# Files of tests side by side, one more than there are cores, as they wait for processes at times, and 4 at most. They
+# start in the order of tests/conftest.py, the longest first. One test alone: .venv/bin/python -m pytest -k NAME
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n + 1 : 4)))
+PYTEST_ARGS := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/python $(PYTEST_ARGS)
 # An environment whose llama.cpp has none of relayline's kernels, as prebuilt wheels have it, and the tests that run llama.cpp.
 PLAIN := build/plain

@@ -26,6 +26,7 @@ from relayline.coordinator.http.errors import HttpRefusal
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.middleware import REQUEST_ID, refused
 from relayline.wire.links.security import is_loopback
+from relayline.wire.links.tls_door import Shaking
 
 T = TypeVar("T")
 
@@ -56,13 +57,33 @@ class Server(web.Server):
             read_bufsize=READ_BYTES,
         )
         self.limits = limits
-        self.crowd: Crowd[Connection] = Crowd()
+        self.crowd: Crowd[Connection | Shaking] = Crowd()
         self.room = BodyRoom(limits.bodies_bytes_max, limits.body_free_bytes)
         self.unpacking: Executor = ThreadPoolExecutor(1, "unpack")
 
     def __call__(self) -> Connection:
         """Return the protocol of a new connection."""
         return Connection(self, self._loop, **self._kwargs)
+
+    def shakes(self, shaking: Shaking) -> bool:
+        """Take in a connection that begins its TLS handshake; return whether there is room."""
+        return self.enters(shaking, shaking.host) is None
+
+    def shaken(self, shaking: Shaking) -> Connection:
+        """Return the protocol of a connection that will have done its handshake."""
+        connection = self()
+        connection.shaking = shaking
+        return connection
+
+    def enters(self, newcomer: Connection | Shaking, host: str) -> Full | None:
+        """Count a new connection; end the one that has to go for it. Return why there is no room, or None."""
+        n_address_max = 0 if is_loopback(host) else self.limits.connections_per_address_max
+        verdict = self.crowd.enter(newcomer, address_group(host), self.n_connections_max(), n_address_max)
+        if isinstance(verdict, Full):
+            return verdict
+        if verdict is not None:
+            verdict.end()
+        return None
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """End all connections; requests that run may take `timeout` seconds."""
@@ -123,6 +144,7 @@ class Connection(web.RequestHandler):
         self.room = server.room
         self.unpacking = server.unpacking
         self.body_wire_bytes = 0
+        self.shaking: Shaking | None = None  # what it was before its TLS handshake was done
         self.knock: Callable[[], None] | None = None  # of an answer that is being streamed
         # One request is parsed ahead of the one that is being answered: clients that send more wait.
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 0
@@ -143,13 +165,12 @@ class Connection(web.RequestHandler):
         self._link = link = cast(asyncio.Transport, transport)  # uvloop's are none by class
         peer = link.get_extra_info("peername")
         host = peer[0] if isinstance(peer, tuple) else ""
-        n_address_max = 0 if is_loopback(host) else self.limits.connections_per_address_max
-        verdict = self._server.crowd.enter(self, address_group(host), self._server.n_connections_max(), n_address_max)
-        if isinstance(verdict, Full):
-            self._turn_away(verdict)
+        if self.shaking is not None:
+            self._server.crowd.leave(self.shaking)
+        full = self._server.enters(self, host)
+        if full is not None:
+            self._turn_away(full)
             return
-        if verdict is not None:
-            verdict.end()
         super().connection_made(transport)
         self._wait(self.limits.head_timeout_s, self._head_late)
 

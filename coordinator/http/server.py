@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from typing import cast
 
 from aiohttp import web
 
@@ -12,6 +13,7 @@ from relayline.coordinator.http.connection import Server
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
+from relayline.wire.links.tls_door import TlsSite
 
 LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has its own
 
@@ -22,6 +24,13 @@ class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return Server(server, self.app.get(LIMITS, HttpLimits()), asyncio.get_running_loop())
+
+
+def _site(runner: _Runner, host: str, port: int, context: ssl.SSLContext | None) -> web.BaseSite:
+    if context is None:
+        return web.TCPSite(runner, host, port)
+    server = cast(Server, runner.server)
+    return TlsSite(runner, host, port, context, make=server.shaken, came=server.shakes, left=server.crowd.leave)
 
 
 async def start_http(
@@ -46,7 +55,7 @@ async def start_http(
     runner = _Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
+        await _site(runner, host, port, context).start()
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:

@@ -6,16 +6,20 @@ Method: a small application behind the coordinator's own context and port, on lo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import ssl
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
 from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.connection import Server
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import LIMITS, start_http
 from relayline.coordinator.serve import _http_context
 from relayline.deploy.cli.up_manifest import changes_of
 from relayline.deploy.launch.certificates import init_authority, issue
@@ -24,6 +28,7 @@ from relayline.deploy.launch.serving import flag_defaults
 from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links import tls_door
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import host_of
 from relayline.wire.links.tls_material import check_pair
@@ -81,6 +86,39 @@ def fault(cert: Path, key: Path) -> str:
         check_pair(cert, key)
     assert "\n" not in caught.value.message
     return caught.value.message
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"])
+async def test_connections_count_and_end_amid_their_handshake(
+    sent: bytes, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio says nothing of them before, so no bound would hold; they make room for whoever comes next."""
+    app = web.Application()
+    app[LIMITS] = HttpLimits(connections_max=4)
+    runner, port = await start_http(app, "127.0.0.1", 0, context=_http_context(pair))
+    crowd = cast(Server, runner.server).crowd
+    try:
+        unfinished = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in unfinished:
+            writer.write(sent)
+        trusting = ssl.create_default_context()
+        trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(unfinished[0][0].read(), 20) == b"", "the one that waited longest went"
+        assert 1 <= len(crowd) <= 4
+        for _, writer in unfinished:
+            writer.close()
+        monkeypatch.setattr(tls_door, "HANDSHAKE_TIMEOUT_S", 0.1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+    finally:
+        await runner.cleanup()
 
 
 def test_files_that_cannot_be_used(pair: tuple[Path, Path], tmp_path: Path):

@@ -20,8 +20,8 @@ from prometheus_client.samples import Exemplar
 from relayline.stage.engine.tier import TierFigures
 from relayline.stage.observe import figures
 from relayline.stage.observe.figures import Figure
+from relayline.stage.observe.metrics_port import serving
 from relayline.stage.observe.stats import WAIT_BUCKETS_NS, StageStats
-from relayline.wire.common.errors import StartError
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import CALLS, METRICS
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, address_of, check_listen, is_loopback, warn_listen
@@ -150,7 +150,7 @@ def is_private(host: str, security: LinkSecurity) -> bool:
     return security.is_tls and not is_loopback(host)
 
 
-def refusal_of(request: web.Request, revocations: Revocations) -> str:
+def refusal_of(request: web.BaseRequest, revocations: Revocations) -> str:
     """Return why a client that came over TLS may not read metrics, empty where it may."""
     shown = credential_of_peer(request.transport.get_extra_info("peercert") if request.transport else None)
     if shown.identity is None:
@@ -193,22 +193,11 @@ async def serve_metrics(
     registry.register(CertificateCollector(security))
     ProcessCollector(registry=registry)
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         if private and (refusal := refusal_of(request, known)):
             return web.Response(status=403, text=refusal + "\n")
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
         return web.Response(body=encode(registry), headers={"Content-Type": content_type})
 
-    app = web.Application()
-    app.router.add_get("/metrics", answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port, ssl_context=context)
-        try:
-            await site.start()
-        except OSError as error:
-            raise StartError(f"cannot serve metrics on {address_of(host, port)}: {error.strerror or error}") from error
-        yield address_of(host, runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+    async with serving(host, port, answer, context) as (_, actual_port):
+        yield address_of(host, actual_port)

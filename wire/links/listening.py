@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -14,11 +15,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import ProtocolError, StartError, UnauthenticatedError, grpc_status
+from relayline.wire.common.errors import OverloadedError, ProtocolError, StartError, UnauthenticatedError, grpc_status
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
-from relayline.wire.links.roles import Identity
+from relayline.wire.links.roles import HEALTH_PREFIX, Identity
 from relayline.wire.links.security import LinkSecurity, address_of, check_listen, is_loopback, warn_listen
 
 log = logging.getLogger("relayline.security")
@@ -59,6 +60,7 @@ class Listener:
         self._security, self._who = security, who
         self.guard = Guard(security, coordinator)
         self._refusals = RefusalLog()
+        self._n_health_calls = 0
         self._welcome: Callable[[tuple[str, int]], None] = lambda _: None
         self._close: Callable[[], None] = lambda: None
         self.server = grpc.aio.server(
@@ -110,6 +112,21 @@ class Listener:
         except (ProtocolError, DecodeError) as error:
             self.refused(peer_of(context.peer())[0], Reason.MALFORMED)
             await rpc.abort(context, error if isinstance(error, ProtocolError) else ProtocolError("not a request"))
+
+    @contextlib.asynccontextmanager
+    async def counted(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Count a call that takes no credential, for as long as it takes. One too many is refused."""
+        if not method.startswith(HEALTH_PREFIX):
+            yield
+            return
+        if self._n_health_calls >= bounds.HEALTH_CALLS_MAX:
+            text = f"{self._who} answers {self._n_health_calls} calls after its health, which is the bound"
+            await rpc.abort(context, OverloadedError(text))
+        self._n_health_calls += 1
+        try:
+            yield
+        finally:
+            self._n_health_calls -= 1
 
     def close(self) -> None:
         """Stop watching the port."""
@@ -166,7 +183,7 @@ def _guarded(handler: grpc.RpcMethodHandler | None, method: str, listener: Liste
             await listener.refuse(refusal.reason, context, refusal.detail)
         if parse is not None:
             requests = await listener.read_request(requests, parse, context)
-        async with guard.admitted(shown) as revoked:
+        async with listener.counted(method, context), guard.admitted(shown) as revoked:
             if kind == "unary_unary":
                 return await inner(requests, context)
             try:

@@ -59,6 +59,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # gRPC ignores unknown keys in silence; this is the one that stops GOAWAY "too_many_pings" (a test holds it).
     ("grpc.http2.min_ping_interval_without_data_ms", bounds.KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_concurrent_streams", bounds.CALLS_PER_CONNECTION_MAX),
     ("grpc.so_reuseport", 0),  # a taken port must fail loudly
 )
 

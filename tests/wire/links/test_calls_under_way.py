@@ -1,0 +1,101 @@
+"""Goal: whoever may open calls, and leaves them open, can't fill a process: their number has bounds.
+
+Method: a port on loopback with the standard health service and one handler of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from relayline.wire.common import bounds
+from relayline.wire.links import rpc
+from relayline.wire.links.listening import Listener
+from relayline.wire.links.security import PLAINTEXT
+
+MORE = 12
+
+
+class Held(grpc.GenericRpcHandler):
+    """Answers a stream with one message and holds it."""
+
+    def __init__(self) -> None:
+        self.n_now = self.n_most = 0
+
+    def service(self, handler_call_details: Any) -> Any:
+        if handler_call_details.method != rpc.method("Watch"):
+            return None
+
+        async def hold(requests: Any, context: Any) -> None:
+            self.n_now += 1
+            self.n_most = max(self.n_most, self.n_now)
+            try:
+                await context.write(b"x")
+                await asyncio.Event().wait()
+            finally:
+                self.n_now -= 1
+
+        return grpc.stream_stream_rpc_method_handler(hold)
+
+
+@contextlib.asynccontextmanager
+async def port_of(held: Held) -> AsyncIterator[str]:
+    listener = Listener(PLAINTEXT, "stage 1")
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, listener.server)
+    listener.server.add_generic_rpc_handlers((held,))
+    port = listener.add_port("127.0.0.1", 0)
+    await listener.server.start()
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await listener.server.stop(0)
+        listener.close()
+
+
+async def test_a_connection_has_a_bound_of_calls_and_the_next_ones_wait() -> None:
+    held = Held()
+    async with port_of(held) as address, rpc.open_channel(address) as channel:
+        make = channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        calls = [make() for _ in range(bounds.CALLS_PER_CONNECTION_MAX + MORE)]
+        reads = [asyncio.ensure_future(call.read()) for call in calls]
+        answered, waiting = set[int](), set(range(len(calls)))
+        while waiting:
+            await asyncio.wait([reads[at] for at in waiting], return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            new = {at for at in waiting if reads[at].done()}
+            assert {reads[at].result() for at in new} == {b"x"}
+            answered |= new
+            waiting -= new
+            if len(answered) >= bounds.CALLS_PER_CONNECTION_MAX and waiting:
+                calls[answered.pop()].cancel()
+        assert held.n_most == bounds.CALLS_PER_CONNECTION_MAX
+
+
+async def test_calls_after_health_have_a_bound_and_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "HEALTH_CALLS_MAX", 3)
+    request = health_pb2.HealthCheckRequest()
+    async with port_of(Held()) as address, rpc.open_channel(address) as channel, rpc.open_channel(address) as other:
+        watches = [health_pb2_grpc.HealthStub(each).Watch(request) for each in (channel, other, channel)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        for stub in (health_pb2_grpc.HealthStub(channel), health_pb2_grpc.HealthStub(other)):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Check(request)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.details() == "stage 1 answers 3 calls after its health, which is the bound"
+        make = channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        assert await make().read() == b"x", "links go on"
+        watches[0].cancel()
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await health_pb2_grpc.HealthStub(other).Check(request)
+                break

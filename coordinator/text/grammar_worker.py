@@ -6,6 +6,7 @@ One JSON object a line: {"text": ..., "is_gbnf": ...} in, {"grammar": ..., "faul
 from __future__ import annotations
 
 import json
+import random
 import re
 import resource
 import signal
@@ -14,13 +15,21 @@ import sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX
+from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX, GRAMMAR_STEP_ITEMS_MAX
+from relayline.wire.common.grammars import without_forcing
 
 CPU_S_MAX = 0.5  # of one grammar; a thread of the last stage takes as long for it. Honest ones take 0.06
 MEMORY_BYTES_MAX = 2 << 30
 STACK_BYTES_MAX = 4 << 20  # far less than stages have (stage/steps/runner.py): what fits here fits there
 _TOKEN = re.compile(r"<[^<>\s]+>")  # a model's own, by name or number: none of ours
 _LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
+_STAGE_LIMITS = LLParserLimits(
+    max_items_in_row=GRAMMAR_ITEMS_MAX,
+    step_max_items=GRAMMAR_STEP_ITEMS_MAX,
+    step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
+    verbose_errors=False,
+)
+_WALKS, _WALK_TOKENS = 3, 12
 
 
 class Bytes:
@@ -34,12 +43,18 @@ class Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
+class Runs(Bytes):
+    """With runs of each letter and sign, as long as those that models have: what ambiguous grammars are dear with."""
+
+    tokens = (*Bytes.tokens, *(bytes([byte]) * length for byte in range(0x20, 0x7F) for length in range(2, 17)))
+
+
 def main() -> None:
     """Answer until stdin ends. A grammar that is too costly ends the process."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY_BYTES_MAX)
     _limit(resource.RLIMIT_STACK, STACK_BYTES_MAX)
-    vocabulary = LLTokenizer(TokenizerWrapper(Bytes()))
+    vocabulary = LLTokenizer(TokenizerWrapper(Runs()))
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)  # the signal ends a process, whatever code runs
@@ -62,11 +77,44 @@ def _limit(kind: int, most: int) -> None:
 
 def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
     fault = LLMatcher.validate_grammar(grammar, limits=_LIMITS)
-    if not fault:  # the stages check the model's tokens; this checks the cost of starting with the grammar
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            LLMatcher(vocabulary, _TOKEN.sub("<[256]>", grammar), log_level=0, limits=_LIMITS)
-    return fault
+    if fault:
+        return fault
+    # Whether a model's tokens fit, stages say; what it costs to begin with it and to follow it, this.
+    nameless = _TOKEN.sub("<[256]>", grammar)
+    for text in (grammar, nameless):
+        matcher = LLMatcher(vocabulary, without_forcing(text), log_level=0, limits=_STAGE_LIMITS)
+        if not matcher.is_error():
+            signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)
+            return _too_dear(matcher)
+    return _reason(matcher) if nameless == grammar else ""
+
+
+def _too_dear(begun: LLMatcher) -> str:
+    """Return why the grammar can't be followed within a stage's bounds, "" where it can at least on one of a few ways.
+
+    A stage would find out too, but amid an answer, and beside other streams.
+    """
+    fault = ""
+    for seed in range(_WALKS):
+        matcher = begun.deep_copy()
+        _walk(matcher, random.Random(seed))
+        if not matcher.is_error():
+            return ""
+        fault = _reason(matcher)
+    return f"it takes too long to follow: {fault}"
+
+
+def _reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().strip().split("\n", 1)[0]
+
+
+def _walk(matcher: LLMatcher, dice: random.Random) -> None:
+    for _ in range(_WALK_TOKENS):
+        bits = matcher.compute_bitmask()
+        fitting = [token for token in range(len(Runs.tokens)) if bits[token >> 3] >> (token & 7) & 1]
+        if matcher.is_error() or matcher.is_stopped() or not fitting:
+            return
+        matcher.consume_token(dice.choice(fitting))
 
 
 if __name__ == "__main__":

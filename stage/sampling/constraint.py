@@ -9,7 +9,6 @@ picked again, the grammar's state is that of the first pick: retried equals once
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -22,12 +21,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from relayline.stage.sampling.grammars import grammars
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ProtocolError
+from relayline.wire.common.grammars import without_forcing
 
 _NOTHING = np.float32(-np.inf)
-# Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: half
-# a second and hundreds of megabytes for a kilobyte of grammar. And with vocabularies that put a blank before every text
-# nothing would fit.
-_START = '%llguidance {"no_forcing": true}\nstart: @grammar'
 
 
 def read_vocabulary(vocab: Any, n_vocab: int) -> LLTokenizer | None:
@@ -136,20 +132,7 @@ class Constraint:
 
 def begin(vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
     """Begin to make a grammar ready, if nobody has yet. Raises InvalidRequestError for JSON that is none."""
-    return grammars.ready(vocabulary, _without_forcing(grammar))
-
-
-def _without_forcing(grammar: str) -> str:
-    """Return the grammar inside one that spells nothing out. Raises InvalidRequestError for JSON that is none."""
-    parts = [{"lark_grammar": grammar}]
-    if grammar.lstrip().startswith("{"):
-        try:
-            first, *others = json.loads(grammar)["grammars"]
-            parts = [{**first}, *others]
-        except (ValueError, RecursionError, LookupError, TypeError) as error:
-            raise InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}") from error
-    parts[0]["name"] = "grammar"
-    return json.dumps({"grammars": [{"lark_grammar": _START}, *parts]}, ensure_ascii=False)
+    return grammars.ready(vocabulary, without_forcing(grammar))
 
 
 def _check(matcher: LLMatcher) -> None:

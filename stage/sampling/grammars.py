@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame
-from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
+from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX, GRAMMAR_STEP_ITEMS_MAX
 from relayline.wire.envelopes.frames import Flag
 
 STACK_BYTES = (
@@ -28,7 +28,10 @@ READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MA
 N_THREADS = 2
 # With llguidance's own limits of time and memory, and errors without a dump of its state.
 LIMITS = LLParserLimits(
-    max_items_in_row=GRAMMAR_ITEMS_MAX, step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX, verbose_errors=False
+    max_items_in_row=GRAMMAR_ITEMS_MAX,
+    step_max_items=GRAMMAR_STEP_ITEMS_MAX,
+    step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
+    verbose_errors=False,
 )
 
 

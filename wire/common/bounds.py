@@ -23,6 +23,7 @@ GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one K
 # Ways in which a grammar may be understood at once. The worst grammars cost their cube for a token: 300 some 12 ms. An
 # object of 64 properties that may all be left out needs as many.
 GRAMMAR_ITEMS_MAX = 300
+GRAMMAR_STEP_ITEMS_MAX = 5_000  # of the same for all tokens that may come next: under 10 ms. Honest grammars have 1,000
 GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar

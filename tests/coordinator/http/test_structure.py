@@ -131,6 +131,41 @@ def test_what_would_take_a_process_with_it_is_refused(
     assert fits(vocabulary, grammar_of(Shape("grammar", "grammar", (GBNF,))), "aab"), "the next one is tried anew"
 
 
+LETTER = "/[a-z ]/"
+TOO_DEAR = {
+    "ambiguous": f"start: a\na: a a a | a a | | {LETTER}",
+    "ambiguous lists": f'start: a+\na: b* c* | b\nb: c | {LETTER}\nc: b b | "x"',
+    "nothing, many times": "start: a0\n"
+    + "\n".join(f"a{at}: a{at + 1}? a{at + 1}? a{at + 1}?" for at in range(12))
+    + f"\na12: {LETTER}?",
+    "on both sides": "start: p\np: "
+    + " | ".join(f'"{each}" p "{each}"' for each in "abcdefghijklmnopqrstuvwxyz ")
+    + f" | {LETTER}",
+    "wide": "start: s*\ns: "
+    + " | ".join(f"r{at}" for at in range(280))
+    + "\n"
+    + "\n".join(f'r{at}: /[a-z]+/ " " | /[a-z]+/ r{(at + 7) % 280}' for at in range(280)),
+}
+
+
+@pytest.mark.parametrize("grammar", TOO_DEAR.values(), ids=TOO_DEAR)
+def test_what_takes_too_long_to_follow_is_refused_beforehand(grammar: str) -> None:
+    """A stage would find out amid the answer, in the thread that decodes for all."""
+    with pytest.raises(InvalidRequestError, match=r"it takes too long to follow: [^\n]*items") as caught:
+        grammar_of(Shape("grammar", "grammar", (grammar,)))
+    assert "\n" not in caught.value.message
+
+
+def test_what_can_be_followed_on_some_way_is_let_through() -> None:
+    wide = {"type": "object", "properties": {f"key {at}": {"type": "string"} for at in range(60)}}
+    grammar_of(Shape("json", "json", (json.dumps(wide),)))
+    expression = 'root ::= (e "=" t "\\n")+\ne ::= t ([-+*/] t)*\nt ::= [a-z]+ | [0-9]+ | "(" e ")"'
+    grammar_of(Shape("grammar", "grammar", (expression,)))
+    named = GrammarChecker()
+    assert named.check("start: <|no_token_of_these_bytes|> /a/")[1] == "", "what only a model's tokens tell, stages say"
+    named.close()
+
+
 def test_grammars_are_tried_by_one_process_from_many_threads() -> None:
     checker = GrammarChecker()
     with ThreadPoolExecutor(8) as pool:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLTokenizer, TokenizerWrapper
 
 from relayline.coordinator.engine.token_sender import _options, within_bounds
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.coordinator.sessions.streams import SessionStream
+from relayline.coordinator.text.grammar_worker import Runs
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.reference import LANE_ATTENTION, ReferenceModel
 from relayline.deploy.testing.tiny_slices import write_pipeline, write_whole
@@ -233,6 +234,17 @@ def test_a_grammar_too_complex_to_follow_ends_its_session_alone(vocabulary: LLTo
     with pytest.raises(InvalidRequestError, match=rf"cannot be followed: [^\n]+ max is {bounds.GRAMMAR_ITEMS_MAX}"):
         go_on()
     assert picked_from(Constraint(vocabulary, GRAMMAR, ()), 0)
+
+
+def test_a_grammar_has_a_bound_of_work_for_all_tokens_that_may_come_next() -> None:
+    """Long tokens let an ambiguous grammar be read in very many ways: a third of a second with a real vocabulary."""
+    parts = [f"a{at}: a{at + 1}? a{at + 1}? a{at + 1}?" for at in range(12)]
+    constraint = Constraint(
+        LLTokenizer(TokenizerWrapper(Runs())), "\n".join(["start: a0", *parts, "a12: /[a-z ]/?"]), ()
+    )
+    constraint._start.exception()  # made ready, in a thread of its own
+    with pytest.raises(InvalidRequestError, match=rf"Too many items \(limit {bounds.GRAMMAR_STEP_ITEMS_MAX}"):
+        constraint.apply(0, np.zeros(len(Runs.tokens), np.float32))
 
 
 def test_an_open_that_is_refused_leaves_nothing_behind() -> None:

@@ -1,0 +1,25 @@
+"""What a stage makes of a grammar's text before it follows it. Where grammars are tried beforehand it is the same."""
+
+from __future__ import annotations
+
+import json
+
+from relayline.wire.common.errors import InvalidRequestError
+
+# Around every grammar. llguidance would spell out all text that leaves no choice, at each token, and tokenise it: half
+# a second and hundreds of megabytes for a kilobyte of grammar. And with vocabularies that put a blank before every text
+# nothing would fit.
+_START = '%llguidance {"no_forcing": true}\nstart: @grammar'
+
+
+def without_forcing(grammar: str) -> str:
+    """Return the grammar inside one that spells nothing out. Raises InvalidRequestError for JSON that is none."""
+    parts = [{"lark_grammar": grammar}]
+    if grammar.lstrip().startswith("{"):
+        try:
+            first, *others = json.loads(grammar)["grammars"]
+            parts = [{**first}, *others]
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
+            raise InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}") from error
+    parts[0]["name"] = "grammar"
+    return json.dumps({"grammars": [{"lark_grammar": _START}, *parts]}, ensure_ascii=False)

@@ -13,9 +13,30 @@ from relayline.coordinator.http.connection import Server
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
-from relayline.wire.links.tls_door import TlsSite
+from relayline.wire.links.tls_door import Door
 
 LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has its own
+
+
+class _TlsSite(web.BaseSite):
+    """A port with TLS, whose connections count while they shake hands too."""
+
+    def __init__(self, runner: _Runner, host: str, port: int, context: ssl.SSLContext) -> None:
+        super().__init__(runner, ssl_context=context)
+        self._host, self._port, self._context = host, port, context
+
+    @property
+    def name(self) -> str:
+        """Return what aiohttp calls it."""
+        return f"https://{address_of(self._host, self._port)}"
+
+    async def start(self) -> None:
+        """Listen. Raises OSError."""
+        await super().start()
+        server = cast(Server, self._runner.server)
+        door = Door(server.shaken, server.shakes, server.crowd.leave, self._context)
+        self._server = door
+        await door.listen(self._host, self._port)
 
 
 class _Runner(web.AppRunner):
@@ -24,13 +45,6 @@ class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
         return Server(server, self.app.get(LIMITS, HttpLimits()), asyncio.get_running_loop())
-
-
-def _site(runner: _Runner, host: str, port: int, context: ssl.SSLContext | None) -> web.BaseSite:
-    if context is None:
-        return web.TCPSite(runner, host, port)
-    server = cast(Server, runner.server)
-    return TlsSite(runner, host, port, context, make=server.shaken, came=server.shakes, left=server.crowd.leave)
 
 
 async def start_http(
@@ -55,7 +69,8 @@ async def start_http(
     runner = _Runner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
-        await _site(runner, host, port, context).start()
+        site = web.TCPSite(runner, host, port) if context is None else _TlsSite(runner, host, port, context)
+        await site.start()
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
-from relayline.wire.links.tls_door import Shaking, TlsSite
+from relayline.wire.links.tls_door import Door, Shaking
 
 CONNECTIONS_MAX = 32  # one more, and the oldest ends; scrapers come some times a minute
 CONNECTION_S = 10.0  # for the TLS handshake, and again for a request and its answer
@@ -104,16 +104,20 @@ async def serving(
     server = _Server(answer)
     runner = web.ServerRunner(server)
     await runner.setup()
+    door = Door(server.shaken, server.came, server.left, context) if context is not None else None
     try:
-        site: web.BaseSite = web.TCPSite(runner, host, port)
-        if context is not None:
-            site = TlsSite(runner, host, port, context, make=server.shaken, came=server.came, left=server.left)
         try:
-            await site.start()
+            if door is not None:
+                await door.listen(host, port)
+            else:
+                await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise StartError(f"cannot serve metrics on {address_of(host, port)}: {error.strerror or error}") from error
-        yield host, runner.addresses[0][1]
+        yield host, door.sockets[0].getsockname()[1] if door is not None else runner.addresses[0][1]
     finally:
+        if door is not None:
+            door.close()
+            await door.wait_closed()
         await runner.cleanup()
 
 

@@ -13,10 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 
-from aiohttp import web
-
 from relayline.wire.common.tasks import end_task
-from relayline.wire.links.security import address_of
 
 log = logging.getLogger("relayline.security")
 
@@ -38,8 +35,8 @@ class Shaking:
             self._task.cancel()
 
 
-class Door:
-    """The listening sockets of one address. Event loop only; make it with `open_door`."""
+class Door(asyncio.AbstractServer):
+    """The listening sockets of one address, and the connections that shake hands. Event loop only."""
 
     def __init__(
         self,
@@ -48,15 +45,20 @@ class Door:
         left: Callable[[Shaking], None],
         context: ssl.SSLContext,
     ) -> None:
+        """`came` says whether a new connection may stay.
+
+        `make` gives the protocol of one; its `connection_made` follows once the handshake is done. `left` is called
+        when a handshake has ended, however it did; `Shaking.end` ends one.
+        """
         self.sockets: Sequence[socket.socket] = ()
         self._make, self._came, self._left, self._context = make, came, left, context
         self._accepting: list[asyncio.Task[None]] = []
         self._shaking: set[asyncio.Task[None]] = set()
 
-    def listen(self, sockets: Sequence[socket.socket]) -> None:
-        """Take connections from now on."""
-        self.sockets = sockets
-        self._accepting = [asyncio.create_task(self._accept(each)) for each in sockets]
+    async def listen(self, host: str, port: int) -> None:
+        """Take connections from now on, port 0 at a free one. Raises OSError."""
+        self.sockets = await _listening(host, port)
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in self.sockets]
 
     def close(self) -> None:
         """Take no more connections, and end the handshakes that are under way."""
@@ -98,55 +100,6 @@ class Door:
                 )
         finally:
             self._left(shaking)
-
-
-async def open_door(
-    make: Callable[[Shaking], asyncio.Protocol],
-    host: str,
-    port: int,
-    context: ssl.SSLContext,
-    *,
-    came: Callable[[Shaking], bool],
-    left: Callable[[Shaking], None],
-) -> Door:
-    """Listen on host:port, port 0 for a free one. Raises OSError.
-
-    `came` says whether a new connection may stay. `make` gives the protocol of one; its `connection_made` follows once
-    the handshake is done. `left` is called when a handshake has ended, however it did; `Shaking.end` ends one.
-    """
-    door = Door(make, came, left, context)
-    door.listen(await _listening(host, port))
-    return door
-
-
-class TlsSite(web.BaseSite):
-    """A port with TLS of an aiohttp server."""
-
-    def __init__(
-        self,
-        runner: web.ServerRunner | web.AppRunner,
-        host: str,
-        port: int,
-        context: ssl.SSLContext,
-        *,
-        make: Callable[[Shaking], asyncio.Protocol],
-        came: Callable[[Shaking], bool],
-        left: Callable[[Shaking], None],
-    ) -> None:
-        """See `open_door`."""
-        super().__init__(runner, ssl_context=context)
-        self._open = lambda: open_door(make, host, port, context, came=came, left=left)
-        self._name = f"https://{address_of(host, port)}"
-
-    @property
-    def name(self) -> str:
-        """Return what aiohttp calls it."""
-        return self._name
-
-    async def start(self) -> None:
-        """Listen. Raises OSError."""
-        await super().start()
-        self._server = await self._open()
 
 
 async def _listening(host: str, port: int) -> list[socket.socket]:

@@ -82,7 +82,8 @@ class Constraint:
             raise InvalidRequestError("this model's vocabulary has no text, or no end: it cannot follow a grammar")
         if max(said, default=0) >= vocabulary.vocab_size:
             raise ProtocolError(f"a token said before is none of the vocabulary's {vocabulary.vocab_size}")
-        self._start = begin(vocabulary, grammar)
+        self._vocabulary, self._grammar = vocabulary, grammar
+        self._start, self._n_read = begin(vocabulary, grammar, said, take=True), len(said)
         self._said = list(said)
         self._first: int | None = None  # position of the first token of these; the first pick tells
         self._matcher = self._restarted() if self._start.done() else None
@@ -119,20 +120,24 @@ class Constraint:
             self._matcher = self._restarted()
 
     def _restarted(self) -> LLMatcher:
-        """Return a matcher that has read the tokens so far. (Its `rollback` goes one token too far behind an end
-        token.)
-        """
-        matcher = (
-            self._start.result().deep_copy()
-        )  # sessions wait for it before they pick (stage.sampling.grammars.Holds)
-        matcher.consume_tokens(self._said)
+        """Return a matcher that has read what was said. (Its `rollback` goes one token too far behind an end token.)"""
+        if len(self._said) < self._n_read:
+            self._start, self._n_read = begin(self._vocabulary, self._grammar), 0
+        # Sessions wait for it before they pick (stage.sampling.grammars.Holds).
+        matcher = self._start.result().deep_copy()
+        matcher.consume_tokens(self._said[self._n_read :])
         _check(matcher)
         return matcher
 
 
-def begin(vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
-    """Begin to make a grammar ready, if nobody has yet. Raises InvalidRequestError for JSON that is none."""
-    return grammars.ready(vocabulary, without_forcing(grammar))
+def begin(vocabulary: LLTokenizer, grammar: str, said: Sequence[int] = (), *, take: bool = False) -> Future[LLMatcher]:
+    """Begin to make a grammar ready that has read what was said, if nobody has yet. `take`: nobody else will ask.
+
+    Raises InvalidRequestError for JSON that is none.
+    """
+    text = without_forcing(grammar)
+    is_readable = 0 < len(said) <= GRAMMAR_TOKENS_MAX and max(said) < vocabulary.vocab_size
+    return grammars.read(vocabulary, text, said, take=take) if is_readable else grammars.ready(vocabulary, text)
 
 
 def _check(matcher: LLMatcher) -> None:

@@ -8,12 +8,14 @@ except the end go on.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -25,6 +27,7 @@ STACK_BYTES = (
     64 << 20
 )  # of a thread that grammars run in, as far as used: they recurse (coordinator/text/grammar_check.py)
 READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MAX as text
+READING_MAX = 1_024  # sessions' grammars that read what was said, and that their opens have not taken yet
 N_THREADS = 2
 # With llguidance's own limits of time and memory, and errors without a dump of its state.
 LIMITS = LLParserLimits(
@@ -44,6 +47,8 @@ class Grammars:
         # With its vocabulary, so that the number of that is nobody else's.
         self._ready: collections.OrderedDict[tuple[int, str], tuple[LLTokenizer, Future[LLMatcher]]]
         self._ready = collections.OrderedDict()
+        self._reading: collections.OrderedDict[tuple[int, str, bytes], tuple[LLTokenizer, Future[LLMatcher]]]
+        self._reading = collections.OrderedDict()
 
     def ready(self, vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
         """Return a matcher that has read nothing, to be copied; it may be one with an error. Begun when first asked."""
@@ -52,18 +57,37 @@ class Grammars:
             if key in self._ready:
                 self._ready.move_to_end(key)
             else:
-                self._ready[key] = (vocabulary, self._submit(vocabulary, grammar))
+                self._ready[key] = (vocabulary, self._submit(_made, vocabulary, grammar))
             found = self._ready[key][1]
             while len(self._ready) > READY_MAX:
                 self._ready.popitem(last=False)
         return found
 
-    def _submit(self, vocabulary: LLTokenizer, grammar: str) -> Future[LLMatcher]:
+    def read(self, vocabulary: LLTokenizer, grammar: str, said: Sequence[int], *, take: bool) -> Future[LLMatcher]:
+        """Return a matcher that has read what was said, begun when first asked. `take` forgets it here.
+
+        A thousand tokens take some 50 ms: too long for the decode thread, which reads none of them.
+        """
+        key = (id(vocabulary), grammar, array.array("I", said).tobytes())
+        with self._lock:
+            if key in self._reading:
+                _, found = self._reading.pop(key)
+            else:
+                ready = self._ready.get(key[:2])
+                begun = ready[1].result() if ready is not None and ready[1].done() else None
+                found = self._submit(_read, vocabulary, grammar, begun, list(said))
+            if not take:
+                self._reading[key] = (vocabulary, found)
+            while len(self._reading) > READING_MAX:
+                self._reading.popitem(last=False)
+        return found
+
+    def _submit(self, make: Callable[..., LLMatcher], *arguments: Any) -> Future[LLMatcher]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
         before_bytes = threading.stack_size(STACK_BYTES)  # of the thread that this may start
         try:
-            return self._threads.submit(LLMatcher, vocabulary, grammar, log_level=0, limits=LIMITS)
+            return self._threads.submit(make, *arguments)
         finally:
             threading.stack_size(before_bytes)
 
@@ -71,12 +95,27 @@ class Grammars:
 grammars = Grammars()  # of this process
 
 
+def _made(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+
+
+def _read(vocabulary: LLTokenizer, grammar: str, begun: LLMatcher | None, said: list[int]) -> LLMatcher:
+    matcher = _made(vocabulary, grammar) if begun is None else begun.deep_copy()
+    matcher.consume_tokens(said)
+    return matcher
+
+
 class Holds:
     """The frames that wait until the grammars of their sessions are ready. Event loop only."""
 
-    def __init__(self, begin: Callable[[str], Future[LLMatcher] | None], push: Callable[[list[QueuedFrame]], None]):
-        """`begin` starts to prepare a grammar, None where this stage does not sample; `push` takes the frames that were
-        held.
+    def __init__(
+        self,
+        begin: Callable[[str, Sequence[int]], Future[LLMatcher] | None],
+        push: Callable[[list[QueuedFrame]], None],
+    ) -> None:
+        """`begin` starts to make a grammar ready, which reads what was said; None where nothing follows one here.
+
+        `push` takes what was held.
         """
         self._begin, self._push = begin, push
         self._held: dict[tuple[int, int], list[QueuedFrame]] = {}  # sessions that wait for one another share a list
@@ -95,8 +134,8 @@ class Holds:
     def _holds(self, frame: QueuedFrame) -> bool:
         key = frame.session_key
         grammar = frame.options.grammar if frame.options is not None else ""
-        if grammar and not self._held.get(key):  # otherwise it opens once more, behind the held frames
-            self._open(key, grammar)
+        if grammar and not self._held.get(key):  # else it opens once more, and comes behind what is held
+            self._open(key, grammar, frame.options.said if frame.options is not None else ())
             return False
         if not self._held:
             return False
@@ -109,8 +148,8 @@ class Holds:
         held.append(frame)
         return True
 
-    def _open(self, key: tuple[int, int], grammar: str) -> None:
-        future = self._begin(grammar)
+    def _open(self, key: tuple[int, int], grammar: str, said: Sequence[int]) -> None:
+        future = self._begin(grammar, said)
         if future is None or future.done():
             self._held.pop(key, None)
             return

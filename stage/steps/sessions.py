@@ -7,6 +7,7 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
@@ -38,12 +39,15 @@ class Sessions:
         # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
         self.broken: set[tuple[int, int]] = set()
 
-    def begin_grammar(self, grammar: str) -> Future[LLMatcher] | None:
-        """Begin to make a grammar ready, None where nothing follows it here, or it is none. Any thread."""
+    def begin_grammar(self, grammar: str, said: Sequence[int]) -> Future[LLMatcher] | None:
+        """Begin to make a grammar ready, and have it read what was said. Any thread.
+
+        Returns None where nothing follows it here, or it is none.
+        """
         if self._vocabulary is None:
             return None
         try:
-            return begin(self._vocabulary, grammar)
+            return begin(self._vocabulary, grammar, said)
         except InvalidRequestError:
             return None  # its opening says so
 

@@ -191,8 +191,9 @@ def test_who_is_opened_elsewhere_goes_on_where_it_was(tokenizer: Tokenizer, voca
         said = [ord(letter) for letter in "yesterday"[:n_said]]
         sampler = sampler_of(vocabulary, said, temperature=0.0)
         assert sampler.sample(logits_at(3), 20 + n_said).token in allowed(tokenizer, said)
+    misled = Constraint(vocabulary, GRAMMAR, [ord("z")])
     with pytest.raises(InvalidRequestError, match="the grammar cannot be followed"):
-        sampler_of(vocabulary, [ord("z")])
+        misled.apply(20, logits_at(3))
 
 
 def test_what_no_coordinator_sends_is_refused(vocabulary: LLTokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from relayline.coordinator.text.grammar_worker import Bytes
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.constraint import Constraint, begin
 from relayline.stage.sampling.grammars import Grammars, Holds
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -29,7 +31,7 @@ class World:
         self.pushed: list[QueuedFrame] = []
         self.holds = Holds(self._begin, self.pushed.extend)
 
-    def _begin(self, grammar: str) -> Future[Any]:
+    def _begin(self, grammar: str, said: Sequence[int]) -> Future[Any]:
         return self.futures.setdefault(grammar, Future())
 
     async def ready(self, grammar: str = "slow") -> None:
@@ -125,3 +127,52 @@ def test_so_many_are_kept_ready(vocabulary: LLTokenizer, made: list[str], monkey
         grammars.ready(vocabulary, f'start: "{text}"').result()
     assert len(made) == 4
     assert len(grammars._ready) == 2
+
+
+class Reader:
+    """A matcher that tells who has it read how many tokens."""
+
+    def __init__(self, log: list[tuple[str, int]]) -> None:
+        self.log = log
+
+    def deep_copy(self) -> Reader:
+        return Reader(self.log)
+
+    def consume_tokens(self, tokens: list[int]) -> None:
+        self.log.append((threading.current_thread().name.partition("_")[0], len(tokens)))
+
+    def consume_token(self, token: int) -> None:
+        pass
+
+    def is_error(self) -> bool:
+        return False
+
+
+def test_what_was_said_is_read_beside_the_decode_thread(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss every session opens anew and tells all it has said: thousands of tokens take a tenth of a second."""
+    read: list[tuple[str, int]] = []
+    monkeypatch.setattr("relayline.stage.sampling.grammars.LLMatcher", lambda *_, **options: Reader(read))
+    monkeypatch.setattr("relayline.stage.sampling.constraint.grammars", Grammars())
+    said = [97] * 5_000
+    begin(vocabulary, "start: /a*/", said).result()
+    constraint = Constraint(vocabulary, "start: /a*/", said)
+    assert read == [("grammar", 5_000), ("MainThread", 0)]
+    constraint._go_to(5_010)  # the first pick tells where the session is
+    constraint.said(97)
+    assert constraint._restarted() is not None
+    assert read[2:] == [("MainThread", 1)], "what came since"
+    constraint._go_to(4_010)
+    assert read[3:] == [("MainThread", 4_000)], "before what it had read: from the beginning"
+
+
+async def test_what_was_said_is_told_to_who_makes_the_grammar() -> None:
+    told: list[tuple[str, list[int]]] = []
+
+    def begin(grammar: str, said: Sequence[int]) -> None:
+        told.append((grammar, list(said)))
+
+    holds = Holds(begin, lambda frames: None)
+    holds.sift([control(1, Flag.OPEN, options=pb.SessionOptions(grammar="x", said=[5, 6]))])
+    assert told == [("x", [5, 6])]

@@ -35,7 +35,7 @@ class _TlsSite(web.BaseSite):
         await super().start()
         server = cast(Server, self._runner.server)
         door = Door(server.shaken, server.shakes, server.crowd.leave, self._context)
-        self._server = door
+        self._server = cast(asyncio.AbstractServer, door)  # of which aiohttp takes `sockets` and `close`
         await door.listen(self._host, self._port)
 
 

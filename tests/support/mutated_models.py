@@ -267,7 +267,9 @@ def go_through(path: Path, directory: Path) -> None:
                 if artifact.is_first:
                     EmbeddingTable(artifact).lookup(np.arange(3, dtype=np.int32), engine.input_rows[:3])
                 for position, n_rows in ((0, 5), (5, 1), (6, 1)):
-                    engine.input_rows[:n_rows] = np.random.default_rng(0).standard_normal((n_rows, engine.input_rows.shape[1]))
+                    engine.input_rows[:n_rows] = np.random.default_rng(0).standard_normal(
+                        (n_rows, engine.input_rows.shape[1])
+                    )
                     engine.positions[:n_rows] = np.arange(position, position + n_rows)
                     engine.seq_ids[:n_rows] = 1
                     engine.wants[:n_rows] = 1

@@ -35,7 +35,7 @@ class Shaking:
             self._task.cancel()
 
 
-class Door(asyncio.AbstractServer):
+class Door:
     """The listening sockets of one address, and the connections that shake hands. Event loop only."""
 
     def __init__(

@@ -93,6 +93,9 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     42: ("Q2_0", 64, 18),
 }
 
+# A tensor's dimensions, type and offset, by the number of its dimensions.
+_PLACES = [struct.Struct(f"<{n_dims}QIQ") for n_dims in range(DIMS_MAX + 1)]
+
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...]
 
@@ -416,5 +419,8 @@ class _Cursor:
         n_dims = self.u32()
         if not 1 <= n_dims <= DIMS_MAX:
             raise ModelFileError(f"{self.path}: tensor {name!r} has {n_dims} dimensions")
-        dims = tuple(self.u64() for _ in range(n_dims))
-        return name, dims, self.u32(), self.u64()
+        form = _PLACES[n_dims]
+        self.need(form.size)
+        *dims, type_id, offset = form.unpack_from(self.view, self.at)
+        self.at += form.size
+        return name, tuple(dims), type_id, offset

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import email.utils
 import importlib.metadata
+import json
 import socket
 import urllib.parse
 
@@ -16,6 +17,7 @@ from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warn
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.phase import Phase
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import LinkSecurity, address_of, credential_host
@@ -24,6 +26,14 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 CONNECT_TIMEOUT_S = 5.0
 DESCRIBE_TIMEOUT_S = 10.0
 CLOCK_APART_MAX_S = 30.0  # of two machines' wall clocks; certificates and log lines suffer beyond
+HEALTH_BYTES_MAX = 4_096
+SEE_LOG = "see its log"
+_REMEDIES: dict[str, str] = {
+    Phase.LOADING: "it waits for stages; `relayline status` names them",
+    Phase.RECOVERING: "a stage was lost just now; `relayline status` names it",
+    Phase.UNREACHABLE: "a stage is not heard any more; start it again where it has ended",
+    Phase.DRAINING: "it was told to end; start it again with `relayline up`",
+}
 OTLP_PORTS = {"http": 4318, "https": 4318, "grpc": 4317, "": 4317}
 
 
@@ -138,17 +148,29 @@ async def look_coordinator(url: str) -> list[Finding]:
     try:
         async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{url}/health") as answer:
             status, date = answer.status, answer.headers.get("Date", "")
+            word = _phase_of(await answer.content.read(HEALTH_BYTES_MAX))
     except (aiohttp.ClientError, TimeoutError) as error:
         return [warning("coordinator", f"{url} does not answer: {error or 'no answer in time'}", "see its log")]
+    said = f"{status}: {word}" if word else str(status)
     findings = [
         ok("coordinator", f"{url} is healthy")
         if status == 200
-        else warning("coordinator", f"{url}/health answers {status}", "it is starting or recovering; see its log")
+        else warning("coordinator", f"{url}/health answers {said}", _REMEDIES.get(word, SEE_LOG))
     ]
     if date:
         there = email.utils.parsedate_to_datetime(date)
         findings.append(judge_wall_clocks((datetime.datetime.now(datetime.UTC) - there).total_seconds()))
     return findings
+
+
+def _phase_of(body: bytes) -> str:
+    """Return the phase that a coordinator's /health tells, empty where it tells none."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        return ""
+    word = told.get("status") if isinstance(told, dict) else None
+    return word if isinstance(word, str) and word in set(Phase) else ""
 
 
 def judge_wall_clocks(apart_s: float) -> Finding:

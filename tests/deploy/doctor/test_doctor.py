@@ -25,6 +25,7 @@ from relayline.deploy.launch.certificates import init_authority, issue
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.testing.processes import relayline, running
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -280,6 +281,12 @@ def test_what_a_manifest_will_need(model: Path, tmp_path: Path, monkeypatch: pyt
     assert split_of(manifest_of(tmp_path)) is None
 
 
+PHASES = {
+    Phase.LOADING: "it waits for stages",
+    Phase.RECOVERING: "a stage was lost just now",
+    Phase.UNREACHABLE: "a stage is not heard any more",
+    Phase.DRAINING: "it was told to end",
+}
 APART = "  stages: [{name: a}, {name: b, host: box.test}]\n  coordinator: {host: head.test}\n"
 
 
@@ -411,6 +418,24 @@ async def test_the_coordinator_and_its_clock(status: str, date: str, outcomes: l
     await asyncio.to_thread(join)
     assert [found.outcome for found in findings] == outcomes
     assert one(await network.look_coordinator(f"http://127.0.0.1:{port}")).outcome is WARNING
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "remedy"),
+    [
+        *((b'{"status":"%s"}' % phase.value.encode(), f"503: {phase.value}", words) for phase, words in PHASES.items()),
+        (b'{"status":"dreaming"}', "/health answers 503", "see its log"),
+        (b"[1", "/health answers 503", "see its log"),
+        (b'{"status":["loading"]}', "/health answers 503", "see its log"),
+    ],
+)
+async def test_the_coordinators_own_word_is_told(body: bytes, says: str, remedy: str) -> None:
+    port, join = serving(b"HTTP/1.1 503 No\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
+    finding = one(await network.look_coordinator(f"http://127.0.0.1:{port}"))
+    await asyncio.to_thread(join)
+    assert finding.outcome is WARNING
+    assert finding.found.endswith(says)
+    assert remedy in finding.remedy
 
 
 def test_wall_clocks() -> None:

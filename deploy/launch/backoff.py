@@ -18,19 +18,20 @@ class RestartPolicy:
     max_s: float = 15.0
     """Longest delay."""
     deaths_max: int = 5
-    """Deaths in a row that are forgiven; the next one ends the pipeline."""
+    """Deaths on record that a process may have; one more ends the pipeline."""
     starts_max: int = 3
     """Starts in a row that a native fault or a damaged artifact ended; then the pipeline ends."""
-    healthy_s: float = 60.0
-    """A process that was ready for so long starts with a clean record when it dies."""
+    healthy_s: float = 10.0
+    """Every so many seconds of being ready take one death off the record."""
 
 
 class RestartHistory:
-    """The deaths in a row of one process."""
+    """The deaths of one process, less those that it has made good by being ready since."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self.n_deaths = 0
+        self._ready_s = 0.0  # that has taken no death off yet
         self._n_lost_starts = 0
 
     def died(self, ready_for_s: float, exit_code: int | None = None, *, is_damaged: bool = False) -> float | None:
@@ -42,9 +43,10 @@ class RestartHistory:
         if exit_code == EXIT_USAGE:
             return None
         by_signal = exit_code is not None and exit_code < 0
-        if ready_for_s >= self._policy.healthy_s:
-            self.n_deaths = 0
-        self.n_deaths += 1
+        self._ready_s += ready_for_s
+        n_forgiven = int(self._ready_s / self._policy.healthy_s)
+        self._ready_s = self._ready_s - n_forgiven * self._policy.healthy_s if n_forgiven < self.n_deaths else 0.0
+        self.n_deaths = max(0, self.n_deaths - n_forgiven) + 1
         is_lost = is_damaged or (by_signal and not ready_for_s)
         self._n_lost_starts = self._n_lost_starts + 1 if is_lost else 0
         if self.n_deaths > self._policy.deaths_max or self._n_lost_starts >= self._policy.starts_max:

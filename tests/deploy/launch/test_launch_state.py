@@ -37,15 +37,19 @@ def test_delays_double_up_to_a_limit_and_then_it_is_given_up() -> None:
     assert [history.died(0) for _ in range(5)] == [1, 2, 4, 5, None]
 
 
-def test_a_healthy_life_clears_the_record() -> None:
-    history = RestartHistory(RestartPolicy(first_s=1, deaths_max=2, healthy_s=10))
-    assert [history.died(0), history.died(9.9), history.died(10), history.died(0), history.died(0)] == [
-        1,
-        2,
-        1,
-        2,
-        None,
-    ]
+def test_being_ready_takes_deaths_off_the_record_however_it_is_parted() -> None:
+    history = RestartHistory(RestartPolicy(first_s=1, max_s=99, deaths_max=3, healthy_s=10))
+    lives_s = [0, 9, 9, 9, 9, 0, 0]
+    assert [history.died(each) for each in lives_s] == [1, 2, 2, 2, 2, 4, None]
+    history = RestartHistory(RestartPolicy(first_s=1, max_s=99, deaths_max=3, healthy_s=10))
+    assert [history.died(each) for each in (0, 0, 1_000, 9, 9)] == [1, 2, 1, 2, 2], "a long life is not saved up"
+
+
+def test_who_serves_between_its_deaths_is_never_given_up_and_who_does_not_is_soon() -> None:
+    history = RestartHistory(RestartPolicy())
+    assert None not in [history.died(ready_for_s, -9) for ready_for_s in [12.0, 8.0, 15.0, 6.0] * 50]
+    history = RestartHistory(RestartPolicy())
+    assert [history.died(1.0, -9) is None for _ in range(6)] == [False] * 5 + [True]
 
 
 def test_a_process_that_was_told_something_impossible_is_given_up_at_once() -> None:

@@ -43,7 +43,7 @@ from relayline.coordinator.sessions.session import OutFrame, Session, State, tak
 from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
-from relayline.coordinator.sessions.turnover import Turnover
+from relayline.coordinator.sessions.turnover import Turnover, holdings
 from relayline.wire.common.errors import (
     InternalError,
     LaneLimitError,
@@ -152,8 +152,9 @@ class Conductor:
     def _wait_s(self, now_ns: int) -> int:
         """Return when a request that comes now is expected to get a lane."""
         admission = self.admission
-        running_ns = [now_ns - each.started_ns for each in admission.running.values() if each.started_ns]
-        return self._turnover.wait_s(len(admission.waiting), admission.n_ours, running_ns)
+        token_ns = self.scheduler.planner.plan(len(admission.running), n_prompts=0).period_ns
+        running = holdings(admission.running.values(), now_ns, token_ns)
+        return self._turnover.wait_s(len(admission.waiting), admission.n_ours, running)
 
     def left(self, session_id: int, now_ns: int) -> list[Instruction]:
         """One reader of a session has gone. The last one to go ends the session."""

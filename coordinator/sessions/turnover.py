@@ -1,13 +1,44 @@
-"""Estimates when a lane becomes free, from how long lanes were held recently. Pure."""
+"""Estimates when a lane becomes free, from how long lanes were held recently. Pure.
+
+Before any lane was given back, the running requests are taken to go on at their pace to their limit of tokens. So a
+burst that meets a fresh coordinator is told of its line and not "in a second".
+"""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from relayline.coordinator.sessions.session import Session
 
 HOLDS_MAX = 64  # latest holds of lanes that count
 RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up if told to wait longer
+
+
+class Holding(NamedTuple):
+    """A lane that is taken."""
+
+    held_ns: int
+    """For so long now."""
+    foreseen_ns: float = 0.0
+    """For so long altogether, if its request gets all the tokens that it may have; 0: not known."""
+
+
+def holdings(running: Iterable[Session], now_ns: int, token_ns: float) -> list[Holding]:
+    """Return the lanes of running sessions. `token_ns`: predicted time of a stream between two tokens, 0 if not known.
+
+    A session's own pace counts before that.
+    """
+    found = []
+    for session in running:
+        if session.started_ns:
+            held_ns, n_generated = now_ns - session.started_ns, session.n_generated
+            pace_ns = held_ns / n_generated if n_generated else token_ns
+            n_left = session.request.max_tokens - n_generated
+            found.append(Holding(held_ns, held_ns + n_left * pace_ns if pace_ns else 0.0))
+    return found
 
 
 class Turnover:
@@ -20,15 +51,14 @@ class Turnover:
         """A request has given its lane back after so long."""
         self._held_ns.append(held_ns)
 
-    def wait_s(self, n_before: int, n_lanes: int, running_ns: Sequence[int]) -> int:
-        """Return in how many seconds a request behind n_before others would get a lane: 1 to RETRY_AFTER_MAX_S.
-
-        running_ns: for how long each taken lane has been held so far.
-        """
-        hold_ns = max(_mean(self._held_ns), _mean(running_ns))
+    def wait_s(self, n_before: int, n_lanes: int, running: Sequence[Holding]) -> int:
+        """Return in how many seconds a request behind n_before others would get a lane: 1 to RETRY_AFTER_MAX_S."""
+        hold_ns = max(_mean(self._held_ns), _mean([each.held_ns for each in running]))
+        if not self._held_ns:
+            hold_ns = max(hold_ns, _mean([each.foreseen_ns for each in running]))
         wait_s = hold_ns * (n_before + 1) / max(1, n_lanes) / 1e9
         return min(max(1, math.ceil(wait_s)), RETRY_AFTER_MAX_S)
 
 
-def _mean(values: Sequence[int]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0

@@ -143,6 +143,18 @@ def test_a_lane_goes_to_who_waits_and_a_full_line_says_so() -> None:
     assert [each for each in instructions if isinstance(each, Started | Ended)] == [Ended(1, None), Started(2, 0)]
 
 
+def test_a_burst_that_meets_a_fresh_coordinator_is_told_what_its_line_takes() -> None:
+    """Nothing has ended, and not even a token has come: the stages' own speed says how long a lane is held."""
+    curve = CostCurve([(1, 10e6), (64, 20e6)])
+    facts = dataclasses.replace(FACTS, ctx_tokens=512, costs=[StageCost(curve, curve, 64)] * 2)
+    conductor = connected(facts, waiting_max=3, share=False)
+    for name in "abcd":
+        conductor.open(request(name, max_tokens=200), S)
+    with pytest.raises(OverloadedError) as caught:
+        conductor.open(request("e", max_tokens=200), S)
+    assert caught.value.retry_after_s == pytest.approx(4 * 200 * 0.02, abs=2), "two stages of 10 ms a token"
+
+
 def test_a_refused_lane_is_asked_for_again_after_a_while() -> None:
     conductor = connected()
     conductor.open(request(), 0)

@@ -9,7 +9,7 @@ import pytest
 from relayline.coordinator.http.errors import error_body, retry_headers
 from relayline.coordinator.http.shapes import encode
 from relayline.coordinator.sessions.admission import Admission
-from relayline.coordinator.sessions.turnover import HOLDS_MAX, RETRY_AFTER_MAX_S, Turnover
+from relayline.coordinator.sessions.turnover import HOLDS_MAX, RETRY_AFTER_MAX_S, Holding, Turnover, holdings
 from relayline.wire.common.errors import LaneLimitError, NotReadyError, OverloadedError, StageLostError
 from tests.coordinator.sessions.test_admission import session
 from tests.support.session_world import World
@@ -29,7 +29,7 @@ def test_it_is_what_a_line_takes() -> None:
         for _ in range(256):
             ends[ends.index(min(ends))] = min(ends) + hold_s * rng.uniform(0.5, 1.5)
         took_s = min(ends) - now_s
-        told_s = turnover.wait_s(256, 32, [round(hold_s / 2 * S)] * 32)
+        told_s = turnover.wait_s(256, 32, [Holding(round(hold_s / 2 * S))] * 32)
         assert told_s == pytest.approx(min(took_s, RETRY_AFTER_MAX_S), rel=0.25, abs=1)
 
 
@@ -51,7 +51,23 @@ def test_bounds_and_what_is_not_known(
     turnover = Turnover()
     for each in held_s:
         turnover.left(round(each * S))
-    assert turnover.wait_s(n_before, n_lanes, [round(each * S) for each in running_s]) == told_s
+    assert turnover.wait_s(n_before, n_lanes, [Holding(round(each * S)) for each in running_s]) == told_s
+
+
+def test_before_any_lane_was_given_back_the_running_requests_are_foreseen() -> None:
+    turnover, running = Turnover(), [Holding(S, 12.0 * S), Holding(S, 20.0 * S)]
+    assert turnover.wait_s(3, 2, running) == 32, "32 s for four at two lanes of 16 s"
+    turnover.left(2 * S)
+    assert turnover.wait_s(3, 2, running) == 4, "answers end before their limit: what was measured counts"
+
+
+def test_what_is_foreseen_is_a_requests_own_pace_else_the_plans() -> None:
+    fresh, going, waiting = (session(index, max_tokens=100) for index in range(3))
+    fresh.started_ns, going.started_ns = 10 * S, 5 * S
+    going.history.extend(range(20))
+    found = holdings([fresh, going, waiting], 15 * S, 0.1 * S)
+    assert found == [(5 * S, 15.0 * S), (10 * S, 50.0 * S)]
+    assert holdings([fresh], 15 * S, 0.0) == [(5 * S, 0.0)]
 
 
 def test_the_latest_holds_count() -> None:

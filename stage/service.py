@@ -267,11 +267,11 @@ class StageService:
         except UnauthenticatedError as error:
             raise retold(error, f"stage {artifact.stage_index}") from error
 
-    async def _end_route(self, route: Route) -> None:
-        """End an epoch; its lanes stay for a while. The caller holds the configuring lock."""
+    async def _end_route(self, route: Route, reason: RelaylineError | None = None) -> None:
+        """End an epoch; what it holds stays for a while. The caller holds the configuring lock."""
         if self._routes.get(route.route_id) is not route:
             return
-        route.end()
+        route.end(reason)
         del self._routes[route.route_id]
         self._gate.drop_route(route.route_id)
         self.runner.drop_route(route.route_id)
@@ -475,7 +475,7 @@ class StageService:
         async with self._configuring:
             self._is_closing = True
             for route in list(self._routes.values()):
-                await self._end_route(route)
+                await self._end_route(route, NotReadyError(f"stage {route.stage_index} was told to end"))
             self._left.close()
         for answering in self._watches:
             answering.cancel()

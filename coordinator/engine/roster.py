@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from relayline.coordinator.engine.membership import Introduction, Membership, Place
-from relayline.wire.common.errors import RelaylineError, StageLostError
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 from relayline.wire.common.phase import HostState
 from relayline.wire.links.roles import Credential, Identity, Role
 from relayline.wire.links.security import credential_host, host_of, is_loopback
@@ -205,20 +205,21 @@ class JoinedRoster:
             log.warning("stage failed", extra={"fields": {"stage": place.name, "reason": reason}})
             self._membership.failed(ticket, reason)
 
-    def leave(self, ticket: int, reason: str) -> None:
-        """End a membership."""
+    def leave(self, ticket: int, reason: str, *, is_in_order: bool = False) -> None:
+        """End a membership. `is_in_order`: the stage said so itself; unless it has failed, no request is to blame."""
         place = self._membership.place_of(ticket)
         if place is None:
             return
-        self._lose_if_serving(place, f"stage {place.name} left: {reason}")
+        kind = NotReadyError if is_in_order and not place.failure else StageLostError
+        self._lose_if_serving(place, f"stage {place.name} left: {reason}", kind)
         self._membership.leave(ticket, time.monotonic_ns())
         fields = {"stage": place.name, "reason": reason, "waiting_for": ",".join(self._membership.missing())}
         log.log(logging.INFO if self.is_closing else logging.WARNING, "stage left", extra={"fields": fields})
         self.on_change(place)
 
-    def _lose_if_serving(self, place: Place, reason: str) -> None:
+    def _lose_if_serving(self, place: Place, reason: str, kind: type[RelaylineError] = StageLostError) -> None:
         if place.state is HostState.READY:
-            self._on_lost(StageLostError(reason))
+            self._on_lost(kind(reason))
 
 
 def loopback_gaps(places: Sequence[Place]) -> list[str]:

@@ -147,6 +147,7 @@ class JoinService:
             log.warning("stage refused", extra={"fields": {"from": context.peer(), "reason": error.message}})
             await rpc.abort(context, error)
         reason: RelaylineError = ProtocolError("it said goodbye")
+        is_in_order = False
         replaced, closing = asyncio.create_task(member.replaced.wait()), asyncio.create_task(self._closing.wait())
         ends: list[asyncio.Task[Any]] = [replaced, closing]
         beating: list[asyncio.Task[None]] = []
@@ -160,6 +161,7 @@ class JoinService:
             await first_of(*ends)
             if reading.done():
                 await reading
+                is_in_order = True
                 return
             if closing.done():
                 reason = NotReadyError("the coordinator is shutting down")
@@ -175,7 +177,7 @@ class JoinService:
             reason = ProtocolError("the connection to the stage was lost")
             raise
         finally:
-            self._release(member, reason.message)
+            self._release(member, reason.message, is_in_order=is_in_order)
             for task in (*ends, *beating):
                 task.cancel()
             await asyncio.gather(*ends, *beating, return_exceptions=True)
@@ -210,8 +212,8 @@ class JoinService:
         self._members[place.index] = member
         return member
 
-    def _release(self, member: _Membership, reason: str) -> None:
-        self._roster.leave(member.ticket, reason)
+    def _release(self, member: _Membership, reason: str, *, is_in_order: bool) -> None:
+        self._roster.leave(member.ticket, reason, is_in_order=is_in_order)
         if self._members.get(member.index) is member:
             del self._members[member.index]
             self._tell_left(member.index)

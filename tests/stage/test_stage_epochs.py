@@ -12,6 +12,7 @@ from relayline.stage.routes import RETURN_QUEUE_MAX, ROUTES_MAX, LeftRoutes, Rou
 from relayline.stage.steps.step_types import RouteOutput, StepResult
 from relayline.wire.common.errors import (
     LaneLimitError,
+    NotReadyError,
     StaleEpochError,
 )
 from relayline.wire.envelopes.frames import Flag
@@ -124,6 +125,16 @@ async def test_what_is_left_yields_to_whoever_needs_a_lane_and_is_forgotten_afte
             while stage.executor.lanes.of_route(ROUTE):
                 await stage.settled()
         assert [lane.session_id for lane in stage.executor.lanes.of_route(ROUTE + 1)] == [7]
+
+
+async def test_a_stage_that_is_told_to_end_says_so() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        await stage.service.close()
+        async with asyncio.timeout(20):
+            error = await one.lost
+        assert isinstance(error, NotReadyError), "nobody is accused of this loss"
+        assert "stage 1 was told to end" in error.message
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close", "channel"])

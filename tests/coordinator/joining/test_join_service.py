@@ -22,6 +22,7 @@ from relayline.wire.common.errors import (
     PlaceTakenError,
     ProtocolError,
     RelaylineError,
+    StageLostError,
     StaleEpochError,
     UsageError,
 )
@@ -74,16 +75,22 @@ async def test_the_pipeline_is_whole_when_all_have_reported(port: JoinPort) -> N
         await member.close()
 
 
-async def test_a_member_that_leaves_ends_the_epoch(port: JoinPort) -> None:
+@pytest.mark.parametrize(("failure", "kind"), [("", NotReadyError), ("no memory", StageLostError)])
+async def test_a_member_that_leaves_ends_the_epoch_and_accuses_nobody_unless_it_failed(
+    port: JoinPort, failure: str, kind: type[RelaylineError]
+) -> None:
     lost: asyncio.Queue[RelaylineError] = asyncio.Queue()
     port.roster.watch(lost.put_nowait)
     member = await port.join()
     await member.report(serving=pb.StageServing(port=5_000, instance_id="engine"))
     await until_missing(port.roster, ["box2"])
     assert lost.empty()
+    if failure:
+        await member.report(failure=pb.StageFailure(message=failure))
     await member.close()
     async with asyncio.timeout(WAIT_S):
         error = await lost.get()
+    assert type(error) is kind
     assert error.retryable
     assert "box1 left" in error.message
     assert port.roster.missing() == ["box1", "box2"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.coordinator.sessions.suspects import FURTHER_ROWS, LOSSES_ALONE, LOSSES_MAX, Suspects
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 
 
 def sessions(n: int) -> list[Session]:
@@ -75,6 +77,21 @@ def test_broken_connections_accuse_nobody_and_clear_nobody() -> None:
     assert suspects.paused(running) == running[:1], "the other one waits for its turn"
     assert suspects.starting(running) == running[:1]
     assert lost(suspects, running) == running[:1]
+
+
+@pytest.mark.parametrize(
+    ("error", "n_guilty"), [(NotReadyError("stage 1 was told to end"), 0), (StageLostError("it is gone"), 2)]
+)
+def test_stages_that_are_restarted_in_order_accuse_nobody(error: RelaylineError, n_guilty: int) -> None:
+    """All stages one after the other, as an update does it, before anybody has got a token in between."""
+    suspects, running = Suspects(), sessions(2)
+    guilty: list[Session] = []
+    for turn in range(LOSSES_MAX + 1):
+        guilty += [session for session, _ in suspects.guilty(dict(enumerate(running, 1)), (str(turn),))]
+        for session in suspects.starting(running):
+            suspects.lost([session], error)
+        suspects.lost(running, error)
+    assert len(guilty) == n_guilty
 
 
 def test_who_comes_into_the_line_during_a_pause_had_not_been_started() -> None:

@@ -1,9 +1,10 @@
-"""Writes the tables of docs/results/ and the figures of README.md from benches/results/, or checks them (--check).
+"""Writes the tables of docs/results/ and RESULTS.md and the figures of README.md from benches/results/, or checks them.
 
 A page holds `<!-- table: NAME -->` and `<!-- end -->`. The lines between them are made from NAME.json: one table, and a
 line with machine, date, commit and command. Everything else on a page is written by hand.
 
 A row of a file has `values`, one for each of `columns` (null: not measured), or `divide`: the ids of two other rows.
+`notes` names further columns, whose cells are texts of the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benches" / "results"
 PAGES = ROOT / "docs" / "results"
-README = ROOT / "README.md"
+README, OVERVIEW = ROOT / "README.md", ROOT / "benches" / "RESULTS.md"
 BLOCK = re.compile(r"(?s)<!-- (table|figures): ([a-z_]+) -->\n.*?<!-- end -->\n")
 
 Numbers = Sequence[float | None]
@@ -65,14 +66,14 @@ def _line(cells: Iterable[str]) -> str:
 def table(measurement: Mapping[str, Any]) -> str:
     """Return the Markdown of one measurement: its table, then where the figures come from."""
     rows, goals = measurement["rows"], [row.get("goal", "") for row in measurement["rows"]]
-    last = ["goal"] if any(goals) else []
+    last = [*(["goal"] if any(goals) else []), *measurement.get("notes", ())]
     text = _line([measurement["corner"], *measurement["columns"], *last])
     text += _line(["---", *["--:"] * len(measurement["columns"]), *["---"] * len(last)])
-    for row, values, goal in zip(rows, values_of(measurement), goals, strict=True):
-        text += _line([row["label"], *_cells(values), *([goal] if last else [])])
+    for row, values in zip(rows, values_of(measurement), strict=True):
+        text += _line([row["label"], *_cells(values), *(row.get(name, "") for name in last)])
     machine = load("machines")[measurement["machine"]]
     command = measurement["command"]
-    command = command if command.startswith("a script") else f"`{command}`"
+    command = command if command.startswith(("a script", "in each row")) else f"`{command}`"
     return f"{text}\nMachine: {machine}. {measurement['date']}, {measurement['commit']}. Command: {command}\n"
 
 
@@ -112,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tables of docs/results/ from benches/results/.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a page differs")
     check = parser.parse_args().check
-    pages = [README, *sorted(PAGES.glob("*.md"))]
+    pages = [README, OVERVIEW, *sorted(PAGES.glob("*.md"))]
     stale = [path for path in pages if filled(path.read_text()) != path.read_text()]
     if check and stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)

@@ -44,7 +44,8 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     token_ns: list[int] = dataclasses.field(default_factory=list)  # one entry per token
     error: str = ""
-    prediction: Sequence[int] = ()  # the predicted answer; only relayline reads it
+    prediction: Sequence[int] = ()  # what the answer is said to be like; relayline alone reads it
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the body, before a greedy completion's own
 
     @property
     def is_complete(self) -> bool:
@@ -171,7 +172,7 @@ async def complete(
     """Run one completion and fill in `request`. The server's faults raise nothing: see `error`."""
     path, body = body_of(target, prompt, request.n_tokens, request.prediction)
     try:
-        async with session.post(target.url + path, json=body) as response:
+        async with session.post(target.url + path, json=body | dict(request.fields)) as response:
             if response.status != 200:
                 request.error = f"HTTP {response.status}: {(await response.text())[:200]}"
                 return request

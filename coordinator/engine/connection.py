@@ -136,7 +136,7 @@ class Connection:
         try:
             if revocations is not None:
                 await check_servers(addresses, security, revocations)
-            facts = await _describe_all(stages)
+            facts = await _describe_all(stages, on_heard)
             check_stages(addresses, facts, pipeline)
             if revocations is not None:
                 await tell(stages, revocations)
@@ -248,13 +248,32 @@ def _lost_at(index: int, on_lost: Callable[[RelaylineError], None], error: Relay
     on_lost(error)
 
 
-async def _describe_all(stages: Sequence[StageClient]) -> list[pb.DescribeResponse]:
-    """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell."""
-    answers = await asyncio.gather(*(stage.describe() for stage in stages), return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
+async def _describe_all(
+    stages: Sequence[StageClient], on_heard: Callable[[int], None] = lambda index: None
+) -> list[pb.DescribeResponse]:
+    """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell.
+
+    Those that have answered go on giving signs of life meanwhile. Nothing else asks them while one stage is waited for,
+    and their silence would be taken for their own.
+    """
+    asking = [asyncio.create_task(stage.describe()) for stage in stages]
+
+    async def hear(index: int) -> None:
+        await asking[index]
+        on_heard(index)
+        while True:
+            await asyncio.sleep(bounds.BEAT_EVERY_S)
+            if await stages[index].beat(pb.BeatRequest()) is not None:
+                on_heard(index)
+
+    hearing = [asyncio.create_task(hear(index)) for index in range(len(stages))]
+    try:
+        await asyncio.wait(asking)
+        return [task.result() for task in asking]
+    finally:
+        for task in (*asking, *hearing):
+            task.cancel()
+        await asyncio.gather(*asking, *hearing, return_exceptions=True)
 
 
 async def refresh_costs(

@@ -1,0 +1,61 @@
+"""While one stage is waited for, those that are there give signs of life: nobody may say that they do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from relayline.coordinator.engine.connection import Connection
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import StageLostError
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.served_stage import served
+
+WAIT_S = 20
+
+
+async def opened(addresses: list[str], heard: Any) -> None:
+    unread: Any = None  # the pipeline is not looked at before every stage has answered
+    await Connection.open(
+        addresses,
+        unread,
+        route_id=1,
+        epoch=1,
+        wire_dtype=pb.DTYPE_F32,
+        on_return=lambda message: None,
+        on_lost=lambda error: None,
+        on_heard=heard,
+    )
+
+
+async def test_a_stage_that_is_gone_silences_no_other() -> None:
+    heard: list[int] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        async with served() as stage:
+            with pytest.raises(StageLostError):
+                await opened([f"127.0.0.1:{taken.getsockname()[1]}", stage.address], heard.append)
+    assert heard == [1]
+
+
+async def test_a_stage_that_hangs_silences_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "BEAT_EVERY_S", 0.0)
+    heard: list[int] = []
+    thrice = asyncio.Event()
+
+    def note(index: int) -> None:
+        heard.append(index)
+        if len(heard) == 3:
+            thrice.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # its connections are taken by the kernel, and no more
+        async with served() as stage, asyncio.timeout(WAIT_S):
+            opening = asyncio.create_task(opened([f"127.0.0.1:{hung.getsockname()[1]}", stage.address], note))
+            await thrice.wait()
+            assert not opening.done(), "it goes on asking the one that hangs"
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+    assert set(heard) == {1}

@@ -259,6 +259,17 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=120).print(table)
 
 
+def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Write what was measured so far."""
+    facts = machine.facts()
+    results = {"machine": facts, "model": options.model.stem, "seed": options.seed}
+    machine.write_json(options.out / "faults.json", results | {"rows": [dataclasses.asdict(row) for row in rows]})
+    if options.keep:
+        path, today = RESULTS / "faults.json", datetime.datetime.now(datetime.UTC).date().isoformat()
+        measured = kept(json.loads(path.read_text()), rows, str(facts["commit"]), today)
+        path.write_text(json.dumps(measured, indent=1) + "\n")
+
+
 async def main(argv: Sequence[str] | None = None) -> int:
     """Ask, kill, judge, report."""
     parser = argparse.ArgumentParser(prog="python -m benches.faults", description=__doc__)
@@ -277,18 +288,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
         rounds = Rounds(pipeline, session, Target(ready["url"], "openai", ready["model"]), options.seed)
         for name in options.cases:
             rows += await rounds.measure(name, options.streams, options.kills)
-    facts = machine.facts()
-    results = {
-        "machine": facts,
-        "model": options.model.stem,
-        "seed": options.seed,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    machine.write_json(options.out / "faults.json", results)
-    if options.keep:
-        path = RESULTS / "faults.json"
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        machine.write_json(path, kept(json.loads(path.read_text()), rows, str(facts["commit"]), today))
+            store(rows, options)  # what is measured stays, should the rest be interrupted
     show(rows)
     missed = misses(rows)
     for line in missed:

@@ -10,9 +10,9 @@ from pathlib import Path
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.joining.artifact_fetch import obtain
-from relayline.stage.joining.client import Member
+from relayline.stage.joining.client import Member, failure_of
 from relayline.stage.served import Served
-from relayline.wire.common.errors import InternalError, RelaylineError, StaleEpochError
+from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -107,10 +107,10 @@ class LayerChanges:
         except LoadStoppedError:
             return
         except RelaylineError as error:
-            report.failure.label, report.failure.message = error.label, error.message
+            report.failure.CopyFrom(failure_of(error))
         except Exception as error:  # a bug of ours; the change must not wait for ever
             log.exception("preparing other layers failed")
-            report.failure.label, report.failure.message = InternalError.label, f"{type(error).__name__}: {error}"
+            report.failure.CopyFrom(failure_of(error))
         else:
             report.is_ready, self._ready = True, order
         if report.HasField("failure"):

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import HandshakeError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Role
@@ -29,6 +29,13 @@ JOIN = "/relayline.v1.PipelineService/Join"
 FETCH = "/relayline.v1.PipelineService/Fetch"
 CHANGES_MAX = 16  # orders of changes that have not been followed; the coordinator makes one change at a time
 GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves, so that its log says so
+
+
+def failure_of(error: Exception) -> pb.StageFailure:
+    """Return how a stage tells its coordinator of a failure of its own, a bug of ours among them."""
+    if isinstance(error, RelaylineError):
+        return pb.StageFailure(label=error.label, message=error.message)
+    return pb.StageFailure(label=InternalError.label, message=f"{type(error).__name__}: {error}")
 
 
 class Member:

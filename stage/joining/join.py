@@ -21,7 +21,7 @@ from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from relayline.stage.facts import StageFacts
 from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.changes import LayerChanges
-from relayline.stage.joining.client import Member, introduction
+from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.process import prepare_environment, serve_changing
 from relayline.stage.served import Served
@@ -90,9 +90,9 @@ class JoinedStage:
             await self._rejoin(stop)
             while self._member is not None:
                 await self._follow(self._member, stop)
-        except RelaylineError as error:
-            if self._member is not None:
-                await self._member.report(failure=pb.StageFailure(label=error.label, message=error.message))
+        except Exception as error:
+            if self._member is not None:  # else its goodbye would be taken for an end in order
+                await self._member.report(failure=failure_of(error))
             raise
         finally:
             stop.cancel()

@@ -194,16 +194,22 @@ async def test_a_coordinator_that_says_that_it_stops_is_no_cause_for_a_warning(
         await stage.stop()
 
 
-async def test_a_crash_is_reported_and_ends_the_stage(tmp_path: Path, engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(NativeError("the GPU fell off the bus"), "the GPU fell off the bus"), (KeyError("a bug"), "KeyError: 'a bug'")],
+)
+async def test_a_crash_is_reported_and_ends_the_stage(
+    error: Exception, told: str, tmp_path: Path, engines: Engines
+) -> None:
     async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
         stage = Living(port.address, tmp_path)
         await serves(port, engines)
-        engines.crashed.set_exception(NativeError("the GPU fell off the bus"))
-        with pytest.raises(NativeError, match="fell off"):
+        engines.crashed.set_exception(error)
+        with pytest.raises(type(error)):
             await stage.task
         while "failure" not in (entry := port.roster.describe()[0]):  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert entry["failure"] == "the GPU fell off the bus"
+        assert entry["failure"] == told
 
 
 async def test_an_artifact_of_another_split_is_not_served(tmp_path: Path, engines: Engines) -> None:

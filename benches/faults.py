@@ -45,7 +45,7 @@ from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.process import first_of
 
-N_STAGES, CTX_TOKENS = 3, 768
+N_STAGES, CTX_TOKENS = 3, 2_048  # of a lane: from 1,024 on each has KV cells of its own
 # Every stage dies as often as the bench wants it to, and is back soon.
 RESTARTS = RestartPolicy(max_s=2.5, deaths_max=1_000, healthy_s=5.0)
 READY_MAX_S, POLL_S = 60.0, 0.02
@@ -262,7 +262,7 @@ def show(rows: Sequence[Row]) -> None:
 def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Write what was measured so far."""
     facts = machine.facts()
-    results = {"machine": facts, "model": options.model.stem, "seed": options.seed}
+    results = {"machine": facts, "model": options.model.stem, "ctx": options.ctx, "seed": options.seed}
     machine.write_json(options.out / "faults.json", results | {"rows": [dataclasses.asdict(row) for row in rows]})
     if options.keep:
         path, today = RESULTS / "faults.json", datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -277,11 +277,14 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=number, default=16, help="at once")
     parser.add_argument("--kills", type=int, default=9, help="of each case")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and kills")
+    parser.add_argument(
+        "--ctx", type=number, default=CTX_TOKENS, help="tokens of a lane; lanes share cells below 1,024"
+    )
     parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file; the demonstration model by default")
     parser.add_argument("--keep", action="store_true", help="put the figures into benches/results/faults.json")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
-    settings: dict[str, Any] = {"ctx_tokens": CTX_TOKENS, "n_lanes": options.streams, "share": False}
+    settings: dict[str, Any] = {"ctx_tokens": options.ctx, "n_lanes": options.streams, "share": False}
     manifest = with_stages(smallest_manifest(options.model, **settings), StageFlags(N_STAGES, n_threads=1), 0)
     rows: list[Row] = []
     async with running(manifest, lambda _, __: None, policy=RESTARTS) as (pipeline, ready), load.client() as session:

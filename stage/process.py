@@ -109,7 +109,7 @@ def _load(
         load,
     )
     try:
-        embeddings = EmbeddingTable(artifact) if artifact.is_first else None
+        embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
         if like is not None:
             curves = like.copy(has_head=engine.is_last)
         else:

@@ -111,10 +111,12 @@ FAMILIES: dict[str, Family] = {
         # A BOOL for each layer says where windows are; their heads have other widths, and their rope another base.
         Family(
             "gemma4",
-            "Gemma 4 26B-A4B, 31B",
+            "Gemma 4 E2B, E4B, 26B-A4B, 31B",
             left_out="images",
             scales_tokens=True,
-            refusal=rules.gemma4_refusal,
+            layer_inputs=rules.layer_inputs,
+            sharing_layers=rules.sharing_layers,
+            blocked=rules.gemma4_blocked,
             forbidden_lengths=rules.gemma4_lengths,
             windows=windows_of(0),
             unread=rules.gemma4_unread,
@@ -204,11 +206,12 @@ FAMILIES: dict[str, Family] = {
         # Hyper-connections: layers hand on several streams of a row, which enter a graph behind its embedding.
         Family(
             "deepseek4",
-            "DeepSeek V4 without hash layers",
+            "DeepSeek V4 Flash, Pro",
             head_required=True,
             streams=rules.hyper_connections,
             enters_inside=True,
-            refusal=rules.deepseek4_refusal,
+            hash_layers=rules.hash_layers,
+            blocked=rules.deepseek4_blocked,
             needed=rules.deepseek4_needed,
             cache_values=rules.deepseek4_kv_values,
             state_values=rules.deepseek4_states,

@@ -137,6 +137,18 @@ def _none_needed(_: Metadata) -> Needed:
     return ()
 
 
+# Values that each layer takes for each token, beside the row: stage 0 computes those of all layers and sends them on.
+LAYER_INPUT_WIDTH = "embedding_length_per_layer_input"
+# Layers at the beginning that look their experts up by token id.
+HASH_LAYERS = "hash_layer_count"
+# Layers at the end that attend to the cells of earlier ones.
+SHARING_LAYERS = "attention.shared_kv_layers"
+
+
+def _none_of_them(_: Metadata) -> int:
+    return 0
+
+
 def _all_read(_: Windows) -> frozenset[str]:
     return frozenset()
 
@@ -168,7 +180,10 @@ class Family:
     row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
     dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
-    enters_inside: bool = False  # stages write rows into the graph, after its treatment of embeddings
+    enters_inside: bool = False  # stages write rows into the graph, behind what it does with embeddings
+    layer_inputs: Callable[[Metadata], int] = _none_of_them  # values that each layer takes beside the row
+    hash_layers: Callable[[Metadata], int] = _none_of_them  # layers at the beginning that go by token ids
+    sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without cells of their own
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are

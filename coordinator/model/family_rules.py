@@ -12,10 +12,13 @@ import struct
 from relayline.coordinator.model.family import (
     ATTENDS,
     BOTH,
+    HASH_LAYERS,
     INDEXER_TYPES,
+    LAYER_INPUT_WIDTH,
     NEITHER,
     RECURRENT,
     RECURRENT_LAYERS,
+    SHARING_LAYERS,
     Blocked,
     Factors,
     Indexers,
@@ -253,13 +256,24 @@ def minicpm_overrides(facts: Metadata) -> Overrides:
     return stated
 
 
-def gemma4_refusal(facts: Metadata) -> str | None:
-    """E2B and E4B, whose layers look embeddings up by token and share cells."""
-    if facts.integer("embedding_length_per_layer_input"):
-        return "its layers take embeddings of their own, looked up by token, which stages do not forward"
-    if facts.integer("attention.shared_kv_layers"):
-        return "its last layers attend to the cells of earlier ones, which may be on another stage"
-    return None
+def layer_inputs(facts: Metadata) -> int:
+    """Return how many values each layer takes beside the row, looked up by token and computed from its embedding."""
+    return facts.integer(LAYER_INPUT_WIDTH) or 0
+
+
+def sharing_layers(facts: Metadata) -> int:
+    """Return how many layers at the end have no cells of their own."""
+    return min(facts.integer(SHARING_LAYERS) or 0, facts.n_layers)
+
+
+def gemma4_blocked(facts: Metadata) -> Blocked:
+    """Layers that share cells stay on one stage, with the two layers whose cells they attend to."""
+    # llama_model::create_memory: those with a window attend to the last but one that has cells, others to the last one.
+    n_sharing = sharing_layers(facts)
+    if not n_sharing:
+        return {}
+    reason = f"its last {n_sharing} layers attend to the cells of the two before them, so these stay on one stage"
+    return dict.fromkeys(range(max(1, facts.n_layers - n_sharing - 1), facts.n_layers), reason)
 
 
 def gemma4_lengths(_: Metadata) -> frozenset[int]:
@@ -402,11 +416,16 @@ def deepseek4_needed(facts: Metadata) -> Needed:
     return tuple(ratio == SPARSE_RATIO for ratio in compress_ratios(facts))
 
 
-def deepseek4_refusal(facts: Metadata) -> str | None:
-    """Models whose first layers choose experts by token id."""
-    if facts.integer("hash_layer_count"):
-        return "its first layers choose experts by token id, and stages are given rows"
-    return None
+def hash_layers(facts: Metadata) -> int:
+    """Return how many layers at the beginning look their experts up by token id."""
+    return min(facts.integer(HASH_LAYERS) or 0, facts.n_layers)
+
+
+def deepseek4_blocked(facts: Metadata) -> Blocked:
+    """Layers that look experts up by token id are on stage 0."""
+    n_hashed = hash_layers(facts)
+    reason = f"its first {n_hashed} layers look their experts up by token id, and token ids end at stage 0"
+    return dict.fromkeys(range(1, n_hashed), reason)
 
 
 def deepseek4_kv_values(facts: Metadata) -> tuple[int, ...]:

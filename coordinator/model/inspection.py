@@ -31,6 +31,7 @@ from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.first_layer import first_layer_refusal
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.refused_families import REFUSED
+from relayline.coordinator.model.sidebands import EPSILON, LAYER_NORM, LAYER_PRODUCT, LAYER_TOKENS, Sidebands
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
@@ -45,7 +46,7 @@ GLOBAL_TENSORS = frozenset({
     EMBEDDING, HEAD, "output.bias", "output.scale", "output.input_scale", "output_norm.weight", "output_norm.bias",
     "rope_freqs.weight", LONG_FACTORS, "rope_factors_short.weight", "position_embd.weight",
     "token_embd_norm.weight", "token_embd_norm.bias", "output_hc_fn.weight", "output_hc_base.weight",
-    "output_hc_scale.weight",
+    "output_hc_scale.weight", LAYER_TOKENS, LAYER_PRODUCT, LAYER_NORM,
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
 PARTS = {
@@ -81,7 +82,9 @@ class ModelFacts:
     n_layers: int
     n_prediction_layers: int  # multi-token prediction blocks at the end, which are left out of every stage
     n_embd: int
-    row_widths: tuple[int, ...]  # per layer: values of each row that enters it
+    row_widths: tuple[int, ...]  # per layer: values of each row that enters it, with what is beside it
+    sidebands: Sidebands  # what that is
+    sharing_layers: int  # at the end, which attend to the cells of earlier ones
     n_heads: tuple[int, ...]
     n_kv_heads: tuple[int, ...]
     n_vocab: int
@@ -89,8 +92,8 @@ class ModelFacts:
     ctx_train: int
     quantization: tuple[QuantShare, ...]  # largest share first
     layer_bytes: tuple[int, ...]
-    embedding_bytes: int  # the token embedding table, needed by stage 0
-    head_bytes: int  # the matrix the last stage multiplies with; equals embedding_bytes when tied
+    embedding_bytes: int  # the token embedding table, needed by stage 0, and what else that looks up by token
+    head_bytes: int  # the matrix the last stage multiplies with; when tied, the token embedding table
     tied_embeddings: bool
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
     state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
@@ -138,6 +141,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         raise ModelFileError(f"{model.path}: {EMBEDDING} has shape {list(embedding.dims)}, but the width is {n_embd}")
     head = model.tensors.get(HEAD, embedding)
     refusal, may_be_tried, family, facts = _support(model, architecture, n_layers, embedding.dims[1])
+    sidebands = _sidebands(model, n_embd, family, facts)
     n_heads = _per_layer(model, "attention.head_count", n_layers, 0)
     n_kv_heads = _per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads
     return ModelFacts(
@@ -150,6 +154,8 @@ def facts_of(model: GgufModel) -> ModelFacts:
         n_prediction_layers=n_prediction,
         n_embd=n_embd,
         row_widths=_row_widths(model, n_embd, n_layers, family, facts),
+        sidebands=sidebands,
+        sharing_layers=family.sharing_layers(facts),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         n_vocab=embedding.dims[1],
@@ -157,7 +163,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         ctx_train=model.integer(f"{architecture}.context_length", 0),
         quantization=_quantization(model),
         layer_bytes=_layer_bytes(model, n_layers, n_blocks, n_heads),
-        embedding_bytes=embedding.size_bytes,
+        embedding_bytes=embedding.size_bytes + sidebands.size_bytes(model.tensors),
         head_bytes=head.size_bytes,
         tied_embeddings=head is embedding,
         kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
@@ -269,10 +275,34 @@ def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
 
 def _row_widths(model: GgufModel, n_embd: int, n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
     """Return how many values enter each layer for each token. The first one is given looked-up embeddings."""
-    width = n_embd * family.streams(facts)
-    if width > N_EMBD_MAX:
-        raise ModelFileError(f"{model.path}: its layers hand on rows of {width} values; the most is {N_EMBD_MAX}")
-    return (n_embd, *(width for _ in range(n_layers - 1)))
+    width, beside = n_embd * family.streams(facts), _sidebands_of(family, facts)
+    widths = tuple((width if layer else n_embd) + beside.values_into(layer) for layer in range(n_layers))
+    if max(widths) > N_EMBD_MAX:
+        raise ModelFileError(f"{model.path}: its layers hand on rows of {max(widths)} values; the most is {N_EMBD_MAX}")
+    return widths
+
+
+def _sidebands_of(family: Family, facts: Metadata) -> Sidebands:
+    epsilon = facts.values.get(EPSILON)
+    return Sidebands(
+        n_layers=facts.n_layers,
+        n_vocab=facts.n_vocab,
+        layer_inputs=family.layer_inputs(facts),
+        hash_layers=family.hash_layers(facts),
+        n_experts=facts.integer("expert_count") or 0,
+        n_experts_used=facts.integer("expert_used_count") or 0,
+        **({"epsilon": epsilon} if isinstance(epsilon, float) else {}),
+    )
+
+
+def _sidebands(model: GgufModel, n_embd: int, family: Family, facts: Metadata) -> Sidebands:
+    """Return what goes beside rows. Raises ModelFileError for tables that are not as llama.cpp takes them."""
+    found = _sidebands_of(family, facts)
+    try:
+        found.check(model.tensors, n_embd)
+    except ModelFileError as error:
+        raise ModelFileError(f"{model.path}: {error.message}; the file is damaged") from None
+    return found
 
 
 def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int, n_heads: tuple[int, ...]) -> tuple[int, ...]:
@@ -317,9 +347,14 @@ def _kv_bytes(
     none = (False,) * len(n_kv_heads)
     indexers, windows = family.indexers(facts) or none, family.windows(facts) or none
     kinds = family.kinds(facts) or ATTENDS * len(n_kv_heads)
+    n_own = len(n_kv_heads) - family.sharing_layers(facts)
     return tuple(
-        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES if kind in (ATTENDS, BOTH) else 0
-        for n_kv, has_indexer, is_windowed, kind in zip(n_kv_heads, indexers, windows, kinds, strict=True)
+        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES
+        if kind in (ATTENDS, BOTH) and layer < n_own
+        else 0
+        for layer, (n_kv, has_indexer, is_windowed, kind) in enumerate(
+            zip(n_kv_heads, indexers, windows, kinds, strict=True)
+        )
     )
 
 

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.families import metadata_of, output_scale_of, scale_of, slice_overrides
 from relayline.coordinator.model.family import (
+    HASH_LAYERS,
     INDEXER_TYPES,
     RECURRENT,
     RECURRENT_LAYERS,
+    SHARING_LAYERS,
     WINDOW_PATTERN,
     Family,
     Metadata,
@@ -39,13 +41,20 @@ from relayline.coordinator.model.gguf_write import (
     encode_header,
 )
 from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
+from relayline.coordinator.model.sidebands import (
+    EXPERTS_BY_TOKEN,
+    LAYER_PRODUCT,
+    LAYER_TOKENS,
+    offsets_behind,
+    table_entries,
+)
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
-# Versions that a stage must understand. Version 2: windows lose cells, and an output may need scaling. Version 3: rows
-# may be wider than the model, and are written into the graph. An older build would compute something else. Instead it
-# states which versions it reads.
-ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION = 1, 2, 3
+# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled; of version 3
+# that rows may have another width than the model, and are written into the graph; of version 4 that more than a row is.
+# Builds that do not would compute something else, and say instead which versions they read.
+ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION = 1, 2, 3, 4
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
@@ -71,12 +80,12 @@ class PlannedTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedArtifact:
-    """One file of the split: its header, its tensors in order and, for stage 0, the table that follows them."""
+    """One file of the split: its header, its tensors in order and, for stage 0, the tables that follow them."""
 
     file: str
     header: bytes
     tensors: tuple[PlannedTensor, ...]
-    trailer: Tensor | None
+    trailers: tuple[Tensor, ...]  # each at a multiple of ALIGNMENT bytes
     size_bytes: int
     layers: tuple[int, int] | None  # first layer, last layer + 1; None for the tokenizer
 
@@ -115,6 +124,7 @@ class _Planner:
         """Return the entries that every artifact carries."""
         is_plain = not self.facts.windows and not self.family.scales_rows
         version = INSIDE_VERSION if self.family.enters_inside else ARTIFACT_VERSION if is_plain else WINDOWED_VERSION
+        version = SIDEBANDS_VERSION if self.facts.sidebands.exist else version
         return [
             encode_entry("relayline.version", U32, version),
             encode_entry("relayline.source_sha256", STRING_TYPE, self.source_key),
@@ -128,12 +138,12 @@ class _Planner:
     def tokenizer(self) -> PlannedArtifact:
         keys = [key for key in self.model.entries if not key.startswith(DROPPED_KEYS)]
         header = encode_header([*read_entries(self.model, keys), *self.identity()], ())
-        return PlannedArtifact(TOKENIZER_NAME, header, (), None, len(header), None)
+        return PlannedArtifact(TOKENIZER_NAME, header, (), (), len(header), None)
 
     def stage(self, index: int, start: int, end: int) -> PlannedArtifact:
         is_last = end == self.facts.n_layers
         unread = self.family.unread(self.facts.windows[start:end])
-        outside = [planned for planned in self.global_tensors(start == 0, is_last) if planned.slot.name not in unread]
+        outside = [planned for planned in self.global_tensors(start, end) if planned.slot.name not in unread]
         tensors = (*outside, *self.blocks(start, end))
         entries = [
             *self.entries(start, end, is_last),
@@ -146,20 +156,28 @@ class _Planner:
         for name, width in (("in", widths[start]), ("out", self.facts.n_embd if is_last else widths[end])):
             if width != self.facts.n_embd:
                 entries.append(encode_entry(f"relayline.rows.width_{name}", U32, width))
+        entries += self.facts.sidebands.entries(index == 0)
         if not is_last and (scale := output_scale_of(self.family, self.rules)) != 1.0:
             entries.append(encode_entry("relayline.output.scale", F32, scale))
         slots = [planned.slot for planned in tensors]
         data_bytes = sum(aligned(slot.size_bytes) for slot in slots)
-        trailer = self.model.tensors[EMBEDDING] if index == 0 else None
-        if trailer is None:
-            header = encode_header(entries, slots)
-        else:
-            # The offset is in the header, and the header's length depends on it. The offset's own length is fixed, so
-            # measure first.
-            size_bytes = len(encode_header([*entries, *self.embedding_entries(trailer, 0)], slots))
-            header = encode_header([*entries, *self.embedding_entries(trailer, size_bytes + data_bytes)], slots)
-        total_bytes = len(header) + data_bytes + (0 if trailer is None else trailer.size_bytes)
-        return PlannedArtifact(f"stage-{index}.gguf", header, tensors, trailer, total_bytes, (start, end))
+        trailers = self.trailers() if index == 0 else ()
+        # Their offsets stand in the header whose length they depend on; its own length is fixed, so measure first.
+        size_bytes = len(encode_header([*entries, *self.trailer_entries(trailers, 0)], slots))
+        header = encode_header([*entries, *self.trailer_entries(trailers, size_bytes + data_bytes)], slots)
+        _, total_bytes = offsets_behind(len(header) + data_bytes, trailers)
+        return PlannedArtifact(f"stage-{index}.gguf", header, tensors, trailers, total_bytes, (start, end))
+
+    def trailers(self) -> tuple[Tensor, ...]:
+        """Return the tables that follow stage 0's own data: of embeddings, and what else goes by token ids."""
+        return tuple(self.model.tensors[name] for name in (EMBEDDING, *self.facts.sidebands.tables().values()))
+
+    def trailer_entries(self, trailers: Sequence[Tensor], start_bytes: int) -> list[bytes]:
+        if not trailers:
+            return []
+        offsets, _ = offsets_behind(start_bytes, trailers)
+        others = dict(zip(self.facts.sidebands.tables(), trailers[1:], strict=True))
+        return [*self.embedding_entries(trailers[0], offsets[0]), *table_entries(others, offsets[1:])]
 
     def embedding_entries(self, table: Tensor, offset_bytes: int) -> list[bytes]:
         entries = [
@@ -199,11 +217,21 @@ class _Planner:
             **slice_overrides(self.family, self.rules),
             "block_count": (U32, end - start),
             **({} if lead is None else {"leading_dense_block_count": (U32, min(max(0, lead - start), end - start))}),
+            **self.counted(start, end),
             **({WINDOW_PATTERN: (BOOL, windows)} if windows else {}),
             **({RECURRENT_LAYERS: (BOOL, kinds)} if kinds else {}),
             **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
             **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
             **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),
+        }
+
+    def counted(self, start: int, end: int) -> Overrides:
+        """Return how many layers of a slice are of the kinds that a file counts from its first or its last layer."""
+        n_hashed, n_sharing = self.facts.sidebands.hash_layers, self.facts.sharing_layers
+        n_own = self.facts.n_layers - n_sharing
+        return {
+            **({HASH_LAYERS: (U32, min(max(0, n_hashed - start), end - start))} if n_hashed else {}),
+            **({SHARING_LAYERS: (U32, max(0, end - max(start, n_own)))} if n_sharing else {}),
         }
 
     def is_per_layer(self, entry: KeyValue) -> bool:
@@ -229,6 +257,11 @@ class _Planner:
                 continue
             if block is not None and start <= int(block["layer"]) < end:
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
+                if (
+                    block["rest"] == EXPERTS_BY_TOKEN
+                ):  # it lies behind, and llama.cpp asks for one that it does not read
+                    n_tokens = self.facts.n_vocab if end == self.facts.n_layers else DUMMY_TOKENS
+                    kept = _zeros(kept.slot.name, tensor.type_id, (tensor.dims[0], n_tokens))
                 order = orders.get(block["rest"], ())
                 planned.append(dataclasses.replace(kept, factor=factors.get(block["rest"], 1.0), row_order=order))
         for each in planned:
@@ -238,18 +271,25 @@ class _Planner:
             raise ModelFileError(f"{self.model.path}: {', '.join(factors)} of its blocks are not F32")
         return planned
 
-    def global_tensors(self, is_first: bool, is_last: bool) -> list[PlannedTensor]:
-        """Return the tensors outside the blocks: the source's on the last stage, cheap placeholders elsewhere.
+    def global_tensors(self, start: int, end: int) -> list[PlannedTensor]:
+        """Return the tensors outside the blocks: the source's on the last stage, cheap stand-ins elsewhere.
 
         A placeholder has the type and shape rules of the source's tensor, so the loader accepts it too.
         """
         planned = []
+        is_first, is_last = start == 0, end == self.facts.n_layers
+        n_inputs = self.facts.sidebands.layer_inputs * (end - start)
         head = self.model.tensors.get(HEAD)
         moves_head = head is not None and not self.family.head_required and "output.scale" not in self.model.tensors
         for tensor in self.model.tensors.values():
             if BLOCK_NAME.match(tensor.name):
                 continue
-            if not is_first and tensor.name in self.family.entry_tables:
+            if n_inputs and tensor.name == LAYER_TOKENS:
+                dims = (n_inputs, self.facts.n_vocab if is_last else DUMMY_TOKENS)
+                planned.append(_zeros_of(tensor.name, dims, PLACEHOLDER_TYPES))
+            elif n_inputs and tensor.name == LAYER_PRODUCT:
+                planned.append(_zeros_of(tensor.name, (self.facts.n_embd, n_inputs), ZERO_TYPES))
+            elif not is_first and tensor.name in self.family.entry_tables:
                 planned.append(_nothing(tensor))
             elif not is_last and tensor.name in (EMBEDDING, HEAD):
                 planned.append(_zeros(tensor.name, F16_ID, (self.facts.n_embd, DUMMY_TOKENS)))
@@ -282,14 +322,14 @@ def _zeros(name: str, type_id: int, dims: tuple[int, ...]) -> PlannedTensor:
 
 def _placeholder(tensor: Tensor) -> PlannedTensor:
     """Return the smallest matrix of the tensor's shape."""
-    return _zeros_of(tensor, PLACEHOLDER_TYPES)
+    return _zeros_of(tensor.name, tensor.dims, PLACEHOLDER_TYPES)
 
 
 def _nothing(tensor: Tensor) -> PlannedTensor:
     """Return a matrix of the tensor's shape whose rows may be added and change nothing."""
-    return _zeros_of(tensor, ZERO_TYPES)
+    return _zeros_of(tensor.name, tensor.dims, ZERO_TYPES)
 
 
-def _zeros_of(tensor: Tensor, type_ids: Sequence[int]) -> PlannedTensor:
-    type_id = next(kind for kind in type_ids if tensor.dims[0] % TENSOR_TYPES[kind][1] == 0)
-    return _zeros(tensor.name, type_id, tensor.dims)
+def _zeros_of(name: str, dims: tuple[int, ...], type_ids: Sequence[int]) -> PlannedTensor:
+    type_id = next(kind for kind in type_ids if dims[0] % TENSOR_TYPES[kind][1] == 0)
+    return _zeros(name, type_id, dims)

@@ -252,8 +252,10 @@ class _Writer:
                 else:
                     _put_tensor(sources[planned.source.file_index], planned.source, buffer, put)
                 put(bytes(-planned.slot.size_bytes % ALIGNMENT))
-            if artifact.trailer is not None:
-                _put_tensor(sources[artifact.trailer.file_index], artifact.trailer, buffer, put)
+            for index, trailer in enumerate(artifact.trailers):
+                if index:
+                    put(bytes(-artifact.trailers[index - 1].size_bytes % ALIGNMENT))
+                _put_tensor(sources[trailer.file_index], trailer, buffer, put)
             os.fsync(out.fileno())
         return digest.hexdigest()
 
@@ -308,7 +310,16 @@ def _described(plan: SplitPlan, hashes: list[str], model: GgufModel, facts: Mode
         cuts=plan.cuts,
         tokenizer=ArtifactFile(tokenizer[0].file, tokenizer[0].size_bytes, tokenizer[1]),
         stages=tuple(
-            StageFile(index, artifact.file, artifact.size_bytes, sha256, start, end, facts.row_widths[start])
+            StageFile(
+                index,
+                artifact.file,
+                artifact.size_bytes,
+                sha256,
+                start,
+                end,
+                facts.row_widths[start],
+                facts.sidebands.values_into(start),
+            )
             for index, (artifact, sha256) in enumerate(stages)
             for start, end in [artifact.layers or (0, 0)]
         ),

@@ -144,8 +144,8 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
 
 
 def disk_needed(config: CertifyConfig, facts: ModelFacts) -> str:
-    """Print the artifacts' size in one line: per pipeline the model, and a tied embedding table once more."""
-    size_mib = (facts.file_bytes + (facts.embedding_bytes if facts.tied_embeddings else 0)) / (1 << 20)
+    """Tell in one line what the artifacts take: per pipeline the model, and a tied embedding table once more."""
+    size_mib = (facts.file_bytes + (facts.head_bytes if facts.tied_embeddings else 0)) / (1 << 20)
     n_plans = len(plan_cuts(facts, config.cuts, config.n_stages))
     if config.keep is not None:
         return f"artifacts take about {n_plans * size_mib:,.0f} MiB in {config.keep}, and stay there"

@@ -1,5 +1,5 @@
 /* The native half of a stage's rows: copies the last layer's out of llama.cpp's graph, then stops the graph. Where a
- * graph has no place to give it rows, it also writes them, over what an early node of the graph has computed.
+ * graph has no place to give it rows, or what is beside them, it also writes these, over what nodes have computed.
  *
  * llama.cpp calls relayline_capture_eval for every node of the graph, on the thread that decodes and without the
  * GIL. A Python callback would take the GIL about a thousand times a step; this one costs a string comparison.
@@ -31,8 +31,16 @@ enum relayline_capture_error {
     CAPTURE_NOT_F32 = 1,        /* elements are not four bytes wide, or the tensor is not one contiguous block */
     CAPTURE_NOT_WHOLE_ROWS = 2, /* the tensor's size is not a multiple of one row */
     CAPTURE_OVERFLOW = 3,       /* more rows than the destination holds; nothing was copied */
-    ENTRY_NOT_F32 = 4,          /* as 1, of the tensor to write */
+    ENTRY_NOT_F32 = 4,          /* as 1, of a tensor to write, which may be i32 as well */
     ENTRY_UNDERFLOW = 5,        /* that tensor holds more values than are left to write; nothing was written */
+};
+
+/* A tensor to write over. */
+struct relayline_entry {
+    const char * name;          /* NUL-terminated */
+    const void * source;        /* source_floats values of four bytes, in the order in which micro-batches are computed */
+    uint64_t     source_floats; /* set by the caller before each decode */
+    uint64_t     consumed;      /* values written since the caller last set it to 0; micro-batches go on behind */
 };
 
 struct relayline_capture {
@@ -49,10 +57,8 @@ struct relayline_capture {
     size_t (*element_size)(const struct ggml_tensor *);
     bool (*is_contiguous)(const struct ggml_tensor *);
     void (*tensor_get)(const struct ggml_tensor *, void *, size_t offset, size_t size);
-    const char *  entry;         /* name of the tensor to write over, or NULL */
-    const float * source;        /* source_floats floats, in the order in which micro-batches are computed */
-    uint64_t      source_floats; /* set by the caller before each decode */
-    uint64_t      consumed;      /* floats written since the caller last set it to 0; micro-batches go on behind */
+    struct relayline_entry * entries;
+    uint64_t                 n_entries;
     void (*tensor_set)(struct ggml_tensor *, const void *, size_t offset, size_t size);
 };
 
@@ -79,16 +85,26 @@ static bool is_named(const struct relayline_capture * capture, const struct ggml
     return name != NULL && strcmp(capture->get_name(tensor), name) == 0;
 }
 
-static int32_t write_rows(struct relayline_capture * capture, struct ggml_tensor * tensor) {
+static struct relayline_entry * entry_of(const struct relayline_capture * capture, const struct ggml_tensor * tensor) {
+    for (uint64_t index = 0; index < capture->n_entries; index++) {
+        if (is_named(capture, tensor, capture->entries[index].name)) {
+            return &capture->entries[index];
+        }
+    }
+    return NULL;
+}
+
+static int32_t write_rows(
+    const struct relayline_capture * capture, struct relayline_entry * entry, struct ggml_tensor * tensor) {
     if (capture->element_size(tensor) != sizeof(float) || !capture->is_contiguous(tensor)) {
         return ENTRY_NOT_F32;
     }
     const uint64_t n_floats = capture->nbytes(tensor) / sizeof(float);
-    if (capture->consumed > capture->source_floats || n_floats > capture->source_floats - capture->consumed) {
+    if (entry->consumed > entry->source_floats || n_floats > entry->source_floats - entry->consumed) {
         return ENTRY_UNDERFLOW;
     }
-    capture->tensor_set(tensor, capture->source + capture->consumed, 0, (size_t) n_floats * sizeof(float));
-    capture->consumed += n_floats;
+    capture->tensor_set(tensor, (const float *) entry->source + entry->consumed, 0, (size_t) n_floats * sizeof(float));
+    entry->consumed += n_floats;
     return CAPTURE_OK;
 }
 
@@ -96,15 +112,15 @@ static int32_t write_rows(struct relayline_capture * capture, struct ggml_tensor
 EXPORT bool relayline_capture_eval(struct ggml_tensor * tensor, bool ask, void * user) {
     struct relayline_capture * capture = user;
     if (ask) {
-        return is_named(capture, tensor, capture->target) || is_named(capture, tensor, capture->entry);
+        return is_named(capture, tensor, capture->target) || entry_of(capture, tensor) != NULL;
     }
-    const bool    is_entry = is_named(capture, tensor, capture->entry);
-    const int32_t error = is_entry ? write_rows(capture, tensor) : copy_rows(capture, tensor);
+    struct relayline_entry * entry = entry_of(capture, tensor);
+    const int32_t error = entry != NULL ? write_rows(capture, entry, tensor) : copy_rows(capture, tensor);
     if (error != CAPTURE_OK) {
         capture->error = error;
         return false;
     }
-    return is_entry || capture->stop == 0;
+    return entry != NULL || capture->stop == 0;
 }
 
 static struct PyModuleDef module_definition = {

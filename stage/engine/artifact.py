@@ -23,9 +23,10 @@ from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
 POSITIONS = "position_embd.weight"
-ARTIFACT_VERSIONS = (1, 2, 3)  # of relayline.version; a split gives each slice the least one that runs it right
+ARTIFACT_VERSIONS = (1, 2, 3, 4)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
+HASHED_LAYERS_MAX = 64  # of stage 0 that look experts up by token id; models have three
 _INTEGER_MAX, _FACTOR_MAX = 1 << 48, 1e9
 
 
@@ -40,13 +41,46 @@ class EmbeddingSection:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TableSection:
+    """Where another table that is looked up by token, or used for it, lies in stage 0's artifact."""
+
+    offset_bytes: int  # from the start of the file; 32-byte aligned
+    type_id: int  # ggml type id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What each layer takes beside its row, of models whose layers do."""
+
+    width: int  # values for each layer and row
+    epsilon: float = 0.0  # stage 0 only, as what follows: of the norm of what is computed from embeddings
+    tokens: TableSection | None = None  # rows by token: of `width` values for every layer of the model
+    product: TableSection | None = None  # what embeddings are multiplied with, as wide
+    norm: TableSection | None = None  # f32 [width]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HashedExperts:
+    """Stage 0's first layers that look their experts up by token id."""
+
+    n_experts: int
+    n_used: int
+    layers: tuple[TableSection, ...]  # of each such layer: i32 [tokens, n_used]
+
+    @property
+    def n_values(self) -> int:
+        """Experts that are looked up for each row."""
+        return len(self.layers) * self.n_used
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StageArtifact:
     """The facts of one artifact, as its metadata states them."""
 
     path: Path
     architecture: str
     n_embd: int
-    width_in: int  # values of each hidden row that enters; of stage 0, of a looked-up one
+    width_in: int  # values of each hidden row that enters, with those beside it; of stage 0, of a looked-up one
     width_out: int  # and that leaves
     n_vocab: int  # of the source model, whichever stage this is
     stage_index: int
@@ -59,6 +93,8 @@ class StageArtifact:
     embedding: EmbeddingSection | None  # stage 0 only
     long_rope: LongRope | None = None  # of models with two sets of rope factors
     output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
+    layer_inputs: LayerInputs | None = None  # beside each row
+    hashed: HashedExperts | None = None  # stage 0 only
     n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none
 
     @property
@@ -70,6 +106,11 @@ class StageArtifact:
     def is_last(self) -> bool:
         """Whether logits leave here."""
         return self.stage_index == self.stage_count - 1
+
+    @property
+    def has_sidebands(self) -> bool:
+        """Whether more enters than a row, or an embedding."""
+        return self.layer_inputs is not None or self.hashed is not None
 
 
 class _StageEntry(msgspec.Struct, frozen=True):
@@ -120,6 +161,30 @@ class _Reader:
             scale=self.factor("relayline.embedding.scale"),
         )
 
+    def table(self, name: str) -> TableSection:
+        key = f"relayline.{name}"
+        return TableSection(self.integer(f"{key}.offset_bytes"), self.integer(f"{key}.type"))
+
+    def layer_inputs(self, *, is_first: bool) -> LayerInputs | None:
+        key = "relayline.layer_inputs"
+        if self._file.value(f"{key}.width") is None:
+            return None
+        width = self.width(f"{key}.width", 0)
+        if not is_first:
+            return LayerInputs(width)
+        tables = (self.table(f"layer_inputs.{name}") for name in ("tokens", "product", "norm"))
+        return LayerInputs(width, self.factor(f"{key}.epsilon"), *tables)
+
+    def hashed(self) -> HashedExperts | None:
+        if self._file.value("relayline.hash.layers") is None:
+            return None
+        n_layers = self.integer("relayline.hash.layers")
+        n_experts, n_used = self.integer("relayline.hash.experts"), self.integer("relayline.hash.experts_used")
+        if not (0 < n_layers <= HASHED_LAYERS_MAX and 0 < n_used <= n_experts <= N_EMBD_MAX):
+            text = f"{n_layers} layers look {n_used} of {n_experts} experts up by token"
+            raise ArtifactError(f"{self._path}: metadata contradicts itself: {text}; split the model again")
+        return HashedExperts(n_experts, n_used, tuple(self.table(f"hash.{layer}") for layer in range(n_layers)))
+
     def long_rope(self) -> LongRope | None:
         if not any(tensor.name == LONG_FACTORS for tensor in self._file.tensors):
             return None
@@ -161,7 +226,7 @@ def open_artifact(path: Path) -> StageArtifact:
             f"{path}: metadata contradicts itself: stage {stage_index} of {stage_count}, "
             f"layers {layer_start} to {layer_end} of {source_layers}; split the model again"
         )
-    return StageArtifact(
+    artifact = StageArtifact(
         path=path,
         architecture=reader.text("general.architecture"),
         n_embd=(n_embd := reader.integer("relayline.n_embd")),
@@ -179,7 +244,29 @@ def open_artifact(path: Path) -> StageArtifact:
         long_rope=reader.long_rope(),
         output_scale=reader.factor("relayline.output.scale"),
         n_positions=next((tensor.dims[-1] for tensor in file.tensors if tensor.name == POSITIONS), 0),
+        layer_inputs=reader.layer_inputs(is_first=stage_index == 0),
+        hashed=reader.hashed() if stage_index == 0 else None,
     )
+    _check_widths(artifact)
+    return artifact
+
+
+def _check_widths(artifact: StageArtifact) -> None:
+    """Raise ArtifactError unless a row has place for all that is said to be beside it."""
+    if artifact.layer_inputs is None and artifact.hashed is None:
+        return
+    width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0
+    beside_in = width * (artifact.source_layers - artifact.layer_start)
+    beside_in += artifact.hashed.n_values if artifact.hashed is not None else 0
+    beside_out = width * (artifact.source_layers - artifact.layer_end)
+    beside = [
+        ("in", artifact.width_in, beside_in),
+        *([] if artifact.hashed else [("out", artifact.width_out, beside_out)]),
+    ]
+    for way, total, wanted in beside:
+        if total != artifact.n_embd + wanted:
+            text = f"rows {way} have {total} values, not {artifact.n_embd} and {wanted} beside them"
+            raise ArtifactError(f"{artifact.path}: metadata contradicts itself: {text}; split the model again")
 
 
 def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:

@@ -4,13 +4,15 @@ Captured is the tensor that llama.cpp names `l_out-<last layer>`, in some famili
 the last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
 
 A later stage is given rows as embeddings. Some families do more with an embedding before their first layer than a row
-of an earlier stage may go through again: then the rows are written over the node behind it.
+of an earlier stage may go through again: then the rows are written over the node behind it. So is what layers take
+beside a row.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.row_parts import Entry
 from relayline.wire.common.errors import NativeError
 
 _REASONS = {
@@ -54,6 +57,16 @@ def entry_name(artifact: StageArtifact) -> str:
     return "" if artifact.is_first else _ENTRIES.get(artifact.architecture, "")
 
 
+class _Entry(ctypes.Structure):
+    # Mirrors struct relayline_entry in _capture.c.
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("source", ctypes.c_void_p),
+        ("source_floats", ctypes.c_uint64),
+        ("consumed", ctypes.c_uint64),
+    ]
+
+
 class _State(ctypes.Structure):
     # Mirrors struct relayline_capture in _capture.c, which says what each field is.
     _fields_ = [
@@ -70,10 +83,8 @@ class _State(ctypes.Structure):
         ("element_size", ctypes.c_void_p),
         ("is_contiguous", ctypes.c_void_p),
         ("tensor_get", ctypes.c_void_p),
-        ("entry", ctypes.c_char_p),
-        ("source", ctypes.c_void_p),
-        ("source_floats", ctypes.c_uint64),
-        ("consumed", ctypes.c_uint64),
+        ("entries", ctypes.POINTER(_Entry)),
+        ("n_entries", ctypes.c_uint64),
         ("tensor_set", ctypes.c_void_p),
     ]
 
@@ -90,25 +101,20 @@ def _library() -> ctypes.CDLL:
 
 
 class RowCapture:
-    """Copies the rows of one tensor into `destination` during each decode, and writes `source` over another.
+    """Copies the rows of one tensor into `destination` during each decode, and writes others over by what comes in.
 
-    destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context.
-    source: the same, of the width of the rows that come in.
+    destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context. So do the
+    sources of the entries.
     """
 
-    def __init__(
-        self,
-        tensor_name: str,
-        destination: npt.NDArray[np.float32],
-        entry: str = "",
-        source: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        """Without a tensor's name nothing is copied, and the graph is computed to its end; without an entry's, nothing
-        is written.
-        """
+    def __init__(self, tensor_name: str, destination: npt.NDArray[np.float32], entries: Sequence[Entry] = ()) -> None:
+        """Without a tensor's name nothing is copied, and the graph is computed to its end."""
         self._library = _library()
-        self._destination, self._source = destination, source
-        self.tensor_name, self.entry = tensor_name, entry
+        self._destination, self._sources = destination, tuple(entries)
+        self.tensor_name = tensor_name
+        self._entries = (_Entry * len(self._sources))(
+            *(_Entry(name=entry.name.encode(), source=entry.source.ctypes.data) for entry in self._sources)
+        )
         self._spare: npt.NDArray[np.float32] | None = None  # made once, where steps are cut
         self._state = _State(
             target=tensor_name.encode() or None,
@@ -121,8 +127,8 @@ class RowCapture:
             element_size=ggml.address_of("ggml_element_size"),
             is_contiguous=ggml.address_of("ggml_is_contiguous"),
             tensor_get=ggml.address_of("ggml_backend_tensor_get"),
-            entry=entry.encode() or None,
-            source=None if source is None else source.ctypes.data,
+            entries=self._entries,
+            n_entries=len(self._sources),
             tensor_set=ggml.address_of("ggml_backend_tensor_set"),
         )
 
@@ -146,9 +152,9 @@ class RowCapture:
 
     def begin(self, n_rows: int) -> None:
         """Forget the rows of the step before. Call before each decode, with the number of its rows."""
-        if self._source is not None:
-            self._state.source_floats = n_rows * self._source.shape[1]
-            self._state.consumed = 0
+        for entry, state in zip(self._sources, self._entries, strict=True):
+            state.source_floats = n_rows * entry.source.shape[1]
+            state.consumed = 0
         self._state.written = 0
         self._state.n_calls = 0
         self._state.error = 0
@@ -157,12 +163,13 @@ class RowCapture:
         """Raise NativeError unless the decode delivered exactly `n_rows` rows, in that many micro-batches."""
         if self._state.error:
             reason = _REASONS.get(self._state.error, f"code {self._state.error}")
-            raise NativeError(f"cannot capture tensor {self.tensor_name or self.entry}: {reason}")
-        if self._source is not None and self._state.consumed != self._state.source_floats:
-            raise NativeError(
-                f"tensor {self.entry} took {self._state.consumed} floats where {self._state.source_floats} came in: "
-                "this architecture does not take its rows under that name"
-            )
+            raise NativeError(f"cannot capture tensor {self.tensor_name or self._sources[0].name}: {reason}")
+        for entry, state in zip(self._sources, self._entries, strict=True):
+            if state.consumed != state.source_floats:
+                raise NativeError(
+                    f"tensor {entry.name} took {state.consumed} floats where {state.source_floats} came in: "
+                    "this architecture does not take its rows under that name"
+                )
         if not self.tensor_name:
             return
         n_expected = n_rows * self._state.row_floats

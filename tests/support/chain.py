@@ -34,7 +34,7 @@ class Chain:
     def step(self, tokens: Sequence[int]) -> np.ndarray:
         """Feed tokens at the next positions to every lane; return the logits of all: f32 [n_lanes * n, n_vocab]."""
         n_lanes, n_rows = len(self.lanes), len(self.lanes) * len(tokens)
-        rows = np.empty((n_rows, self.engines[0].n_embd), np.float32)
+        rows = np.empty((n_rows, self.table.width), np.float32)
         self.table.lookup(np.tile(np.asarray(tokens, np.int32), n_lanes), rows)
         for engine in self.engines:
             engine.input_rows[:n_rows] = rows

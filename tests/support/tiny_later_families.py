@@ -15,6 +15,7 @@ from tests.support.tiny_shapes import (
     NORM,
     RMS,
     SIGMOID,
+    VOCABULARY,
     YARN,
     Recipe,
     Shape,
@@ -72,6 +73,38 @@ def _gemma4_moe(layer: int) -> Shapes:
     shapes |= {"ffn_gate_inp.weight": (N_EXPERTS, N_EMBD), "ffn_gate_inp.scale": (N_EMBD,)}
     shapes |= {"ffn_gate_up_exps.weight": (N_EXPERTS, 64, N_EMBD), "ffn_down_exps.weight": (N_EXPERTS, N_EMBD, 32)}
     return shapes | {"ffn_down_exps.scale": (N_EXPERTS,)}
+
+
+# And E2B: inputs of their own for layers, of which the last four have no cells of their own.
+INPUT_WIDTH, GEMMA4_E_LAYERS, N_SHARING = 32, 12, 4
+GEMMA4_E_WINDOWS = [layer % 4 < 3 for layer in range(GEMMA4_E_LAYERS)]
+GEMMA4_E: dict[str, Value] = {
+    **GEMMA4,
+    "attention.sliding_window_pattern": GEMMA4_E_WINDOWS,
+    "attention.head_count_kv": 1,
+    "attention.shared_kv_layers": N_SHARING,
+    "embedding_length_per_layer_input": INPUT_WIDTH,
+    "feed_forward_length": [N_FF if layer < GEMMA4_E_LAYERS - N_SHARING else 2 * N_FF for layer in range(12)],
+}
+GEMMA4_E_TOPS: Shapes = {
+    **GEMMA4_TOPS,
+    "per_layer_token_embd.weight": (VOCABULARY, INPUT_WIDTH * GEMMA4_E_LAYERS),
+    "per_layer_model_proj.weight": (INPUT_WIDTH * GEMMA4_E_LAYERS, N_EMBD),
+    "per_layer_proj_norm.weight": (INPUT_WIDTH,),
+}
+
+
+def _gemma4_e(layer: int) -> Shapes:
+    head = HEAD if GEMMA4_E_WINDOWS[layer] else 2 * HEAD
+    is_sharing = layer >= GEMMA4_E_LAYERS - N_SHARING
+    n_ff = 2 * N_FF if is_sharing else N_FF
+    shapes: dict[str, Shape] = norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm")
+    shapes |= {"attn_q.weight": (N_HEADS * head, N_EMBD), "attn_q_norm.weight": (head,)}
+    if not is_sharing:
+        shapes |= {f"attn_{name}.weight": (head, N_EMBD) for name in "kv"} | {"attn_k_norm.weight": (head,)}
+    shapes |= {"attn_output.weight": (N_EMBD, N_HEADS * head), "layer_output_scale.weight": (1,)}
+    shapes |= {f"ffn_{name}.weight": (n_ff, N_EMBD) for name in ("gate", "up")} | {"ffn_down.weight": (N_EMBD, n_ff)}
+    return shapes | {"inp_gate.weight": (INPUT_WIDTH, N_EMBD), "proj.weight": (N_EMBD, INPUT_WIDTH)}
 
 
 def _glm4(_: int, bias: bool = False) -> dict[str, Shape]:
@@ -177,6 +210,7 @@ POSITIONS: Shapes = {"position_embd.weight": (CTX, N_EMBD)}
 
 LATER: dict[str, Recipe] = {
     "gemma4": Recipe("gemma4", GEMMA4, _gemma4, GEMMA4_TOPS, n_layers=12, always_tied=True),
+    "gemma4:e2b": Recipe("gemma4", GEMMA4_E, _gemma4_e, GEMMA4_E_TOPS, n_layers=GEMMA4_E_LAYERS, always_tied=True),
     "gemma4:moe": Recipe(
         "gemma4", {**GEMMA4, **SMALL_EXPERTS}, _gemma4_moe, GEMMA4_TOPS, n_layers=12, always_tied=True
     ),

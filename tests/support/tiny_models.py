@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from tests.support.tiny_families import RECIPES
-from tests.support.tiny_shapes import CTX, N_EMBD, N_FF, N_HEADS, N_KV_HEADS, Shape, Value
+from tests.support.tiny_shapes import CTX, N_EMBD, N_EXPERTS, N_FF, N_HEADS, N_KV_HEADS, VOCABULARY, Shape, Value
 
 
 def make_tiny(
@@ -60,9 +60,8 @@ def make_tiny(
     for layer in range(n_layers):
         shapes |= {f"blk.{layer}.{name}": shape for name, shape in recipe.block(layer).items()}
     for name, shape in shapes.items():
-        _add_tensor(
-            writer, name, _weights(name, (vocab,) if name == "output.bias" else shape, seed, recipe.gain), quant
-        )
+        sized = (vocab,) if name == "output.bias" else tuple(vocab if size == VOCABULARY else size for size in shape)
+        _add_tensor(writer, name, _weights(name, sized, seed, recipe.gain), quant)
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +90,9 @@ _STATE_PARTS = ("ssm_a", "ssm_d", "ssm_norm.weight", "conv.weight", "conv1d.weig
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: str) -> None:
     # In real files these stay f32 too.
+    if array.dtype == np.int32:
+        writer.add_tensor(name, array)
+        return
     plain = array.ndim == 1 or "gate_inp" in name or name.endswith((".bias", *_STATE_PARTS))
     kind = gguf.GGMLQuantizationType.F32 if plain else gguf.GGMLQuantizationType[quant.upper()]
     if kind == gguf.GGMLQuantizationType.F32:
@@ -102,6 +104,10 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, quant: st
 def _weights(name: str, shape: Shape, seed: int, block_gain: float) -> np.ndarray:
     random = np.random.default_rng((seed, zlib.crc32(name.encode())))
     values = random.standard_normal(shape, np.float32)
+    if "tid2eid" in name:  # other experts for each token
+        return random.permuted(np.tile(np.arange(N_EXPERTS, dtype=np.int32), (shape[0], 1)), axis=1)[
+            :, : shape[1]
+        ].copy()
     if name.endswith("ssm_a"):
         return -np.exp(0.5 * values)  # how quickly a state fades
     if name.startswith("rope_"):
@@ -110,7 +116,7 @@ def _weights(name: str, shape: Shape, seed: int, block_gain: float) -> np.ndarra
         return 1.0 + 0.2 * values
     if len(shape) == 1:
         return 0.2 * values
-    if name == "token_embd.weight":
+    if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return values
     gain = 4.0 if name == "output.weight" else 1.5 * block_gain
     return values * np.float32(gain / np.sqrt(shape[-1]))

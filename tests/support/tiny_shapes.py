@@ -9,6 +9,7 @@ N_EMBD, N_HEADS, N_KV_HEADS, HEAD, N_FF, N_EXPERTS = 64, 4, 2, 16, 96, 4
 Q_RANK, KV_RANK, ROPE = 32, 32, 16  # latent attention
 INDEX_KEY, INDEX_HEADS = 64, 8  # of an indexer that chooses what is attended to
 CTX = 512
+VOCABULARY = 0  # in a shape: as many as the model has tokens
 
 Shape = tuple[int, ...]  # numpy order: (outputs, inputs), experts first
 Shapes = Mapping[str, Shape]

@@ -21,6 +21,7 @@ from tests.support.tiny_shapes import (
     Q_RANK,
     RMS,
     ROPE,
+    VOCABULARY,
     Recipe,
     Shape,
     Shapes,
@@ -92,6 +93,17 @@ def _deepseek4(layer: int) -> Shapes:
             "indexer.proj.weight": (INDEX_HEADS, N_EMBD),
             "indexer.attn_q_b.weight": (INDEX_HEADS * INDEX_KEY, Q_RANK),
         }
+    return shapes
+
+
+N_HASHED = 3
+
+
+def _deepseek4_hashed(layer: int) -> Shapes:
+    shapes = dict(_deepseek4(layer))
+    if layer < N_HASHED:
+        del shapes["exp_probs_b.bias"]
+        shapes["ffn_gate_tid2eid.weight"] = (VOCABULARY, 2)
     return shapes
 
 
@@ -178,6 +190,15 @@ def _muse_glimmer(_: int) -> Shapes:
 # With a state beside their cells, or cells that are a state.
 WIDE_STATES: dict[str, Recipe] = {
     "deepseek4": Recipe("deepseek4", DEEPSEEK4, _deepseek4, tops=STREAMS_HEAD, n_layers=8, may_tie=False, gain=HOT),
+    "deepseek4:hash": Recipe(
+        "deepseek4",
+        {**DEEPSEEK4, "hash_layer_count": N_HASHED},
+        _deepseek4_hashed,
+        tops=STREAMS_HEAD,
+        n_layers=8,
+        may_tie=False,
+        gain=HOT,
+    ),
     "glm5-next": Recipe("glm5-next", GLM5, _glm5_next, n_layers=N_LAYERS, may_tie=False, gain=HOT),
 }
 WIDE: dict[str, Recipe] = {

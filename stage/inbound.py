@@ -188,7 +188,7 @@ def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
             ("pipeline", printable(hello.pipeline_id[:12]), artifact.pipeline_id[:12]),
             ("model", printable(hello.source_sha256[:12]), artifact.source_sha256[:12]),
             ("next layer", hello.next_layer, artifact.layer_start),
-            ("width", hello.n_embd, artifact.width_in),
+            ("width", hello.n_embd, artifact.n_embd if artifact.is_first else artifact.width_in),
         )
         if theirs != ours
     ]

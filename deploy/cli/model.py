@@ -59,6 +59,8 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "prediction_layers": facts.n_prediction_layers,
         "width": facts.n_embd,
         "row_widths": list(facts.row_widths),
+        "layer_inputs": facts.sidebands.layer_inputs,
+        "hash_layers": facts.sidebands.hash_layers,
         "heads": list(facts.n_heads),
         "kv_heads": list(facts.n_kv_heads),
         "experts": facts.n_experts,
@@ -95,14 +97,43 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     return {"layer kinds": told, "state per lane": f"{total} (f32); {_size(each)} in each layer that has one"}
 
 
+def _width_of(facts: ModelFacts) -> str:
+    between = set(facts.row_widths[1:]) or {facts.n_embd}
+    if between == {facts.n_embd}:
+        return str(facts.n_embd)
+    return f"{facts.n_embd}, {'up to ' if len(between) > 1 else ''}{max(between)} in rows between stages"
+
+
+def _embedding_of(facts: ModelFacts) -> str:
+    told = _size(facts.embedding_bytes)
+    if not facts.tied_embeddings:
+        return told
+    return (
+        told
+        + (f", {_size(facts.head_bytes)} of it" if facts.embedding_bytes != facts.head_bytes else ",")
+        + " also the head"
+    )
+
+
+def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
+    """Return the lines that tell of what goes beside rows; none for most."""
+    width, n_hashed = facts.sidebands.layer_inputs, facts.sidebands.hash_layers
+    told = {}
+    if width:
+        told["beside rows"] = f"{width} values for each layer that is still to come, made on stage 0"
+    if n_hashed:
+        told["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
+    return told
+
+
 def _print_facts(facts: ModelFacts, console: Console) -> None:
-    widest = max(facts.row_widths)
     rows = {
         "model": facts.model_name,
         "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
         "layers": str(facts.n_layers)
         + (f" and {facts.n_prediction_layers} for prediction, left out" if facts.n_prediction_layers else ""),
-        "width": str(facts.n_embd) + (f", {widest} in rows between stages" if widest != facts.n_embd else ""),
+        "width": _width_of(facts),
+        **_sidebands_of(facts),
         "heads": f"{_runs(facts.n_heads)}, key/value heads {_runs(facts.n_kv_heads)}",
         "experts": str(facts.n_experts) if facts.n_experts else "none",
         "vocabulary": str(facts.n_vocab),
@@ -110,7 +141,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "size": f"{_size(facts.file_bytes)} in {facts.n_files} file" + ("s" if facts.n_files > 1 else ""),
         "types": ", ".join(f"{share.type_name} {_size(share.size_bytes)}" for share in facts.quantization),
         "each layer": _runs(facts.layer_bytes, _size),
-        "embedding": _size(facts.embedding_bytes) + (", also the head" if facts.tied_embeddings else ""),
+        "embedding": _embedding_of(facts),
         "head": _size(facts.head_bytes),
         "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
         + _runs(facts.kv_bytes_per_token, _size),

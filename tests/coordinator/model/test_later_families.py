@@ -60,8 +60,6 @@ def test_gemma4_stages_have_two_layers_and_a_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "reason"),
     [
-        ("gemma4", {"embedding_length_per_layer_input": 8}, "embeddings of their own"),
-        ("gemma4", {"attention.shared_kv_layers": 2}, "attend to the cells of earlier ones"),
         ("nanbeige", {"num_loops": 2}, "several times"),
         ("granite_swa", {"deepstack_mapping": [0, -1, -1, -1, -1, -1, -1, -1]}, "deepstack"),
     ],

@@ -190,7 +190,7 @@ def minimal(path: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"version": 4}, "artifact version 4, this build reads 1 and 2 and 3; split again, or update this build"),
+        ({"version": 5}, "artifact version 5, this build reads 1 and 2 and 3 and 4; split again, or update this build"),
         ({"n_embd": None}, "relayline.n_embd is missing or not an integer"),
         ({"n_embd": "4"}, "relayline.n_embd is missing or not an integer"),
         ({"pipeline_id": None}, "relayline.pipeline_id is missing or not a string"),

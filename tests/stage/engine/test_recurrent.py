@@ -28,9 +28,9 @@ N_LANES, CTX, MAX_ROWS = 4, 64, 64
 CASES = [
     (name, kv_layout)
     for name in HYBRIDS | WIDE_STATES
-    if ":" not in name
+    if ":" not in name or name == "deepseek4:hash"
     for kv_layout in LAYOUTS
-    if layout_refusal(kv_layout, name) is None
+    if layout_refusal(kv_layout, (HYBRIDS | WIDE_STATES)[name].architecture) is None
 ]
 # One of each kind of memory: delta net, three kinds of layers, convolution, both in one layer, nothing that attends.
 FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "falcon-h1", "mamba2", "deepseek4")]
@@ -44,7 +44,8 @@ class Lanes:
             engine_config(path, n_lanes=N_LANES, ctx_tokens=CTX, max_rows=MAX_ROWS, kv_layout=kv_layout)
         )
         self.texts = [
-            np.random.default_rng(seed).standard_normal((CTX, self.engine.n_embd), np.float32) for seed in range(4)
+            np.random.default_rng(seed).standard_normal((CTX, self.engine.input_rows.shape[1]), np.float32)
+            for seed in range(4)
         ]
 
     def decode(self, *parts: tuple[int, int, int, int]) -> list[np.ndarray]:

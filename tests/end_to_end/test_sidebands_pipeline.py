@@ -1,0 +1,85 @@
+"""Models of which more travels than rows, or goes by token ids, over real stages: streams, chats, losses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.model.split import split_model
+from relayline.deploy.testing.reference import ReferenceModel
+from tests.end_to_end.test_going_on import cut
+from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
+from tests.support.fleet import CTX, SHAPE, assert_greedy, fleet, prompt_of, read, request, tokens_of
+from tests.support.tiny_models import make_tiny
+
+# Each with the layout that its streams go on from anywhere with.
+MODELS = {"gemma4:e2b": ((2, 4, 6), "per-lane"), "deepseek4:hash": ((3, 5), "per-lane")}
+Served = tuple[PipelineFile, list[Path], ReferenceModel, str]
+
+
+@pytest.fixture(scope="module", params=MODELS, name="served")
+def served_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model in three or four stages, and in one piece."""
+    directory = tmp_path_factory.mktemp("model")
+    cuts, layout = MODELS[request.param]
+    model = make_tiny(request.param, directory / "model.gguf", vocab=SHAPE.n_vocab)
+    file = split_model(model, directory / "out", cuts=cuts)
+    paths = [directory / "out" / stage.file for stage in file.stages]
+    with ReferenceModel(model, CTX, 1) as whole:
+        yield file, paths, whole, layout
+
+
+async def test_streams_at_once_and_the_next_turn_of_a_chat(served: Served) -> None:
+    file, paths, whole, layout = served
+    prompts = [prompt_of(seed, 40 + 7 * seed) for seed in range(4)]
+    async with fleet(paths, prefix_lanes=4, kv_layout=layout, file=file) as running:
+        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(request(each, 10))) for each in prompts))
+        await until_kept(running, 4)
+        before = await rows_of(running)
+        history = (*prompts[3], *outputs[3], *prompt_of(9, 5))
+        answer = await tokens_of(running.pipeline.open(request(history, 6)))
+        n_read = [now - then for now, then in zip(await rows_of(running), before, strict=True)]
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert_greedy(whole, history, answer)
+    assert n_read == [1 + 5 + 5] * len(paths), "only what is new is read"
+
+
+async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:
+    file, paths, whole, layout = served
+    prompts = [prompt_of(3, 37), prompt_of(4, 50)]
+    async with fleet(paths, kv_layout=layout, file=file) as running:
+        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts]
+        tokens = [await read(stream, 3) for stream in streams]
+        for lost in range(len(paths)):
+            running.recovering.clear()
+            await running.stop(lost)
+            async with asyncio.timeout(20):
+                await running.recovering.wait()
+            await running.start(lost)
+            for stream, begun in zip(streams, tokens, strict=True):
+                begun += await read(stream, 3)
+        for stream, begun in zip(streams, tokens, strict=True):
+            begun += await tokens_of(stream)
+    for prompt, answer in zip(prompts, tokens, strict=True):
+        assert len(answer) == 30
+        assert_greedy(whole, prompt, answer)
+
+
+async def test_after_a_lost_link_rows_go_on_with_what_is_beside_them(served: Served) -> None:
+    """Steps are sent again, and lanes are taken back to where all stages agree."""
+    file, paths, whole, layout = served
+    prompt = prompt_of(5, 60)
+    async with fleet(paths, kv_layout=layout, file=file, proxied=True) as running:
+        stream = running.pipeline.open(request(prompt, 20))
+        tokens = await read(stream, 3)
+        for where in range(1, len(paths)):
+            await cut(running, where)
+            tokens += await read(stream, 2)
+        tokens += await tokens_of(stream)
+    assert len(tokens) == 20
+    assert_greedy(whole, prompt, tokens)

@@ -137,11 +137,6 @@ class RowCapture:
         params.cb_eval = ctypes.cast(self._library.relayline_capture_eval, llama.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = ctypes.addressof(self._state)
 
-    def instead_of_rows(self, max_rows: int, n_embd: int) -> npt.NDArray[np.float32]:
-        """Return what llama.cpp is given as embeddings where rows are written into its graph: zeros, never read."""
-        self._unread = np.zeros((max_rows, n_embd), np.float32)
-        return self._unread
-
     def put_in_order(self, computed: npt.NDArray[np.intp]) -> None:
         """Move the destination's rows, which stand as they were computed, to their places in the step."""
         if self._spare is None:

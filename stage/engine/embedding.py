@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.artifact import HashedExperts, StageArtifact
 from relayline.stage.engine.layer_inputs import LayerInputTable
 from relayline.stage.engine.table_rows import TableRows
 from relayline.wire.common.errors import ArtifactError, InternalError, ProtocolError
@@ -38,17 +38,23 @@ class EmbeddingTable:
         self.n_rows, self.n_embd, self.width = section.rows, artifact.n_embd, artifact.width_in
         self._scale = np.float32(section.scale)
         self._inputs = LayerInputTable(artifact, section.rows, n_threads) if artifact.layer_inputs is not None else None
-        hashed = artifact.hashed
-        self._experts = [
+        self._experts: list[TableRows] = []
+        if artifact.hashed is not None:
+            self._experts = self._open_experts(artifact, artifact.hashed, section.rows)
+
+    @staticmethod
+    def _open_experts(artifact: StageArtifact, hashed: HashedExperts, n_rows: int) -> list[TableRows]:
+        return [
             TableRows(
                 artifact.path,
                 "table of experts by token",
                 offset_bytes=layer.offset_bytes,
                 type_id=layer.type_id,
-                n_rows=section.rows,
+                n_rows=n_rows,
                 n_columns=hashed.n_used,
+                are_integers=True,
             )
-            for layer in (hashed.layers if hashed is not None else ())
+            for layer in hashed.layers
         ]
 
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:

@@ -184,7 +184,8 @@ class LayerInputTable:
             ("_weights", "ggml_free"),
             ("_backend", "ggml_backend_free"),
         ):
-            held, _ = getattr(self, name), setattr(self, name, 0)
+            held = getattr(self, name)
+            setattr(self, name, 0)
             if held:
                 _call(free, held)
 

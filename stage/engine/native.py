@@ -33,7 +33,7 @@ from relayline.stage.engine.loading import Load
 from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.model_load import abandonable, load_model
 from relayline.stage.engine.recurrent import RecurrentLanes
-from relayline.stage.engine.row_parts import Entry, RowParts
+from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
 from relayline.wire.settings.table import EngineSettings
@@ -107,8 +107,6 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
-        self._writes_rows = False  # into the graph, behind what it does with embeddings
-        self._parts: RowParts | None = None  # where more comes in than a hidden row
         self._greedy: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
@@ -158,44 +156,25 @@ class NativeEngine:
         if self._states.cut_steps:  # llama.cpp gets copies in the order of lanes
             self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
         rows, positions, lanes, wants = self._batch_arrays
-        rows = self._install_capture(rows)
+        parts = self._parts = RowParts(self.artifact, rows, self.output_rows, entry_name(self.artifact))
+        if not self.is_last or parts.entries:
+            target = "" if self.is_last else output_name(self.artifact)
+            self._capture = RowCapture(target, parts.hidden, parts.entries)
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
         lane_counts = np.ones(n_rows, np.int32)
         lane_addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp))
-        self._batch_lanes = (lane_counts, lane_addresses)  # llama.cpp's batch points into them
         self._lane_first = np.empty(self.config.n_sequences, np.int32)
         self._batch = llama.llama_batch(
             n_tokens=0,
             token=None,
-            embd=_pointer(rows, ctypes.c_float),
+            embd=_pointer(parts.embeddings, ctypes.c_float),
             pos=_pointer(self._positions_4d, llama.llama_pos),
             n_seq_id=_pointer(lane_counts, ctypes.c_int32),
             seq_id=_pointer(lane_addresses, ctypes.POINTER(llama.llama_seq_id)),
             logits=_pointer(wants, ctypes.c_int8),
         )
-
-    def _install_capture(self, rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Say what is taken out of the graph and what is written into it; return what llama.cpp gets as embeddings.
-
-        rows: those of a step in the order of llama.cpp's batch.
-        """
-        entry, n_rows = entry_name(self.artifact), self.max_rows
-        entries = [Entry(entry, rows)] if entry else []
-        self._hidden = self.output_rows
-        if self.artifact.has_sidebands:
-            self._parts = RowParts(self.artifact, n_rows)
-            entries += self._parts.entries
-            rows = self._parts.embeddings
-            if self.artifact.layer_inputs is not None and not self.is_last:
-                self._hidden = np.zeros((n_rows, self.n_embd), np.float32)
-        if not self.is_last or entries:
-            target = "" if self.is_last else output_name(self.artifact)
-            self._capture = RowCapture(target, self._hidden, entries)
-            self._writes_rows = bool(entry)
-            if entry:
-                return self._capture.instead_of_rows(n_rows, self.n_embd)
-        return rows
+        self._batch.held = (lane_counts, lane_addresses)  # it points into them
 
     def _open_context(self) -> Any:
         config, settings = self.config, self.config.settings
@@ -269,15 +248,14 @@ class NativeEngine:
             if capture is not None:
                 capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
                 if self.artifact.output_scale != 1.0 and not self.is_last:
-                    self._hidden[:n_rows] *= np.float32(self.artifact.output_scale)
+                    self._parts.hidden[:n_rows] *= np.float32(self.artifact.output_scale)
         except BaseException:
             self._drop_batch(n_rows)
             raise
         self.copies_wait = False
         if self._step_cut and not self.is_last and capture is not None:
             capture.put_in_order(self._step_cut.computed)
-        if self._hidden is not self.output_rows and self._parts is not None:
-            self._parts.pass_on(self.input_rows[:n_rows], self._hidden[:n_rows], self.output_rows[:n_rows])
+        self._parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
 
     def _fill_batch(self, n_rows: int) -> None:
         """Let llama.cpp's batch hold the step's rows, where it may cut the step in the order of lanes."""
@@ -286,13 +264,11 @@ class NativeEngine:
             self._step_cut = cut(self.seq_ids[:n_rows], sequential=self._states.cut_in_sequence)
             given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
             for array, ordered in zip(given, self._batch_arrays, strict=True):
-                is_written = array is self.input_rows and self._writes_rows
+                is_written = array is self.input_rows and self._parts.are_written
                 order = self._step_cut.computed if is_written else self._step_cut.given
                 np.take(array, order, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
-        if self._parts is not None:
-            found = self._step_cut
-            orders = (found.given, found.computed) if found and self._states.cut_steps else (None, None)
-            self._parts.fill(self.input_rows[:n_rows], *orders)
+        if self._parts.are_apart:
+            self._parts.fill(self.input_rows[:n_rows], self._step_cut)
         if self._n_positions == 4:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
             axes[:3] = self._batch_arrays[1][:n_rows]

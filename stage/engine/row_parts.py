@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.micro_batches import Cut
 
 _LAYER_INPUTS = "inp_per_layer"  # llama_model_gemma4::graph; [width, layers of the slice, rows]
 _EXPERTS = (
@@ -30,15 +31,30 @@ class Entry:
 
 
 class RowParts:
-    """The parts of the rows of one stage, in arrays that llama.cpp or the callback read."""
+    """The parts of the rows of one stage, in arrays that llama.cpp or the callback read. Of most, a row is one part."""
 
-    def __init__(self, artifact: StageArtifact, max_rows: int) -> None:
-        self._n_embd = artifact.n_embd
-        self.embeddings = np.zeros((max_rows, artifact.n_embd), np.float32)  # what llama.cpp is given as such
-        width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0
+    def __init__(
+        self, artifact: StageArtifact, rows: npt.NDArray[np.float32], output_rows: npt.NDArray[np.float32], entry: str
+    ) -> None:
+        """Lay the arrays out, once.
+
+        rows: f32 [max_rows, width_in], a step's as llama.cpp gets them; output_rows: f32 [max_rows, width_out], what
+        leaves. entry: the node that hidden rows are written over; empty where they are given as embeddings.
+        """
+        max_rows, self._n_embd = len(rows), artifact.n_embd
+        self.are_written, self.are_apart = bool(entry), artifact.has_sidebands
+        self.embeddings = rows  # what llama.cpp is given as such: zeros, never read, where rows are written
+        if self.are_written or self.are_apart:
+            self.embeddings = np.zeros((max_rows, artifact.n_embd), np.float32)
+        self.hidden = output_rows  # what the last layer gives
+        width, n_left = 0, artifact.source_layers - artifact.layer_start
+        if artifact.layer_inputs is not None:
+            width = artifact.layer_inputs.width
+            if not artifact.is_last:
+                self.hidden = np.zeros((max_rows, artifact.n_embd), np.float32)
         n_own = width * (artifact.layer_end - artifact.layer_start)
         self._own = slice(artifact.n_embd, artifact.n_embd + n_own)
-        self._passed = slice(self._own.stop, artifact.n_embd + width * (artifact.source_layers - artifact.layer_start))
+        self._passed = slice(self._own.stop, artifact.n_embd + width * n_left)
         self._inputs = [Entry(_LAYER_INPUTS, np.zeros((max_rows, n_own), np.float32))] if width else []
         hashed = artifact.hashed
         self._n_used, self._n_experts = (hashed.n_used, hashed.n_experts) if hashed is not None else (0, 0)
@@ -46,22 +62,15 @@ class RowParts:
             Entry(_EXPERTS.format(layer=layer), np.zeros((max_rows, self._n_experts), np.int32))
             for layer in range(len(hashed.layers) if hashed is not None else 0)
         ]
-        self.entries = (*self._inputs, *self._experts)
+        self.entries = (*([Entry(entry, rows)] if entry else []), *self._inputs, *self._experts)
 
-    def fill(
-        self,
-        rows: npt.NDArray[np.float32],
-        given: npt.NDArray[np.intp] | None,
-        computed: npt.NDArray[np.intp] | None,
-    ) -> None:
-        """Take the rows of a step apart: f32 [n, width_in].
-
-        given, computed: in which order llama.cpp gets rows and computes them; None: as they are.
-        """
+    def fill(self, rows: npt.NDArray[np.float32], cut: Cut | None) -> None:
+        """Take the rows of a step apart: f32 [n, width_in]. cut: how llama.cpp cuts the step, if it does."""
         n_rows = len(rows)
-        np.copyto(self.embeddings[:n_rows], rows[:, : self._n_embd] if given is None else rows[given, : self._n_embd])
-        if computed is not None:
-            rows = rows[computed]
+        hidden = rows[:, : self._n_embd]
+        np.copyto(self.embeddings[:n_rows], hidden if cut is None else hidden[cut.given])
+        if cut is not None:
+            rows = rows[cut.computed]
         for entry in self._inputs:
             np.copyto(entry.source[:n_rows], rows[:, self._own])
         column = self._passed.stop
@@ -71,10 +80,12 @@ class RowParts:
             entry.source[:n_rows, : self._n_used] = np.clip(np.nan_to_num(chosen), 0, self._n_experts - 1)
             column += self._n_used
 
-    def pass_on(
-        self, rows: npt.NDArray[np.float32], hidden: npt.NDArray[np.float32], out: npt.NDArray[np.float32]
-    ) -> None:
-        """Write what leaves the stage: f32 [n, width_out]. rows: what entered; hidden: what the last layer gave."""
-        n_hidden = hidden.shape[1]
-        out[:, :n_hidden] = hidden
-        out[:, n_hidden:] = rows[:, self._passed]
+    def pass_on(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
+        """Write what leaves the stage, f32 [n, width_out], where it is more than what the last layer gives.
+
+        rows: what entered.
+        """
+        if self.hidden.shape[1] == out.shape[1]:
+            return
+        out[:, : self._n_embd] = self.hidden[: len(out)]
+        out[:, self._n_embd :] = rows[:, self._passed]

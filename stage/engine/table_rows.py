@@ -19,15 +19,26 @@ I32_ID = 26
 class TableRows:
     """One table of `n_rows` x `n_columns` values of a ggml type. Read-only, so any thread may look up."""
 
-    def __init__(self, path: Path, what: str, *, offset_bytes: int, type_id: int, n_rows: int, n_columns: int) -> None:
-        """Map it. Raises ArtifactError where its rows cannot be read as numbers or the file ends before it does.
+    def __init__(
+        self,
+        path: Path,
+        what: str,
+        *,
+        offset_bytes: int,
+        type_id: int,
+        n_rows: int,
+        n_columns: int,
+        are_integers: bool = False,
+    ) -> None:
+        """Map it. Raises ArtifactError where its rows cannot be read as such numbers or the file ends before it does.
 
         what: the table's name in messages.
         """
         traits = ggml.type_traits(type_id)
         if traits is None:
             raise ArtifactError(f"{path}: {what} of unknown ggml type {type_id}")
-        if traits.to_float is None and traits.name not in ("f32", "i32"):
+        is_readable = type_id == I32_ID if are_integers else traits.to_float is not None or traits.name == "f32"
+        if not is_readable:
             raise ArtifactError(f"{path}: {what} of type {traits.name} cannot be read as numbers")
         if n_columns % traits.block_elements:
             raise ArtifactError(f"{path}: {traits.name} rows of {n_columns} values are not whole blocks")
@@ -37,7 +48,7 @@ class TableRows:
         self.n_rows, self.n_columns = n_rows, n_columns
         self._to_float, self._row_bytes = traits.to_float, row_bytes
         self._rows = np.memmap(path, np.uint8, mode="r", offset=offset_bytes, shape=(n_rows, row_bytes))
-        self._plain = self._rows.view(np.int32 if type_id == I32_ID else np.float32) if self._to_float is None else None
+        self._plain = self._rows.view(np.int32 if are_integers else np.float32) if self._to_float is None else None
         self._address = self._rows.ctypes.data
 
     def read(self, tokens: list[int], out: npt.NDArray[np.float32]) -> None:

@@ -24,6 +24,7 @@ from relayline.stage.engine import row_parts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.layer_inputs import ROWS_AT_ONCE
+from relayline.stage.engine.micro_batches import Cut
 from relayline.stage.inbound import check_fit, hello_of
 from relayline.wire.common.errors import ArtifactError, CutError, HandshakeError, ModelFileError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -143,8 +144,8 @@ def test_a_stage_that_took_the_inputs_of_other_layers_would_show(
 def test_other_experts_than_the_tokens_own_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = row_parts.RowParts.fill
 
-    def one_further(self: row_parts.RowParts, rows: np.ndarray, given: object, computed: object) -> None:
-        fill(self, rows, given, computed)  # type: ignore[arg-type]
+    def one_further(self: row_parts.RowParts, rows: np.ndarray, cut: Cut | None) -> None:
+        fill(self, rows, cut)
         for entry in self._experts:
             entry.source[:] = (entry.source + 1) % N_EXPERTS
 

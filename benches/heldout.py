@@ -40,13 +40,12 @@ class Stages:
             for file in files
         ]
         self.table = EmbeddingTable(self.engines[0].artifact)
-        width = self.engines[0].n_embd
-        self._encoder = RowEncoder(ROW_TOKENS, width)
-        self._dtype, self._width = dtype, width
+        self._dtype = dtype
 
     def _over_the_wire(self, rows: np.ndarray, out: np.ndarray) -> None:
-        buffer = Buffer(self._dtype, self._width, 1, rows.shape[0])
-        encoded = self._encoder.encode(rows, buffer.payload)
+        n_rows, width = rows.shape
+        buffer = Buffer(self._dtype, width, 1, n_rows)
+        encoded = RowEncoder(n_rows, width).encode(rows, buffer.payload)
         if self._dtype == DTYPE_F16:
             decode_f16(buffer.payload, encoded.exponents, out)
         else:

@@ -8,6 +8,7 @@ rows x cells, some rows of the widest matrix, and the logits that a last stage m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from relayline.coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
@@ -25,7 +26,9 @@ CHOICE_SCORED_BYTES = 4  # extra without flash attention: the choice, as f32
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
-HEADROOM = 0.05  # of a limit, left for the host's other uses
+LANE_STATES_BYTES = 2 * GIB  # of all lanes and layers, where nobody says how many lanes there are
+LANES_LEAST = 4  # even then
+HEADROOM = 0.05  # of a limit, for whatever else the host does
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +71,15 @@ def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     one = sum(model.state_bytes[start:end])
     n_spare = 0 if load.kv_layout == "per-lane" else 1
     return one * (load.n_lanes + n_spare) + min(one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX, CHECKPOINT_BYTES_MAX)
+
+
+def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:
+    """Return the lanes of a pipeline where nobody says: as many as usual, or fewer whose states are large.
+
+    state_bytes: per layer and lane. Kept prefixes are lanes as well, so there are fewer of these too.
+    """
+    one = sum(state_bytes)
+    return min(n_usual, max(LANES_LEAST, LANE_STATES_BYTES // one)) if one else n_usual
 
 
 def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:

@@ -34,12 +34,13 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     from relayline.deploy.doctor.examine import examine_machine, examine_manifest
     from relayline.deploy.launch.control import launched
     from relayline.deploy.launch.here import at_home
+    from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.manifest import load_manifest
 
     if manifest is None:
         findings = asyncio.run(examine_machine(timeout, deep=deep))
     else:
-        loaded = at_home(load_manifest(manifest))
+        loaded = at_home(with_usual_lanes(load_manifest(manifest)))
         same = next((one for one in launched(None) if one.state.name == loaded.name), None)
         findings = asyncio.run(examine_manifest(loaded, same, timeout, deep=deep))
     if as_json:

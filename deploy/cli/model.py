@@ -16,8 +16,10 @@ from relayline.coordinator.model.family import ATTENDS, BOTH, NEITHER, RECURRENT
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
+from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
+from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
 
@@ -78,6 +80,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
         "state_bytes_per_lane": list(facts.state_bytes_per_lane),
         "state_bytes_per_lane_total": sum(facts.state_bytes_per_lane),
+        "usual_lanes": usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes),
         "layer_kinds": [KIND_WORDS[kind] for kind in facts.kinds or ATTENDS * facts.n_layers],
         "supported": facts.supported,
         "refusal": facts.refusal,
@@ -94,7 +97,11 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     told = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
     each = max(facts.state_bytes_per_lane)
     total = _size(sum(facts.state_bytes_per_lane))
-    return {"layer kinds": told, "state per lane": f"{total} (f32); {_size(each)} in each layer that has one"}
+    n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
+    return {
+        "layer kinds": told,
+        "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes unless you say",
+    }
 
 
 def _width_of(facts: ModelFacts) -> str:

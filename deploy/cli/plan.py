@@ -96,6 +96,7 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
     Raises UsageError, and for a model of the hub what loading it raises.
     """
     from relayline.deploy.launch.here import at_home
+    from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.launch.model_source import resolve_model
     from relayline.deploy.launch.target import manifest_of
     from relayline.deploy.manifest import load_manifest
@@ -103,11 +104,11 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
 
     path = manifest_of(target, Path.cwd())
     if path is None:
-        manifest = smallest_manifest(resolve_model(target))
+        manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
         return at_home(with_hosts(manifest, hosts) if hosts else manifest)
     if hosts:
         raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
-    return at_home(load_manifest(path))
+    return at_home(with_usual_lanes(load_manifest(path)))
 
 
 def make_plan(
@@ -186,6 +187,9 @@ def _variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[V
 
 
 def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
+    from relayline.coordinator.planner.memory import MIB, usual_lanes
+    from relayline.wire.settings.table import EngineSettings
+
     notes = []
     sources = {host.speed.source for host in instance.hosts}
     if "estimated" in sources:
@@ -199,6 +203,12 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
         notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
     if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
         notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
+    n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
+    if n_lanes == manifest.engine.n_lanes < EngineSettings().n_lanes:
+        state_mib = sum(facts.state_bytes_per_lane) / MIB
+        notes.append(
+            f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless context.lanes says"
+        )
     threads = {host.machine: 0 for host in instance.hosts}
     for host in instance.hosts:
         threads[host.machine] += host.threads

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.render.cluster import KUSTOMIZATION_FILE, kustomization
 from relayline.deploy.render.inside import notes
@@ -26,7 +27,7 @@ from relayline.wire.common.places import expanded
 @click.option("--force", is_flag=True, help="Replace files in that directory that were not rendered or were edited.")
 def render_command(manifest: Path, target: str, output: Path | None, force: bool) -> None:
     """Write the pipeline of MANIFEST as files for another engine; they hold no secret, only the names of some."""
-    loaded = load_manifest(manifest)
+    loaded = with_usual_lanes(load_manifest(manifest))
     files = render(loaded, target, models_dir(loaded, output or loaded.directory))
     for note in notes(loaded, in_kubernetes=target != "compose"):
         click.echo(f"relayline: note: {note}", err=True)

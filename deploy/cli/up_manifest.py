@@ -15,6 +15,7 @@ from relayline.deploy.cli.options import check_draft, http_tls_from
 from relayline.deploy.cli.setting_flags import again, manifest_changes
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.here import at_home
+from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.model_source import resolve_model
@@ -90,13 +91,13 @@ def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[
     path = None if is_flag else manifest_of(target, Path.cwd())
     changes = changes_of(changed)
     if path is not None:
-        manifest, source = at_home(load_manifest(path)), path.absolute()
+        manifest, source = at_home(with_usual_lanes(load_manifest(path))), path.absolute()
     else:
         # Everything is looked at before a model is loaded from the hub, which may take an hour.
         placeholder = smallest_manifest(Path("model.gguf"), given["name"])
         check_before_work(override(placeholder, changes | _http_of(given)))
         model = resolve_model(str(target))
-        manifest, source = smallest_manifest(model, given["name"]), model.absolute()
+        manifest, source = with_usual_lanes(smallest_manifest(model, given["name"])), model.absolute()
         changes |= _http_of(given)
     manifest = override(manifest, changes)
     if given["name"]:

@@ -93,12 +93,14 @@ async def test_each_turn_of_a_chat_reads_only_what_is_new(served: Running, whole
             history = (*history, *tokens, end)
 
 
-async def test_a_killed_stage_is_a_pause_and_no_more(served: Running, whole: ReferenceModel) -> None:
+@pytest.mark.parametrize("stage", range(N_STAGES))
+async def test_a_killed_stage_is_a_pause_and_no_more(stage: int, served: Running, whole: ReferenceModel) -> None:
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
-        prompt = await ids_of(client, PROMPTS[1])
+        text = PROMPTS[1 + stage]
+        prompt = await ids_of(client, text)
         epoch = (await client.pipeline())["epoch"]
-        victim = child_running(served.process.pid, "stage-1")
+        victim = child_running(served.process.pid, f"stage-{stage}")
         seen = 0
 
         def kill_once(_: dict[str, Any]) -> None:
@@ -107,9 +109,9 @@ async def test_a_killed_stage_is_a_pause_and_no_more(served: Running, whole: Ref
             if seen == 3:
                 os.kill(victim, signal.SIGKILL)
 
-        tokens = tokens_of(await client.stream(PROMPTS[1], kill_once, max_tokens=200))
+        tokens = tokens_of(await client.stream(text, kill_once, max_tokens=120))
         assert (await client.pipeline())["epoch"] > epoch
-    assert len(tokens) == 200
+    assert len(tokens) == 120
     assert_said_by(whole, prompt, tokens)
 
 

@@ -43,7 +43,7 @@ class EngineSettings(Settings):
     )
     n_lanes: int = setting(
         32,
-        "Streams that may run at once.",
+        "Streams that may run at once. Left out, fewer of a model whose every lane keeps a large recurrent state.",
         low=1,
         high=LANES_MAX,
         flag="--lanes",

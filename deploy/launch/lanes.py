@@ -1,0 +1,26 @@
+"""How many lanes a pipeline has where nobody says: fewer than usual of a model whose every lane keeps a large state."""
+
+from __future__ import annotations
+
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.planner.memory import usual_lanes
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.manifest import Manifest
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.settings.table import EngineSettings
+
+
+def with_usual_lanes(manifest: Manifest) -> Manifest:
+    """Return a manifest as somebody wrote it, with the lanes that its model allows if it says nothing of them.
+
+    A model that is not here, or cannot be read, changes nothing: what needs it says so.
+    """
+    path = manifest.model_path
+    if "lanes" in manifest.spec.context.model_fields_set or path is None or not path.exists():
+        return manifest
+    try:
+        facts = inspect_model(path)
+    except RelaylineError:
+        return manifest
+    n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
+    return override(manifest, {"context.lanes": n_lanes}) if n_lanes < manifest.engine.n_lanes else manifest

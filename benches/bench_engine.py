@@ -1,9 +1,10 @@
 """What the native engine adds to a bare llama_decode on the same slice: `python -m benches.bench_engine [--quick]`.
 
-A random Q4_0 llama is made in a temporary directory. The engine and a bare ctypes loop (no capture callback; norm and
-head computed) decode the same rows in alternation, so that drift of the machine meets both. Printed are medians, their
-ratio, and the ratio of minima, which a busy machine disturbs least. The goal is a ratio of at most 1.03. Below 1 means
-that stopping before norm and head saved more than the engine costs.
+A random Q4_0 llama is made in a temporary directory; the hybrid is the demo's, in two stages. The engine and a bare
+ctypes loop (no capture callback; norm and head computed) decode the same rows in alternation, so that drift of the
+machine meets both. Printed are medians, their ratio, and the ratio of minima, which a busy machine disturbs least. The
+goal is a ratio of at most 1.03, of the hybrid's 1.05. Below 1 means that stopping before norm and head saved more than
+the engine costs.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from benches.arguments import number
+from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config
+from relayline.deploy.testing.paths import HYBRID_DEMO_MODEL
 from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.settings.table import EngineSettings
 
 ROW_COUNTS = (1, 4, 8, 32)
-GOAL_RATIO = 1.03
+GOAL_RATIO, HYBRID_GOAL_RATIO = 1.03, 1.05
 FULL = TinyShape(n_layers=5, n_embd=1024, n_heads=16, n_kv_heads=4, n_ff=2816, n_vocab=4096)
 QUICK = TinyShape(n_layers=3, n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, n_vocab=512)
 
@@ -101,23 +104,32 @@ def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> 
     return {"bare_ms": bare_ms, "engine_ms": engine_ms, "ratio": engine_ms / bare_ms, "of_minima": of_minima}
 
 
+def slices(shape: TinyShape, directory: Path) -> dict[str, Path]:
+    """Return a stage without head and one with it, of a model of this shape and of the hybrid demo model."""
+    found = {
+        kind: write_stage(directory / f"{kind}.gguf", shape, index, cuts)
+        for kind, index, cuts in (("not last", 0, [shape.n_layers - 1]), ("last", 1, [1]))
+    }
+    pipeline = split_model(HYBRID_DEMO_MODEL, directory / "hybrid", n_stages=2)
+    hybrid = {"hybrid, not last": pipeline.stages[0].file, "hybrid, last": pipeline.stages[1].file}
+    return found | {kind: directory / "hybrid" / file for kind, file in hybrid.items()}
+
+
 def run(shape: TinyShape, n_steps: int, n_threads: int) -> list[dict[str, float | int | str]]:
-    """Measure a stage without head and one with it, at every row count."""
+    """Measure each slice at every row count."""
     results: list[dict[str, float | int | str]] = []
-    cut = shape.n_layers - 1
     rng = np.random.default_rng(1)
     with tempfile.TemporaryDirectory() as directory:
-        for kind, index, cuts in (("not last", 0, [cut]), ("last", 1, [1])):
-            path = write_stage(Path(directory) / f"{kind}.gguf", shape, index, cuts)
+        for kind, path in slices(shape, Path(directory)).items():
             config = engine_config(path, max(ROW_COUNTS), 512, max_rows=max(ROW_COUNTS), n_threads=n_threads)
-            bare = BareLoop(path, config.settings, shape.n_embd)
             with NativeEngine(config) as engine:
+                bare = BareLoop(path, config.settings, engine.n_embd)
                 engine.input_rows[:] = rng.standard_normal(engine.input_rows.shape, np.float32)
                 engine.seq_ids[:] = range(engine.max_rows)
                 bare.rows[:] = engine.input_rows
                 for n_rows in ROW_COUNTS:
                     results.append({"stage": kind, "rows": n_rows, **measure(engine, bare, n_rows, n_steps)})
-            bare.close()
+                bare.close()
     return results
 
 
@@ -135,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps({"goal_ratio": GOAL_RATIO, "n_threads": options.threads, "results": results}))
         return
-    print(f"goal: ratio <= {GOAL_RATIO}")
-    print(f"{'stage':>9} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7} {'of minima':>10}")
-    row = "{stage:>9} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f} {of_minima:>10.3f}"
+    print(f"goal: ratio <= {GOAL_RATIO}, of the hybrid {HYBRID_GOAL_RATIO}")
+    print(f"{'stage':>16} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7} {'of minima':>10}")
+    row = "{stage:>16} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f} {of_minima:>10.3f}"
     for result in results:
         print(row.format(**result))
 

@@ -13,10 +13,13 @@ number (`llama_memory_hybrid::init_batch`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+
+CUTS_KEPT = 64  # of the last shapes of steps; a step of 512 rows takes 4 KiB for each of three sequences
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +40,16 @@ def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True) -> Cut:
     `sequential`: only lanes of consecutive numbers share a micro-batch.
 
     Rows of one lane keep their order; a lane's rows need not stand together. Of orders with as few micro-batches that
-    is taken which keeps lanes of several rows (prompts) apart from those of one.
+    is taken which keeps lanes of several rows (prompts) apart from those of one. Its arrays are not to be written to:
+    decode steps repeat themselves, and each that does gets what the one before it got.
     """
+    return _cut(tuple(lanes.tolist()), sequential)
+
+
+@functools.lru_cache(maxsize=CUTS_KEPT)
+def _cut(lanes: tuple[int, ...], sequential: bool) -> Cut:
     rows_of: dict[int, list[int]] = {}
-    for row, lane in enumerate(lanes.tolist()):
+    for row, lane in enumerate(lanes):
         rows_of.setdefault(lane, []).append(row)
     ascending = sorted(rows_of)
     several = [lane for lane in ascending if len(rows_of[lane]) > 1]
@@ -74,4 +83,6 @@ def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool) -
 
 
 def _flat(parts: Iterable[list[int]]) -> npt.NDArray[np.intp]:
-    return np.fromiter((row for part in parts for row in part), np.intp)
+    found = np.fromiter((row for part in parts for row in part), np.intp)
+    found.setflags(write=False)
+    return found

@@ -84,3 +84,15 @@ def test_a_decode_step_of_neighbours_is_one_micro_batch(tmp_path: Path) -> None:
         engine.seq_ids[:3], engine.positions[:3] = [3, 1, 2], 0
         engine.decode(3)
         assert engine.micro_batches == (3,)
+
+
+def test_a_step_like_the_one_before_is_not_worked_out_again() -> None:
+    lanes = np.array([3, 0, 1], np.int32)
+    first = cut(lanes)
+    assert cut(lanes.copy()) is first
+    assert cut(lanes, sequential=False) is not first
+    with pytest.raises(ValueError, match="read-only"):
+        first.given[0] = 1
+    lanes[:] = (0, 1, 2)  # the caller's array is filled anew for each step
+    assert cut(lanes).computed.tolist() == [0, 1, 2]
+    assert first.computed.tolist() == [1, 2, 0]

@@ -15,7 +15,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
 from relayline.wire.settings.setting import entry_of, from_parameters
-from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
+from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 
@@ -93,7 +93,7 @@ log_options = _apply(
 
 threads_option = setting_options(EngineSettings, only=("n_threads",))
 # What `calibrate` measures: the shape of the steps, not how they are chosen.
-SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", "max_rows", "kv_type", "kv_layout")
+SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", *DEVICE_SETTINGS, "max_rows", "kv_type", "kv_layout")
 slice_options = setting_options(EngineSettings, only=SLICE)
 engine_options = setting_options(EngineSettings, but=("n_threads",))
 

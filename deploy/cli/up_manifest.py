@@ -27,8 +27,8 @@ from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.errors import RelaylineError, UsageError
-from relayline.wire.settings.setting import from_parameters
-from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
+from relayline.wire.settings.setting import entry_of, from_parameters
+from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
 
 # Values that the process in the background gets separately: the pipeline's name, its state directory, its way of
 # reporting.
@@ -130,6 +130,11 @@ def _with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[s
         cuts=given["cuts"],
         n_threads=given["threads"] if "threads" in changed else None,
         gpu_layers=given["gpu_layers"] if "gpu_layers" in changed else None,
+        devices={
+            name: given[parameter]
+            for name in DEVICE_SETTINGS
+            if (parameter := entry_of(EngineSettings, name).parameter) in changed
+        },
         pin=not given["no_pin"],
     )
     if flags.cuts is not None and flags.n_stages is not None:

@@ -77,7 +77,11 @@ async def examine_manifest(
     security_findings, security = _security(manifest)
     probes = [
         *machine_probes(timeout_s),
-        Probe("llama.cpp", functools.partial(look_native, wants_gpu=wants_gpu), max(timeout_s, PROBE_TIMEOUT_S)),
+        Probe(
+            "llama.cpp",
+            functools.partial(look_native, wants_gpu=wants_gpu, asked=_devices(manifest)),
+            max(timeout_s, PROBE_TIMEOUT_S),
+        ),
         Probe("model", functools.partial(look_model, manifest), timeout_s),
         Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
         Probe("open files", functools.partial(look_files, manifest.engine.n_lanes + manifest.serving.queue), timeout_s),
@@ -103,6 +107,16 @@ async def examine_manifest(
     if manifest.telemetry.otlp_endpoint:
         probes.append(Probe("otlp", functools.partial(look_otlp, manifest.telemetry.otlp_endpoint), timeout_s))
     return await examine(probes)
+
+
+def _devices(manifest: Manifest) -> dict[str, str]:
+    """Return the devices that are named for stages here, each with the first stage that names it."""
+    asked: dict[str, str] = {}
+    for stage in manifest.stages:
+        if stage.is_local:
+            for name in stage.named_devices:
+                asked.setdefault(name, stage.name)
+    return asked
 
 
 def _security(manifest: Manifest) -> tuple[list[Finding], LinkSecurity | None]:

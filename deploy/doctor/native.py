@@ -10,9 +10,11 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relayline.deploy.doctor.host import GIB
 from relayline.deploy.doctor.report import Finding, failure, ok, warning
 from relayline.wire.common.child_command import code_command
 
@@ -60,6 +62,7 @@ for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"
         found[name] = f"{{type(error).__name__}}: {{error}}"
 try:
     import llama_cpp
+    from relayline.stage.engine import ggml
     said = getattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}", None)
     if said is not None:
         said.restype = ctypes.c_char_p
@@ -68,6 +71,8 @@ try:
                       "system": llama_cpp.llama_print_system_info().decode(),
                       "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
                       "kernels": said and said().decode(),
+                      "devices": [(each.name, each.description, *(ggml.memory_bytes(each) if each.is_gpu else (0, 0)))
+                                  for each in ggml.list_devices()],
                       "left_out": os.path.isfile(mark) and open(mark).readline() == "kernels OFF\\n"}}
     print("{_LOADED}", flush=True)
     params = llama_cpp.llama_model_default_params()
@@ -88,8 +93,17 @@ os._exit(0)  # some backends take offence at exit, at what was not freed
 """
 
 
-def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[Finding]:
-    """Load everything native, run one step of the demo model and judge it."""
+def look_native(
+    *,
+    wants_gpu: bool,
+    asked: Mapping[str, str] | None = None,
+    program: str = _PROGRAM,
+    cpuinfo: Path = Path("/proc/cpuinfo"),
+) -> list[Finding]:
+    """Load everything native, run one step of the demo model and judge it.
+
+    `asked`: devices that the manifest names for stages here, and of which stage it says so.
+    """
     command = code_command(program, str(DEMO_MODEL))
     environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a crash would wait for a debugger
     try:
@@ -102,7 +116,8 @@ def look_native(*, wants_gpu: bool, program: str = _PROGRAM, cpuinfo: Path = Pat
     if done.returncode:
         return [judge_death(done.returncode, done.stderr, is_loaded=_LOADED in done.stdout)]
     facts = json.loads(done.stdout.strip().splitlines()[-1])
-    return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), judge_extensions(facts)]
+    devices = judge_devices(facts.get("llama", {}).get("devices", ()), asked or {})
+    return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), *devices, judge_extensions(facts)]
 
 
 def judge_death(code: int, stderr: str, *, is_loaded: bool) -> Finding:
@@ -166,6 +181,24 @@ def judge_kernels(kernels: str | None, *, left_out: bool, could_have: bool) -> F
         text = "llama.cpp was built without relayline's: steps of many rows take longer"
         return warning("kernels", text, REBUILD)
     return ok("kernels", "llama.cpp's own; this build has no use for relayline's")
+
+
+def judge_devices(found: Sequence[tuple[str, str, int, int]], asked: Mapping[str, str]) -> list[Finding]:
+    """Name the devices of this machine, each with its model, free memory and all of it in bytes (0: the host's own).
+
+    `asked`: as of `look_native`.
+    """
+    if not found:
+        return []
+    text = "; ".join(
+        f"{name}: {model}" + (f", {free / GIB:.1f} of {total / GIB:.1f} GiB free" if total else "")
+        for name, model, free, total in found
+    )
+    missing = [name for name in asked if name not in {name for name, *_ in found}]
+    if missing:
+        text = f"stage {asked[missing[0]]!r} asks for {missing[0]}; here are {text}"
+        return [failure("devices", text, "name devices of this list, and see that CUDA_VISIBLE_DEVICES hides none")]
+    return [ok("devices", text)]
 
 
 def judge_extensions(facts: dict[str, Any]) -> Finding:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from relayline.deploy.manifest.scalars import Text
 from relayline.wire.settings.setting import STAGES, Setting, Settings, Table, entries
@@ -50,6 +50,8 @@ def annotation_of(entry: Setting) -> Any:
     found: Any = entry.kind
     if entry.choices:
         found = _LITERAL[entry.choices]
+    elif entry.form is not None:
+        found = Annotated[Text, AfterValidator(_checked(entry.form))]
     elif entry.kind is str:
         found = Text
     elif entry.low is not None:
@@ -58,6 +60,15 @@ def annotation_of(entry: Setting) -> Any:
         word: Any = _LITERAL[tuple(entry.words)]
         found = Annotated[Annotated[word, Tag("word")] | Annotated[found, Tag("count")], Discriminator(_tag)]
     return found | None if entry.is_optional else found
+
+
+def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text:
+            form(text)
+        return text
+
+    return check
 
 
 def _tag(value: Any) -> str:

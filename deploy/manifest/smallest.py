@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
 from relayline.deploy.manifest.starter import pipeline_name
 from relayline.wire.common.errors import UsageError
-from relayline.wire.settings.setting import entries
-from relayline.wire.settings.table import TABLES
+from relayline.wire.settings.setting import entries, entry_of
+from relayline.wire.settings.table import TABLES, EngineSettings
 
 _LABEL = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")  # no address, which begins with a digit
 
@@ -26,6 +26,8 @@ class StageFlags:
     """First layer of every stage but the first."""
     n_threads: int | None = None
     gpu_layers: int | None = None
+    devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What is said of DEVICE_SETTINGS, by their names."""
     pin: bool = True
     """Whether stages keep to their share of the cores."""
 
@@ -110,6 +112,7 @@ def _of_local(flags: StageFlags) -> dict[str, Any]:
         entry["threads"] = flags.n_threads
     if flags.gpu_layers is not None:
         entry |= {"device": "gpu", "gpuLayers": flags.gpu_layers} if flags.gpu_layers else {"device": "cpu"}
+    entry |= {entry_of(EngineSettings, name).key: value for name, value in flags.devices.items()}
     if not flags.pin:
         entry["cores"] = "any"
     return entry

@@ -10,6 +10,7 @@ from relayline.deploy.machine.cores import read_cores, write_cores
 from relayline.deploy.manifest.deployment import Tolerations
 from relayline.deploy.manifest.scalars import CoreList, DnsLabel, FilePath, Host, Labels, Part, Port, is_local
 from relayline.deploy.manifest.settings import declare_settings, stage_settings
+from relayline.wire.settings.device_texts import NO_DEVICE, read_devices, read_overrides, read_shares
 from relayline.wire.settings.setting import STAGES
 from relayline.wire.settings.table import LAYERS_MAX, EngineSettings
 
@@ -65,6 +66,9 @@ class Stage(Part):
     """With device gpu: how many of its layers go there; -1 (the default) for all."""
     if TYPE_CHECKING:
         threads: int = 0
+        devices: str = ""
+        tensor_split: str = ""
+        override_tensor: str = ""
     declare_settings(locals(), STAGES, but=("gpuLayers",))
     cores: CoreList = "auto"
     """Cores that it keeps to, such as 0-3,8. auto: stages on localhost divide this machine's, in proportion to their
@@ -126,3 +130,19 @@ class Stage(Part):
         if self.device == "cpu":
             return 0
         return -1 if self.gpu_layers is None else self.gpu_layers
+
+    @property
+    def named_devices(self) -> tuple[str, ...]:
+        """All devices that it names, to compute on or for weights."""
+        names = read_devices(self.devices) if self.devices else ()
+        rules = read_overrides(self.override_tensor) if self.override_tensor else ()
+        return tuple(dict.fromkeys((*(name for name in names if name != NO_DEVICE), *(device for _, device in rules))))
+
+    @property
+    def n_gpus(self) -> int:
+        """GPUs that its container asks for: as many as are named, or have a share; 0 on the CPU."""
+        if self.device == "cpu" or self.devices == NO_DEVICE:
+            return 0
+        names = read_devices(self.devices) if self.devices else ()
+        shares = read_shares(self.tensor_split) if self.tensor_split else ()
+        return max(1, len(names), len(shares))

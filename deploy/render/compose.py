@@ -126,7 +126,7 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
         "healthcheck": _healthcheck(_HEALTHY.format(port=inside.HTTP_PORT, path="/health")),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),
-        "deploy": _resources(spec.coordinator.memory_gib, threads=0, on_gpu=False),
+        "deploy": _resources(spec.coordinator.memory_gib, threads=0, n_gpus=0),
     }
     if pipeline.mounts_models:
         if "}" in models_dir:  # it would end the variable, and Compose has no way to write it there
@@ -153,7 +153,7 @@ def _stage(pipeline: Inside, stage: Stage) -> Mapping:
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
-        "deploy": _resources(stage.memory_gib, threads=stage.threads, on_gpu=stage.device == "gpu"),
+        "deploy": _resources(stage.memory_gib, threads=stage.threads, n_gpus=stage.n_gpus),
     }
     return without_none(service)
 
@@ -169,15 +169,15 @@ def _healthcheck(script: str) -> Mapping:
     }
 
 
-def _resources(memory_gib: float | None, *, threads: int, on_gpu: bool) -> Mapping | None:
+def _resources(memory_gib: float | None, *, threads: int, n_gpus: int) -> Mapping | None:
     limits = without_none(
         {
             "cpus": str(threads) if threads else None,
             "memory": None if memory_gib is None else f"{round(memory_gib * 1024)}m",
         }
     )
-    gpu = {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    resources = without_none({"limits": limits, "reservations": {"devices": [gpu]} if on_gpu else None})
+    gpu = {"driver": "nvidia", "count": n_gpus, "capabilities": ["gpu"]}
+    resources = without_none({"limits": limits, "reservations": {"devices": [gpu]} if n_gpus else None})
     return {"resources": resources} if resources else None
 
 

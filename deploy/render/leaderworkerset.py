@@ -91,7 +91,7 @@ def _worker_set(pipeline: Inside) -> Mapping:
     need = pods.Need(
         threads=max(stage.threads for stage in stages),
         memory_gib=max(memories) if len(memories) == len(stages) else None,
-        on_gpu=stages[0].device == "gpu",
+        n_gpus=max(stage.n_gpus for stage in stages),
     )
     args = pipeline.stage_command(
         join="$(LWS_LEADER_ADDRESS)",

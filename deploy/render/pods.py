@@ -33,14 +33,19 @@ class Need:
     """Cores; 0 asks for one."""
     memory_gib: float | None = None
     """Memory, requested and limited; None for neither."""
-    on_gpu: bool = False
-    """Whether it needs a GPU."""
+    n_gpus: int = 0
+    """GPUs."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it needs a GPU."""
+        return self.n_gpus > 0
 
 
 def resources(need: Need, gpu_resource: str) -> Mapping:
     """Return a container's resources. CPU is requested and never limited: throttled threads stall every step."""
     memory = None if need.memory_gib is None else f"{round(need.memory_gib * 1024)}Mi"
-    gpu = {gpu_resource: "1"} if need.on_gpu else {}
+    gpu = {gpu_resource: str(need.n_gpus)} if need.on_gpu else {}
     requests = without_none({"cpu": str(need.threads or 1), "memory": memory, **gpu})
     return without_none({"requests": requests, "limits": without_none({"memory": memory, **gpu})})
 

@@ -95,31 +95,111 @@ def kernels() -> str:
     return str(found().decode())
 
 
+class _Properties(ctypes.Structure):
+    """ggml_backend_dev_props."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("capabilities", ctypes.c_bool * 5),
+    ]
+
+
 for _symbol, _arguments, _result in (
     ("ggml_backend_dev_count", [], ctypes.c_size_t),
     ("ggml_backend_dev_get", [ctypes.c_size_t], ctypes.c_void_p),
     ("ggml_backend_dev_name", [ctypes.c_void_p], ctypes.c_char_p),
     ("ggml_backend_dev_description", [ctypes.c_void_p], ctypes.c_char_p),
+    ("ggml_backend_dev_type", [ctypes.c_void_p], ctypes.c_int),
+    ("ggml_backend_dev_buffer_type", [ctypes.c_void_p], ctypes.c_void_p),
+    ("ggml_backend_dev_memory", [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2], None),
+    ("ggml_backend_dev_get_props", [ctypes.c_void_p, ctypes.POINTER(_Properties)], None),
 ):
     _function = getattr(_lib, _symbol)
     _function.argtypes, _function.restype = _arguments, _result
 
 
-def devices() -> tuple[str, ...]:
-    """Return name and model of every device that this process can compute on, processors included, in ggml's order.
+_GPU, _GPU_OF_HOST = 1, 2  # enum ggml_backend_dev_type
+
+
+class Device(NamedTuple):
+    """One device that this process can compute on."""
+
+    name: str
+    """As llama.cpp's flags have it: CPU, CUDA0."""
+    description: str
+    kind: int
+    """enum ggml_backend_dev_type."""
+    handle: int
+    """ggml_backend_dev_t."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether weights may go there: it is no processor, and no helper of one."""
+        return self.kind in (_GPU, _GPU_OF_HOST)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it is a GPU with no memory but the host's."""
+        return self.kind == _GPU_OF_HOST
+
+    @property
+    def text(self) -> str:
+        """Name and model."""
+        return f"{self.name}: {self.description}"
+
+
+def list_devices() -> tuple[Device, ...]:
+    """Return every device that this process can compute on, processors included, in ggml's order.
 
     Devices that a variable such as CUDA_VISIBLE_DEVICES hides are missing.
     """
     handles = map(_lib.ggml_backend_dev_get, range(_lib.ggml_backend_dev_count()))
     return tuple(
-        f"{_lib.ggml_backend_dev_name(handle).decode()}: {_lib.ggml_backend_dev_description(handle).decode()}"
+        Device(
+            _lib.ggml_backend_dev_name(handle).decode(),
+            _lib.ggml_backend_dev_description(handle).decode(),
+            _lib.ggml_backend_dev_type(handle),
+            handle,
+        )
         for handle in handles
     )
 
 
+def buffer_type(device: Device) -> int:
+    """Return the kind of memory in which weights lie on a device: a ggml_backend_buffer_type_t."""
+    return int(_lib.ggml_backend_dev_buffer_type(device.handle))
+
+
+def memory_bytes(device: Device) -> tuple[int, int]:
+    """Return a device's free memory and all of it. A backend may open the device for that, which takes some."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    _lib.ggml_backend_dev_memory(device.handle, ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+def bus_id(device: Device) -> str:
+    """Return where a device sits in its host, as 0000:c1:00.0; empty where its backend does not know.
+
+    A backend may open the device for that, which takes memory there.
+    """
+    found = _Properties()
+    _lib.ggml_backend_dev_get_props(device.handle, ctypes.byref(found))
+    return (found.device_id or b"").decode()
+
+
+def devices() -> tuple[str, ...]:
+    """Return name and model of every device, in ggml's order."""
+    return tuple(device.text for device in list_devices())
+
+
 def gpus() -> tuple[str, ...]:
     """Return those of the devices that are no processor."""
-    return tuple(device for device in devices() if not device.startswith(("CPU", "BLAS")))
+    return tuple(device.text for device in list_devices() if device.is_gpu)
 
 
 # --- log --------------------------------------------------------------------------------------------------------------

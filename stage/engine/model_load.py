@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,27 +12,34 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.devices import count_elsewhere, place
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import ModelFileError, NativeError
+from relayline.wire.settings.table import EngineSettings
+
+log = logging.getLogger("relayline.stage")
+GIB = 1 << 30
 
 
-def load_model(artifact: StageArtifact, gpu_layers: int, ctx_tokens: int, load: Load) -> Any:
-    """Return a llama.cpp model for lanes of `ctx_tokens`, which the caller frees.
+def load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -> Any:
+    """Return a llama.cpp model for what the settings say of lanes and devices, which the caller frees.
 
-    Raises ModelFileError (the file), NativeError (memory or a device) or LoadStoppedError.
+    Raises UsageError (a device), ModelFileError (the file), NativeError (memory or a device) or LoadStoppedError.
     """
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
-    params.n_gpu_layers = gpu_layers
-    rope = choose_rope(params, artifact.long_rope, ctx_tokens)  # held by its name as well
+    placed = place(params, settings, artifact, ggml.list_devices())  # held by its name until the call is over
+    for device, n_bytes in count_elsewhere(placed, artifact).items():
+        log.info("weights told where to go", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
+    rope = choose_rope(params, artifact.long_rope, settings.ctx_tokens)  # held by its name as well
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     # Held by its name until the call is over: llama.cpp calls it after each tensor, and gives up where it says False.
     goes_on = llama.llama_progress_callback(lambda share, _: load.goes_on(WEIGHTS, share))
     params.progress_callback = goes_on
     ggml.LOG.watch()
     model = llama.llama_model_load_from_file(bytes(artifact.path), params)
-    del rope
+    del rope, placed
     if model:
         return model
     if load.is_stopped:

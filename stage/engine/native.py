@@ -111,7 +111,7 @@ class NativeEngine:
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
         try:
-            self._model = load_model(self.artifact, settings.gpu_layers, settings.ctx_tokens, load)
+            self._model = load_model(self.artifact, settings, load)
             self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()

@@ -38,6 +38,8 @@ from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import LADDER
+from relayline.wire.settings.setting import entries
+from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
 log = logging.getLogger("relayline.stage")
 
@@ -355,5 +357,12 @@ def _key(engine: NativeEngine) -> str:
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
-             ggml.devices() if settings.gpu_layers else ())  # fmt: skip
+             ggml.devices() if settings.gpu_layers else (), *_told(settings))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _told(settings: EngineSettings) -> tuple[str, ...]:
+    """Return what was said of the stage's devices; nothing where nothing was, so that known curves stay known."""
+    said = [(entry, getattr(settings, entry.name)) for entry in entries(EngineSettings)]
+    return tuple(f"{entry.name}={value}" for entry, value in said
+                 if entry.name in DEVICE_SETTINGS and value != entry.default)  # fmt: skip

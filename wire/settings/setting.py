@@ -59,7 +59,9 @@ class Setting:
     words: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     """Named values of a number, in addition to the numbers from low to high."""
     unsaid: Any = None
-    """The meaning of an order from a coordinator that does not know the setting; None: the default."""
+    """What the order of a coordinator means that does not know the setting; None: the default."""
+    form: Callable[[str], Any] | None = None
+    """Reads a text that is not empty; raises ValueError, which says how it is written, for one that it cannot read."""
     host_wins: bool = False
     """Whether a stage's own flag wins over the order that it gets when it joins."""
 
@@ -115,6 +117,11 @@ class Setting:
             raise UsageError(f"{self.flag} {value!r} is not {self._expected}")
         if self.choices and value not in self.choices:
             raise UsageError(f"{self.flag} {value} is unknown; choose one of {self.allowed}")
+        if self.form is not None and value:
+            try:
+                self.form(value)
+            except ValueError as error:
+                raise UsageError(f"{self.flag} {value!r}: {error}") from None
         if self.low is None or self.high is None or value in self.words.values() or self.low <= value <= self.high:
             return value
         if self.words:

@@ -12,6 +12,13 @@ import os
 from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, asked_layout, choose_layout
 from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.settings.device_texts import (
+    DEVICES_MAX,
+    SPLIT_MODES,
+    read_devices,
+    read_overrides,
+    read_shares,
+)
 from relayline.wire.settings.setting import Reader, Settings, setting
 from relayline.wire.telemetry.config import LEVEL_NAMES
 
@@ -69,6 +76,71 @@ class EngineSettings(Settings):
         flag="--gpu-layers",
         place="stages[].gpuLayers",
         reader=STAGE,
+    )
+    devices: str = setting(
+        "",
+        """
+    Devices that the stage computes on, by the names that `relayline doctor` lists, with commas between; none: the
+    processor alone; empty: all GPUs.""",
+        form=read_devices,
+        flag="--device",
+        place="stages[].devices",
+        reader=STAGE,
+        host_wins=True,
+    )
+    split_mode: str = setting(
+        "layer",
+        """
+    How the stage is split over its GPUs. layer: whole layers; row: the rows of weights; tensor: also attention and its
+    cache; none: all on `mainGpu`.""",
+        choices=SPLIT_MODES,
+        flag="--split-mode",
+        flag_doc="""
+    How a stage is split over its GPUs. layer: whole layers; row: the rows of weights; tensor: also attention and its
+    cache; none: all on --main-gpu.""",
+        place="stages[].splitMode",
+        reader=STAGE,
+        host_wins=True,
+    )
+    tensor_split: str = setting(
+        "",
+        "Share of each GPU, with commas between, as 3,1; empty: by free memory.",
+        form=read_shares,
+        flag="--tensor-split",
+        place="stages[].tensorSplit",
+        reader=STAGE,
+        host_wins=True,
+    )
+    main_gpu: int = setting(
+        0,
+        "The one GPU with split mode none, or the one for what is not split with row: its place among the stage's own.",
+        low=0,
+        high=DEVICES_MAX - 1,
+        flag="--main-gpu",
+        place="stages[].mainGpu",
+        reader=STAGE,
+        host_wins=True,
+    )
+    n_cpu_moe: int = setting(
+        0,
+        "Of so many of the stage's first layers the experts' weights stay in host memory.",
+        low=0,
+        high=LAYERS_MAX,
+        flag="--n-cpu-moe",
+        place="stages[].cpuMoeLayers",
+        reader=STAGE,
+        host_wins=True,
+    )
+    override_tensor: str = setting(
+        "",
+        """
+    PATTERN=DEVICE, with commas between: weights whose name in the model the regular expression finds go to that device,
+    such as ffn_.*_exps=CPU. The first pattern that fits counts.""",
+        form=read_overrides,
+        flag="--override-tensor",
+        place="stages[].overrideTensor",
+        reader=STAGE,
+        host_wins=True,
     )
     policy: str = setting(
         "auto",
@@ -403,5 +475,8 @@ class TelemetrySettings(Settings):
         reader=COORDINATOR,
     )
 
+
+# What is said of a stage's devices beside `gpu_layers`.
+DEVICE_SETTINGS = ("devices", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe", "override_tensor")
 
 TABLES = (EngineSettings, ServingSettings, TelemetrySettings)

@@ -12,6 +12,7 @@ from relayline.deploy.manifest.load import parse_manifest
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.file_kind import foreign_kind
+from relayline.wire.settings.table import DEVICE_SETTINGS
 
 MANIFEST = b"apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec: {model: {path: m.gguf}}\n"
 
@@ -34,6 +35,25 @@ def test_flags_say_of_stages_what_a_manifest_would() -> None:
     assert {(stage.threads, stage.gpu_layers_used, stage.cores) for stage in stages} == {(3, -1, "any")}
     assert len(with_stages(manifest, StageFlags(n_stages=4), 0).stages) == 4
     assert not StageFlags().says_something
+
+
+def test_flags_name_the_devices_of_stages_here() -> None:
+    said = {"devices": "CUDA0,CUDA1", "split_mode": "row", "tensor_split": "3,1", "main_gpu": 1, "n_cpu_moe": 2}
+    said["override_tensor"] = "exps=CPU"
+    text = MANIFEST.replace(b"m.gguf}", b"m.gguf}, stages: [{name: a}, {name: b, host: box, splitMode: none}]")
+    stages = with_stages(parse_manifest(text, "text"), StageFlags(gpu_layers=-1, devices=said), 0).stages
+    engine = stages[0].engine_settings
+    assert {name: engine[name] for name in said} == said
+    assert set(said) == set(DEVICE_SETTINGS)
+    assert (stages[1].engine_settings["split_mode"], stages[1].engine_settings["devices"]) == ("none", "")
+    assert (stages[0].n_gpus, stages[1].n_gpus) == (2, 0)
+    assert stages[0].named_devices == ("CUDA0", "CUDA1", "CPU")
+
+
+def test_a_manifest_says_where_a_text_of_devices_is_wrong() -> None:
+    text = MANIFEST.replace(b"m.gguf}", b"m.gguf}, stages: [{name: a, tensorSplit: '1,x'}]")
+    with pytest.raises(UsageError, match=r"spec\.stages\[0\]\.tensorSplit: give a number for each device"):
+        parse_manifest(text, "text")
 
 
 def test_flags_leave_stages_of_other_hosts_alone() -> None:

@@ -249,6 +249,15 @@ def test_a_gpu_stage_asks_for_a_gpu() -> None:
     assert "nvidia.com/gpu" not in limits["chat-second"]
 
 
+def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
+    text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")
+    services = yaml.safe_load(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
+    assert [services[n]["deploy"]["resources"]["reservations"]["devices"][0]["count"] for n in "ab"] == [2, 3]
+    sets = of_kind(render(parsed(text), "kubernetes", "m.yaml"), "StatefulSet")
+    limits = [s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for s in sets]
+    assert sorted(each.get("nvidia.com/gpu", "0") for each in limits)[-2:] == ["2", "3"]
+
+
 def test_kubernetes_pods_end_after_the_drain_and_own_nothing() -> None:
     files = rendered("kubernetes", "kubernetes")
     pods = [d["spec"]["template"]["spec"] for d in documents(files) if d["kind"] in ("Deployment", "StatefulSet")]

@@ -32,6 +32,7 @@ from relayline.wire.common.errors import (
     UsageError,
 )
 from relayline.wire.common.kv_layout import LAYOUTS
+from relayline.wire.settings.table import EngineSettings
 
 SHAPE = TinyShape()
 N_LANES, CTX_TOKENS, MAX_ROWS = 4, 64, 96
@@ -566,5 +567,5 @@ def test_the_log_is_bounded_silent_and_quotes_the_first_error(
     artifact = dataclasses.replace(open_artifact(stages[0]), path=path)  # as if it had changed since it was checked
     capfd.readouterr()
     with pytest.raises(ModelFileError, match="invalid magic"):
-        load_model(artifact, 0, 64, Load())
+        load_model(artifact, EngineSettings(ctx_tokens=64), Load())
     assert capfd.readouterr() == ("", "")

@@ -1,0 +1,167 @@
+"""On which devices llama.cpp computes one stage, and what of its weights goes where: settings to llama_model_params.
+
+Names of devices are llama.cpp's own, which differ from host to host, so they are checked here, where the stage runs.
+What llama.cpp would only mention in its log, or take in silence, is refused: shares for devices that are not there.
+
+Patterns are held against the names of tensors in the whole model. A stage's file numbers its layers from 0, so a
+pattern would mean other layers after a move. llama.cpp gets the names themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.ggml import Device
+from relayline.wire.common.errors import UsageError
+from relayline.wire.model_files.gguf_header import read_header
+from relayline.wire.settings.device_texts import (
+    DEVICES_MAX,
+    NO_DEVICE,
+    read_devices,
+    read_overrides,
+    read_shares,
+)
+from relayline.wire.settings.table import EngineSettings
+
+SPLIT_MODES: dict[str, int] = {
+    "none": llama.LLAMA_SPLIT_MODE_NONE,
+    "layer": llama.LLAMA_SPLIT_MODE_LAYER,
+    "row": llama.LLAMA_SPLIT_MODE_ROW,
+    "tensor": llama.LLAMA_SPLIT_MODE_TENSOR,
+}
+HOST_MEMORY = "CPU"  # the processor's name in ggml
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # as llama.cpp's --n-cpu-moe
+
+
+class _Override(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """What llama_model_params point into: hold it until the model is loaded."""
+
+    held: tuple[Any, ...] = ()
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """By names in the stage's file, the device of each tensor that was told where to go."""
+
+
+def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found: Sequence[Device]) -> Placed:
+    """Set in llama_model_params on which of the `found` devices the stage is computed.
+
+    Raises UsageError for a device that is not among them, and for shares or a main GPU beyond their number.
+    """
+    params.n_gpu_layers = settings.gpu_layers
+    params.split_mode = SPLIT_MODES[settings.split_mode]
+    params.main_gpu = settings.main_gpu
+    gpus, held = [device for device in found if device.is_gpu], []
+    used = [device for device in gpus if not device.shares_memory] or gpus[:1]  # as llama.cpp chooses
+    if settings.devices:
+        used = _named(settings.devices, gpus)
+        handles = (ctypes.c_void_p * (len(used) + 1))(*(device.handle for device in used))  # NULL ends it
+        params.devices = ctypes.addressof(handles)
+        held.append(handles)
+    if settings.main_gpu and settings.main_gpu >= len(used):
+        raise UsageError(f"--main-gpu {settings.main_gpu}: the stage has {_listed(used)}, counted from 0")
+    if settings.tensor_split:
+        shares = read_shares(settings.tensor_split)
+        if len(shares) > len(used):
+            raise UsageError(f"--tensor-split has {len(shares)} shares; the stage has {_listed(used)}")
+        array = (ctypes.c_float * max(DEVICES_MAX, llama.llama_max_devices()))(*shares)
+        params.tensor_split = array
+        held.append(array)
+    elsewhere = _elsewhere(settings, artifact, found)
+    if elsewhere:
+        overrides = _overrides(elsewhere, {device.name: device for device in found})
+        params.tensor_buft_overrides = ctypes.addressof(overrides)
+        held.append(overrides)
+    return Placed(tuple(held), elsewhere)
+
+
+def _named(text: str, gpus: Sequence[Device]) -> list[Device]:
+    names = read_devices(text)
+    if names == (NO_DEVICE,):
+        return []
+    by_name = {device.name: device for device in gpus}
+    if unknown := [name for name in names if name not in by_name]:
+        raise UsageError(f"--device {unknown[0]} is unknown here; choose among {', '.join((*by_name, NO_DEVICE))}")
+    return [by_name[name] for name in names]
+
+
+def _listed(used: Sequence[Device]) -> str:
+    names = ", ".join(device.name for device in used)
+    return f"{len(used)} GPU{'s' if len(used) > 1 else ''} ({names})" if used else "no GPU"
+
+
+def _elsewhere(settings: EngineSettings, artifact: StageArtifact, found: Sequence[Device]) -> dict[str, str]:
+    """Return the device of each tensor that is told where to go: the first pattern counts, then the experts' rule."""
+    rules = read_overrides(settings.override_tensor) if settings.override_tensor else ()
+    known = {device.name for device in found}
+    for pattern, device in rules:
+        if device not in known:
+            choice = ", ".join(dict.fromkeys(device.name for device in found))
+            raise UsageError(f"--override-tensor {pattern}={device}: no such device here; choose among {choice}")
+    if not rules and not settings.n_cpu_moe:
+        return {}
+    elsewhere: dict[str, str] = {}
+    patterns = [(re.compile(pattern), device) for pattern, device in rules]
+    for tensor in read_header(artifact.path).tensors:
+        in_layer = _LAYER.fullmatch(tensor.name)
+        name = tensor.name
+        if in_layer:
+            name = f"blk.{int(in_layer[1]) + artifact.layer_start}.{in_layer[2]}"
+        device = next((device for pattern, device in patterns if pattern.search(name)), None)
+        if device is None and in_layer and int(in_layer[1]) < settings.n_cpu_moe and _EXPERTS.search(name):
+            device = HOST_MEMORY
+        if device is not None:
+            elsewhere[tensor.name] = device
+    return elsewhere
+
+
+def _overrides(elsewhere: Mapping[str, str], by_name: Mapping[str, Device]) -> Any:
+    """Return llama.cpp's list. It tries every pattern on every tensor, so tensors of many layers share one."""
+    patterns = grouped(elsewhere)
+    list_of = (_Override * (len(patterns) + 1))()  # the last, empty, ends it
+    for entry, (pattern, device) in zip(list_of, patterns, strict=False):
+        entry.pattern, entry.buffer_type = pattern.encode(), ggml.buffer_type(by_name[device])
+    return list_of
+
+
+def grouped(elsewhere: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return pairs of a regular expression and a device that say the same of exactly these tensors."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    alone: list[tuple[str, str]] = []
+    for name, device in elsewhere.items():
+        if in_layer := _LAYER.fullmatch(name):
+            layers.setdefault((in_layer[2], device), []).append(in_layer[1])
+        else:
+            alone.append((f"^{_escaped(name)}$", device))
+    return alone + [
+        (rf"^blk\.({'|'.join(numbers)})\.{_escaped(rest)}$", device) for (rest, device), numbers in layers.items()
+    ]
+
+
+def _escaped(name: str) -> str:
+    """Return a name as a regular expression of C++ (ECMAScript), which knows fewer escapes than Python's."""
+    return re.sub(r"[^\w]", lambda found: "\\" + found[0], name)
+
+
+def count_elsewhere(placed: Placed, artifact: StageArtifact) -> dict[str, int]:
+    """Return the bytes of weights that were told where to go, by device."""
+    counts: dict[str, int] = {}
+    if placed.elsewhere:
+        for tensor in read_header(artifact.path).tensors:
+            if device := placed.elsewhere.get(tensor.name):
+                counts[device] = counts.get(device, 0) + tensor.size_bytes
+    return counts

@@ -1,0 +1,58 @@
+"""The texts of the settings that say on which devices a stage computes, as llama.cpp's own flags have them. Pure.
+
+Which devices a host has is known where the stage runs, see stage.engine.devices.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+SPLIT_MODES = ("layer", "none", "row", "tensor")
+NO_DEVICE = "none"
+DEVICES_MAX = 16  # llama_max_devices
+OVERRIDES_MAX = 256
+
+
+def read_devices(text: str) -> tuple[str, ...]:
+    """Return the names of devices, with commas between; "none" is alone. Raises ValueError."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError("give names with commas between, as CUDA0,CUDA1, or none")
+    if len(set(names)) < len(names):
+        raise ValueError("a device is named twice")
+    if NO_DEVICE in names and len(names) > 1:
+        raise ValueError(f"{NO_DEVICE} stands alone")
+    if len(names) > DEVICES_MAX:
+        raise ValueError(f"{len(names)} devices; llama.cpp takes {DEVICES_MAX}")
+    return names
+
+
+def read_shares(text: str) -> tuple[float, ...]:
+    """Return each device's share, in any unit. Raises ValueError."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("give a number for each device, with commas between, as 3,1") from None
+    if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares):
+        raise ValueError("shares are numbers from 0 on, and not all 0")
+    if len(shares) > DEVICES_MAX:
+        raise ValueError(f"{len(shares)} shares; llama.cpp takes {DEVICES_MAX}")
+    return shares
+
+
+def read_overrides(text: str) -> tuple[tuple[str, str], ...]:
+    """Return pairs of a pattern of tensor names and a device. Raises ValueError."""
+    pairs = []
+    for part in text.split(","):
+        pattern, _, device = part.partition("=")
+        if not pattern or not device.strip():
+            raise ValueError("give PATTERN=DEVICE, with commas between, as ffn_.*_exps=CPU")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        pairs.append((pattern, device.strip()))
+    if len(pairs) > OVERRIDES_MAX:
+        raise ValueError(f"{len(pairs)} patterns; at most {OVERRIDES_MAX} are taken")
+    return tuple(pairs)

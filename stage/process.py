@@ -22,6 +22,7 @@ from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.engine.open_tier import open_tier
+from relayline.stage.engine.place import place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
@@ -127,6 +128,7 @@ def _load(
         curves,
         rewinds,
         engine.keeps_state,
+        place=place_of(settings),
         name=own_name(config),
     )
     # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.

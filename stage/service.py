@@ -296,6 +296,7 @@ class StageService:
         message.queued_rows = held.queued_rows
         message.kv_per_lane = self._facts.config.engine.layout_used == "per-lane"
         message.kernels = self._facts.kernels
+        message.place.CopyFrom(self._facts.place)
         self._facts.curves.tell(message)
         self._executor.sessions.states.count(message)
         if (route := self._routes.get(request.route_id)) is not None:

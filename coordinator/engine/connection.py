@@ -15,6 +15,7 @@ from relayline.coordinator.engine.revoking import check_servers, keep_told, tell
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
+from relayline.coordinator.schedule.shared_devices import Place, device_numbers, sharing
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import LOOK_EVERY_S, TRANSIT_MAX_S, Silence, UnderWay, Work
@@ -98,10 +99,16 @@ class Connection:
     def stage_costs(self) -> list[StageCost]:
         """Return each stage's measured speed."""
         share = share_host([stage.address for stage in self.stages])
+        devices = device_numbers([place_of(facts.place) for facts in self.facts])
         return [
-            stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane, shares_host=shares)
-            for facts, shares in zip(self.facts, share, strict=True)
+            stage_cost(facts, facts.max_rows, is_per_lane=facts.kv_per_lane, shares_host=shares, device=device)
+            for facts, shares, device in zip(self.facts, share, devices, strict=True)
         ]
+
+    def sharing(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return a line for each device that several stages share. `names`: of the stages; without, by number."""
+        numbered = [f"stage-{index}" for index in range(len(self.facts))]
+        return tuple(sharing([place_of(facts.place) for facts in self.facts], names or numbered))
 
     @classmethod
     async def open(
@@ -353,7 +360,7 @@ async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held
     for index, status in enumerate(statuses):
         if status is not None:
             known = costs[index]
-            stays = {"is_per_lane": known.is_per_lane, "shares_host": known.shares_host}
+            stays = {"is_per_lane": known.is_per_lane, "shares_host": known.shares_host, "device": known.device}
             costs[index] = stage_cost(status, known.rows_max, **stays)
             n_frames = status.n_decode_frames
             held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
@@ -367,6 +374,7 @@ def stage_cost(
     *,
     is_per_lane: bool = False,
     shares_host: bool = False,
+    device: int = -1,
 ) -> StageCost:
     """Read a stage's reported speed, and add the cost of a step outside the native decode."""
     return StageCost(
@@ -376,8 +384,16 @@ def stage_cost(
         _price_ns(said.context_ns),
         _price_ns(said.context_tiled_ns),
         is_per_lane=is_per_lane,
+        takes_lanes_apart=said.takes_lanes_apart,
         shares_host=shares_host,
+        device=device,
     )
+
+
+def place_of(said: pb.Place) -> Place:
+    """Return on what a stage says that it computes."""
+    gpus = {device.id: f"{device.name} ({device.description})" for device in said.devices}
+    return Place(said.host_id, gpus, frozenset(said.cores), said.n_threads)
 
 
 def share_host(addresses: Sequence[str]) -> list[bool]:

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.engine.connection import share_host, stage_cost
+from relayline.coordinator.engine.connection import place_of, share_host, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.observe.live_view import LiveView, Seen
 from relayline.coordinator.observe.step_looks import StepLooks, steps_asked
 from relayline.coordinator.planner.running_plan import running_plan
+from relayline.coordinator.schedule.shared_devices import device_numbers
 from relayline.coordinator.sessions.generation import Generator
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.tasks import end_task
@@ -64,9 +65,10 @@ class LiveFeed:
         if not isinstance(told, list) or len(known) != len(told):
             raise NotReadyError("not every stage answers; a plan needs what all of them have measured")
         shared = share_host([stage.address for stage in stages])
+        devices = device_numbers([place_of(status.place) for status in known])
         costs = [
-            stage_cost(status, _rows_max(status), is_per_lane=status.kv_per_lane, shares_host=shares)
-            for status, shares in zip(known, shared, strict=True)
+            stage_cost(status, _rows_max(status), is_per_lane=status.kv_per_lane, shares_host=shares, device=device)
+            for status, shares, device in zip(known, shared, devices, strict=True)
         ]
         edges = tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in told)
         names = [str(stage.get("name") or f"stage {stage['index']}") for stage in told]

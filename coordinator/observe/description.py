@@ -115,6 +115,7 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         },
         "kv_layout": "per-lane" if status.kv_per_lane else "unified",
         "kernels": status.kernels.split(),
+        "devices": [f"{device.name}: {device.description}" for device in status.place.devices],
         "queued_rows": status.queued_rows,
         "resident_bytes": status.resident_bytes or None,
         "memory_bytes": status.memory_bytes or None,

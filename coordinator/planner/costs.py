@@ -99,6 +99,7 @@ class Costs:
             CostCurve((rows, self.raw_ns(stage, start, end, rows, rows)) for rows in ladder),
             CostCurve((rows, self.prefill_ns(stage, start, end, rows)) for rows in ladder),
             rows_max,
+            device=self.instance.hosts[stage].device,
         )
 
 
@@ -168,7 +169,15 @@ class Cycle:
         """Return the rate of a whole split, tokens per nanosecond."""
         works = [self.work_ns(stage, *edge) for stage, edge in enumerate(edges)]
         way = sum(self.way_ns(stage, *edge) for stage, edge in enumerate(edges))
-        return self.rate(max(works), max(self.crowds_ns(works).values(), default=0), way)
+        return self.rate(self.busiest_ns(works), max(self.crowds_ns(works).values(), default=0), way)
+
+    def busiest_ns(self, works: Sequence[int]) -> int:
+        """Return the work of the busiest device, given that of each stage."""
+        devices: dict[tuple[int, int], int] = {}
+        for at, (host, work) in enumerate(zip(self.costs.instance.hosts, works, strict=True)):
+            key = (host.device, 0) if host.device >= 0 else (-1, at)
+            devices[key] = devices.get(key, 0) + work
+        return max(devices.values())
 
     def crowds_ns(self, works: Sequence[int]) -> dict[Machine, int]:
         """Return how long the cores of machines with too many threads work, given their stages' work."""

@@ -131,6 +131,8 @@ class Host:
     layers: tuple[int, int] | None = None
     """Its layers [start, end) when they are given; None when the planner decides."""
     link: Link = Link()
+    device: int = -1
+    """Stages of the same number, from 0 on, take turns: they compute on one device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ def _limit(costs: Costs, edges: Edges, cycle: Cycle) -> str:
     parts = [(float(work), f"stage {host.name}") for work, host in zip(works, instance.hosts, strict=True)]
     parts += [(float(busy), f"the cores of {machine.name}") for machine, busy in cycle.crowds_ns(works).items()]
     parts += [(cycle.links_ns[at], f"the link {names[at]} to {names[at + 1]}") for at in range(len(instance.links))]
+    if (busiest := cycle.busiest_ns(works)) > max(works):
+        parts.append((float(busiest), "a device that stages share"))
     parts.append((cycle.coordinator_ns, "the coordinator"))
     if way + cycle.ways_ns > max(busy for busy, _ in parts):
         return "latency" if cycle.ways_ns * 2 < way else "latency of links and coordinator"

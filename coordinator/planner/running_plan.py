@@ -78,7 +78,7 @@ def running_plan(
             plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
         slowest = max(range(len(costs)), key=steps_ns.__getitem__)
         if n_layers > len(costs):
-            copy = dataclasses.replace(costs[slowest], shares_host=False)
+            copy = dataclasses.replace(costs[slowest], shares_host=False, device=-1)
             more = [*costs[: slowest + 1], copy, *costs[slowest + 1 :]]
             old = [*edges[: slowest + 1], edges[slowest], *edges[slowest + 1 :]]
             new = _edges(_shares([*speeds[: slowest + 1], speeds[slowest], *speeds[slowest + 1 :]], n_layers))

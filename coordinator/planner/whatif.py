@@ -201,7 +201,7 @@ def one_more(instance: Instance, stage: int) -> OneMore | None:
     """
     host = instance.hosts[stage]
     machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0)
-    copy = dataclasses.replace(host, name=f"{host.name}-copy", machine=machine, layers=None)
+    copy = dataclasses.replace(host, name=f"{host.name}-copy", machine=machine, layers=None, device=-1)
     places = dict.fromkeys((stage + 1, len(instance.hosts)))
     found = [(best, at) for at in places if (best := best_split(_with(instance, at, copy))) is not None]
     if not found:

@@ -10,6 +10,9 @@ steps. If G r is less than N, the flights are full and the streams take turns in
 beat both an expensive row count and one more, poorly filled flight. If G r is more than N, the last flight is smaller.
 The optimum depends on the staircase of each stage, so candidates are simply evaluated.
 
+Stages that share a device take turns on it, so they count as one whose steps take as long as theirs together. Where one
+device is all that there is for several stages, there is one decode flight: a second one would only wait.
+
 When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see SHARPNESS.
 
 Prompt rows travel in one of two ways, whichever makes more progress. They *ride* in decode flights, where a step with
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import TileRule, has_time_for_tiles
@@ -50,6 +53,9 @@ CACHE_MAX = 4_096  # plans kept
 CONTEXT_STEPS = 8  # distinguished context lengths between two powers of two
 CONTEXT_STEP_MIN = 32  # tokens; below it, a step of context would cause needless planning
 VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
+
+
+_Devices = tuple[tuple[StageCost, ...], ...]  # the stages of each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +102,7 @@ class GroupPlanner:
     def _know(self, stages: Sequence[StageCost]) -> None:
         """Take the stages, and what of them is asked for at every token."""
         stages = self.stages = tuple(stages)
+        self._devices = _by_device(stages)
         self.rows_max = min((stage.rows_max for stage in stages), default=1)
         """Rows that every stage takes in one step."""
         self.is_per_lane = any(stage.is_per_lane for stage in stages)
@@ -177,7 +184,7 @@ class GroupPlanner:
 
     def chunk_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` prefill rows."""
-        return max((stage.prefill_ns(rows) for stage in self.stages), default=0.0)
+        return max(_prompts(self._devices, rows), default=0.0)
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
         """Predict the busiest stage's step of decode rows and prompt rows."""
@@ -212,14 +219,14 @@ class GroupPlanner:
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)
         if costs is None:
-            costs = tuple(stage.decode_ns(rows) for stage in self.stages)
+            costs = _each(self._devices, lambda stage: stage.decode_ns(rows))
             self._costs_ns[rows] = costs
         return costs
 
     def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
         if not prompt_rows:
             return self._costs(rows)
-        return tuple(stage.mixed_ns(rows, prompt_rows) for stage in self.stages)
+        return _each(self._devices, lambda stage: stage.mixed_ns(rows, prompt_rows))
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
         n_full = min(n_groups, n_streams // rows)
@@ -236,7 +243,7 @@ class GroupPlanner:
     def _plan(
         self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
     ) -> GroupPlan:
-        n_stages = len(self.stages)
+        n_stages = len(self._devices)
         if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
             rows = min(self.rows_max, math.ceil(n_streams / n_groups))
@@ -258,14 +265,14 @@ class GroupPlanner:
     def _best_groups(self, n_streams: int) -> tuple[int, int]:
         """Return flights and rows of the fastest plan.
 
-        Of equally fast ones, that with about one flight per stage: it keeps all of them at work, at no more steps than
+        Of equally fast ones, that with about one flight per device: it keeps all of them at work, at no more steps than
         that takes.
         """
         rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
         best = max(rates.values())
         good = (key for key, rate in rates.items() if rate * EQUAL >= best)
-        n_stages = len(self.stages)
-        return min(good, key=lambda key: (abs(key[0] - n_stages), -rates[key], key[1]))
+        n_devices = len(self._devices)
+        return min(good, key=lambda key: (abs(key[0] - n_devices), -rates[key], key[1]))
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
         rows_max, groups_max = min(n_streams, self.rows_max), self._groups_max(n_streams)
@@ -282,7 +289,8 @@ class GroupPlanner:
                     yield n_groups, rows
 
     def _groups_max(self, n_streams: int) -> int:
-        few = min(n_streams, GROUPS_MAX_PER_STAGE * len(self.stages))
+        is_one = len(self._devices) == 1 < len(self.stages)
+        few = 1 if is_one else min(n_streams, GROUPS_MAX_PER_STAGE * len(self._devices))
         return max(math.ceil(n_streams / self.rows_max), few)
 
     def _beside(
@@ -335,8 +343,8 @@ class GroupPlanner:
             yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
 
     def _fewer(self, n_streams: int, n_groups: int) -> Iterator[tuple[int, int]]:
-        """Yield some smaller numbers of flights that leave each stage one, and their rows."""
-        n_stages = len(self.stages)
+        """Yield some smaller numbers of flights that leave each device one, and their rows."""
+        n_stages = len(self._devices)
         for fewer in sorted({n_stages, math.ceil(n_groups / 2), math.ceil(n_groups * 3 / 4)}):
             rows = math.ceil(n_streams / fewer)
             if n_stages <= fewer < n_groups and rows <= self.rows_max:
@@ -350,8 +358,8 @@ class GroupPlanner:
         for chunk in CHUNK_LADDER:
             if chunk > self.rows_max:
                 break
-            costs = [stage.prefill_ns(chunk) for stage in self.stages]
-            for flights in range(1, len(self.stages) + 1):
+            costs = _prompts(self._devices, chunk)
+            for flights in range(1, len(self._devices) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
                 # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
                 cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
@@ -368,9 +376,26 @@ class GroupPlanner:
         def time_ns(chunk: int) -> float:
             n_chunks = math.ceil(n_rows / chunk)
             ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
-            return train_ns([stage.prefill_ns(chunk) for stage in self.stages], n_chunks) + ways_ns
+            return train_ns(_prompts(self._devices, chunk), n_chunks) + ways_ns
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+
+
+def _by_device(stages: Sequence[StageCost]) -> _Devices:
+    """Return the stages of each device; a stage that says none has one of its own."""
+    found: dict[tuple[int, int], list[StageCost]] = {}
+    for at, stage in enumerate(stages):
+        found.setdefault((stage.device, 0) if stage.device >= 0 else (-1, at), []).append(stage)
+    return tuple(map(tuple, found.values()))
+
+
+def _each(devices: _Devices, cost_ns: Callable[[StageCost], float]) -> tuple[float, ...]:
+    """Return what something costs on each device: the sum over its stages."""
+    return tuple(sum(map(cost_ns, stages)) for stages in devices)
+
+
+def _prompts(devices: _Devices, rows: int) -> tuple[float, ...]:
+    return _each(devices, lambda stage: stage.prefill_ns(rows))
 
 
 def train_ns(costs: Sequence[float], n_chunks: int) -> float:

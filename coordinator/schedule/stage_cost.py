@@ -24,6 +24,8 @@ class StageCost:
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
+    takes_lanes_apart: bool = False  # a step most of whose rows are decode rows costs context_ns however many they are
+    device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
 
     @property
@@ -82,7 +84,8 @@ class StageCost:
             row_tokens = decode_tokens + prompt_rows * self.prompt_tokens
             lane_tokens = decode_tokens + (self.prompt_tokens if prompt_rows else 0)
             return price_per_lane(self.context_ns, self.context_tiled_ns, row_tokens, lane_tokens)
-        if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns:
+        is_apart = self.takes_lanes_apart and rows > prompt_rows
+        if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns or is_apart:
             return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
         n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0
         tile_tokens = rows * self.decode_tokens + n_tiles * self.prompt_tokens

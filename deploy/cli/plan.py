@@ -190,6 +190,8 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
     from relayline.coordinator.planner.memory import MIB, usual_lanes
     from relayline.wire.settings.table import EngineSettings
 
+    from relayline.deploy.planning.shared import gpu_sharing
+
     notes = []
     sources = {host.speed.source for host in instance.hosts}
     if "estimated" in sources:
@@ -209,6 +211,7 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
         notes.append(
             f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless context.lanes says"
         )
+    notes += gpu_sharing(manifest)
     threads = {host.machine: 0 for host in instance.hosts}
     for host in instance.hosts:
         threads[host.machine] += host.threads

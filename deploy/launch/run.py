@@ -26,6 +26,7 @@ from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.planning.shared import gpu_sharing
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.process import first_of
 from relayline.wire.links.roles import Role
@@ -115,6 +116,8 @@ def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
     prepared = prepare(manifest, choose=planned_cuts, split=what.split, own_tls=directory.tls)
     check_security(prepared.manifest)
     warn_of_context(manifest.engine.ctx_tokens, prepared.file)
+    for line in gpu_sharing(manifest):
+        log.warning("%s", line)
     return prepared
 
 

@@ -67,7 +67,9 @@ class Stage(Part):
     if TYPE_CHECKING:
         threads: int = 0
         devices: str = ""
+        split_mode: str = "layer"
         tensor_split: str = ""
+        main_gpu: int = 0
         override_tensor: str = ""
     declare_settings(locals(), STAGES, but=("gpuLayers",))
     cores: CoreList = "auto"

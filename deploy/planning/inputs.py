@@ -21,6 +21,7 @@ from relayline.coordinator.planner.whatif import explain
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.planning.measure import known_speed, sample_of
+from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 
@@ -102,7 +103,8 @@ def instance_of(
     here = Machine("localhost", machine.cores(), local_memory, reserved)
     bytes_per_weight = _bytes_per_weight(facts)
     hosts = []
-    for stage, n_threads in zip(manifest.stages, threads, strict=True):
+    devices = gpu_numbers(manifest)
+    for stage, n_threads, device in zip(manifest.stages, threads, devices, strict=True):
         cores = sum(n for other, n in zip(manifest.stages, threads, strict=True) if _place(other) == _place(stage))
         measured = None if ignore_measured or not stage.is_local else _measured(manifest, facts, stage, n_threads)
         hosts.append(
@@ -116,6 +118,7 @@ def instance_of(
                 memory_bytes=None if stage.memory_gib is None else int(stage.memory_gib * GIB),
                 layers=stage.layer_range,
                 link=_link(stage),
+                device=device,
             )
         )
     places = [manifest.spec.coordinator.host, *(stage.host for stage in manifest.stages)]

@@ -65,10 +65,8 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     params.n_gpu_layers = settings.gpu_layers
     params.split_mode = SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
-    gpus, held = [device for device in found if device.is_gpu], []
-    used = [device for device in gpus if not device.shares_memory] or gpus[:1]  # as llama.cpp chooses
+    used, held = chosen(settings, found), []
     if settings.devices:
-        used = _named(settings.devices, gpus)
         handles = (ctypes.c_void_p * (len(used) + 1))(*(device.handle for device in used))  # NULL ends it
         params.devices = ctypes.addressof(handles)
         held.append(handles)
@@ -87,6 +85,22 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
         params.tensor_buft_overrides = ctypes.addressof(overrides)
         held.append(overrides)
     return Placed(tuple(held), elsewhere)
+
+
+def chosen(settings: EngineSettings, found: Sequence[Device]) -> list[Device]:
+    """Return the GPUs that are the stage's: those that it names, or all. Raises UsageError for one not there."""
+    gpus = [device for device in found if device.is_gpu]
+    if settings.devices:
+        return _named(settings.devices, gpus)
+    return [device for device in gpus if not device.shares_memory] or gpus[:1]  # as llama.cpp chooses
+
+
+def computing(settings: EngineSettings, found: Sequence[Device]) -> list[Device]:
+    """Return the GPUs that the stage computes on; none on the processor. Raises UsageError as `chosen`."""
+    if not settings.gpu_layers:
+        return []
+    used = chosen(settings, found)
+    return used[settings.main_gpu :][:1] if settings.split_mode == "none" else used
 
 
 def _named(text: str, gpus: Sequence[Device]) -> list[Device]:

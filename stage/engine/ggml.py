@@ -83,6 +83,18 @@ def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
     return bool(found(n_rows, n_heads, n_kv_heads))
 
 
+def attends_lanes_apart() -> bool:
+    """Return whether such rows are taken one by one however many they are, where most are of lanes of their own.
+
+    False in builds without deploy/kernels/attend_own_cells.cpp, or with one that looked at the number of rows alone.
+    """
+    found = getattr(_lib, "relayline_attends_lanes_apart", None)
+    if found is None:
+        return False
+    found.restype = ctypes.c_bool
+    return bool(found())
+
+
 def kernels() -> str:
     """Return relayline's kernels that this process uses, one space between their names; empty if it uses none.
 

@@ -1,0 +1,46 @@
+"""On what a stage computes, as it tells in its handshake: its host, its GPUs or its cores."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+
+from relayline.stage.engine import ggml
+from relayline.stage.engine.devices import computing
+from relayline.stage.engine.ggml import Device
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.settings.table import EngineSettings
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+PART_OF_GPU = "MIG-"  # what CUDA_VISIBLE_DEVICES begins with where a process sees a part of a GPU, which is its own
+
+
+def place_of(settings: EngineSettings) -> pb.Place:
+    """Return where a stage with these settings computes. The settings' devices are there."""
+    part = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return pb.Place(
+        host_id=host_id(),
+        devices=[
+            pb.Device(id=device_id(device, part), name=device.name, description=device.description)
+            for device in computing(settings, ggml.list_devices())
+        ],
+        cores=sorted(os.sched_getaffinity(0)),
+        n_threads=settings.threads_used,
+    )
+
+
+def device_id(device: Device, part: str = "") -> str:
+    """Return what no other device of the host is called. `part`: CUDA_VISIBLE_DEVICES."""
+    found = ggml.bus_id(device) or f"{device.name} {device.description}"
+    return f"{found} {part}" if part.startswith(PART_OF_GPU) else found
+
+
+def host_id() -> str:
+    """Return what all processes of this host say, those in containers too, and those of no other host."""
+    try:
+        said = BOOT_ID.read_text()
+    except OSError:
+        said = hex(uuid.getnode())
+    return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -1,0 +1,109 @@
+"""What a stage tells of the device on which it computes, and what a manifest's plan says of stages that share one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from relayline.coordinator.engine.connection import place_of as read_place
+from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest.load import parse_manifest
+from relayline.deploy.planning.shared import gpu_numbers, gpu_sharing
+from relayline.stage.engine import ggml, place
+from relayline.stage.engine.ggml import Device
+from relayline.wire.settings.table import EngineSettings
+
+FOUND = (Device("CUDA0", "H100", 1, 1), Device("CUDA1", "A2", 1, 2), Device("CPU", "EPYC", 0, 3))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ggml, "list_devices", lambda: FOUND)
+    monkeypatch.setattr(ggml, "bus_id", lambda device: {"CUDA0": "0000:c1:00.0"}.get(device.name, ""))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_stage_on_the_processor_tells_its_cores() -> None:
+    said = place.place_of(EngineSettings(n_threads=3))
+    assert list(said.cores) == sorted(os.sched_getaffinity(0))
+    assert (said.n_threads, list(said.devices)) == (3, [])
+    assert re.fullmatch("[0-9a-f]{16}", said.host_id)
+    assert said.host_id == place.place_of(EngineSettings()).host_id
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_stage_on_gpus_tells_which() -> None:
+    both = place.place_of(EngineSettings(gpu_layers=-1))
+    assert [(each.id, each.name, each.description) for each in both.devices] == [
+        ("0000:c1:00.0", "CUDA0", "H100"),
+        ("CUDA1 A2", "CUDA1", "A2"),  # a backend that knows no bus
+    ]
+    one = place.place_of(EngineSettings(gpu_layers=-1, split_mode="none", main_gpu=1))
+    assert [each.name for each in one.devices] == ["CUDA1"]
+    named = place.place_of(EngineSettings(gpu_layers=4, devices="CUDA0"))
+    assert [each.name for each in named.devices] == ["CUDA0"]
+    assert not place.place_of(EngineSettings(gpu_layers=-1, devices="none")).devices
+    assert not place.place_of(EngineSettings()).devices
+    first, second, third = (read_place(each) for each in (both, one, named))
+    assert (first.shares(second), first.shares(third), second.shares(third)) == (True, True, False)
+    assert first.gpus["0000:c1:00.0"] == "CUDA0 (H100)"
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_parts_of_a_gpu_are_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for part in ("MIG-1", "MIG-2", "0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", part)
+        found.append(place.place_of(EngineSettings(gpu_layers=-1)).devices[0].id)
+    assert found == ["0000:c1:00.0 MIG-1", "0000:c1:00.0 MIG-2", "0000:c1:00.0"]
+
+
+def test_a_host_without_a_boot_id_has_a_name_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(place, "BOOT_ID", tmp_path / "none")
+    assert len(place.host_id()) == 16
+    assert ggml.bus_id(ggml.list_devices()[0]) == ""  # this machine's own processor sits on no bus
+
+
+# --- what a manifest says ---------------------------------------------------------------------------------------------
+
+
+def manifest_of(*stages: str) -> Manifest:
+    text = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec: {model: {path: m.gguf}, "
+    return parse_manifest(f"{text}stages: [{', '.join(stages)}]}}\n".encode(), "text")
+
+
+@pytest.mark.parametrize(
+    ("stages", "numbers", "line"),
+    [
+        (("{name: a}", "{name: b}"), [-1, -1], ""),
+        (("{name: a, device: gpu}", "{name: b}"), [-1, -1], ""),
+        (("{name: a, device: gpu}", "{name: b, device: gpu}"), [0, 0], "stages a and b share all GPUs of localhost: "),
+        (("{name: a, device: gpu}", "{name: b, device: gpu, host: box}"), [-1, -1], ""),
+        (("{name: a, device: gpu, devices: CUDA0}", "{name: b, device: gpu, devices: CUDA1}"), [-1, -1], ""),
+        (
+            ("{name: a, device: gpu}", "{name: c, device: gpu, devices: CUDA1}"),
+            [0, 0],
+            "stages a and c share CUDA1 of localhost: they take turns",
+        ),
+        (
+            ("{name: a, device: gpu, splitMode: none}", "{name: b, device: gpu, splitMode: none, mainGpu: 1}"),
+            [-1, -1],
+            "",
+        ),
+        (
+            ("{name: a, device: gpu, devices: 'CUDA0,CUDA1', splitMode: none, mainGpu: 1}",
+             "{name: b}", "{name: c, device: gpu, devices: CUDA1}"),
+            [0, -1, 0],
+            "stages a and c share CUDA1 of localhost",
+        ),
+    ],
+)  # fmt: skip
+def test_stages_of_a_manifest_that_share(stages: tuple[str, ...], numbers: list[int], line: str) -> None:
+    manifest = manifest_of(*stages)
+    assert gpu_numbers(manifest) == numbers
+    lines = gpu_sharing(manifest)
+    assert len(lines) == bool(line)
+    assert all(each.startswith(line) for each in lines)

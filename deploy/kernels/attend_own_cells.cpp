@@ -7,7 +7,7 @@
  * them; exponentials go in eights, and values are added in single precision, where llama.cpp rounds each sum to half.
  * So a row's result depends on its lane's cells and their order alone, whoever else is in the cache and in the step. What
  * is not computed here stays llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps
- * of many rows where few heads share a key (TILED_ROWS).
+ * of many rows of few lanes where few heads share a key (TILED_ROWS, PAIRS).
  * kernels.cmake adds this file, llama.cpp.patch the call. Figures: benches/RESULTS.md, "Attention".
  */
 #include "ggml-cpu-impl.h"
@@ -31,6 +31,9 @@ constexpr uint16_t HIDDEN = 0xFC00; // minus infinity in half precision
 /* From so many rows on llama.cpp multiplies tiles of rows and cells in single precision, which is quicker where no more
  * than so many heads share a key. */
 constexpr int TILED_ROWS = 64, TILED_HEADS = 2;
+/* A tile computes every cell of every lane for each of its rows. That pays where rows see the same cells, as those of a
+ * prompt do; of streams that are decoded together each row sees its own lane's. So many pairs of neighbours are asked. */
+constexpr int PAIRS = 4;
 
 /* Walks along the cells that one row may see. */
 struct seen_cells {
@@ -59,7 +62,7 @@ struct seen_cells {
         return n;
     }
 
-  private:
+    /* Which of the sixteen cells of `group` are seen, by a bit each. */
     uint32_t ask() const {
         const int n = std::min<int64_t>(end - group, 16);
         if (mask && n == 16) {
@@ -280,6 +283,33 @@ void attention::finish(int row, int piece, int stream, const progress & all) con
     }
 }
 
+/* Whether two rows see half of the cells in common that either sees. */
+bool see_alike(seen_cells one, seen_cells other) {
+    int64_t n_both = 0, n_any = 0;
+    for (one.group = other.group = 0; one.group < one.end; one.group += 16, other.group += 16) {
+        const uint32_t ours = one.ask(), theirs = other.ask();
+        n_both += __builtin_popcount(ours & theirs);
+        n_any += __builtin_popcount(ours | theirs);
+    }
+    return 2 * n_both >= n_any;
+}
+
+/* Whether most neighbouring rows of a step of many see the same cells. It depends on the step's own rows alone, so that a
+ * prompt's rows have the same bits whatever other lanes hold, and it is the same for all threads. */
+bool rows_see_alike(const attention & it) {
+    if (!it.mask) {
+        return true;
+    }
+    int n_alike = 0;
+    for (int pair = 0; pair < PAIRS; pair++) {
+        const int64_t row = (2 * pair + 1) * (it.q->ne[1] - 1) / (2 * PAIRS);
+        const char *  masks = (const char *) it.mask->data + row * it.mask->nb[1];
+        n_alike += see_alike({ (const ggml_fp16_t *) masks, it.k->ne[1] },
+                             { (const ggml_fp16_t *) (masks + it.mask->nb[1]), it.k->ne[1] });
+    }
+    return 2 * n_alike >= PAIRS;
+}
+
 bool is_ours(const ggml_compute_params * params, const attention & it) {
     float max_bias;
     memcpy(&max_bias, (const float *) it.dst->op_params + 1, sizeof(max_bias));
@@ -296,11 +326,17 @@ bool relayline_attends_own_cells(int n_rows, int n_heads, int n_kv_heads) {
     return relayline_kernels_on() && (n_rows < TILED_ROWS || n_heads > TILED_HEADS * n_kv_heads);
 }
 
+bool relayline_attends_lanes_apart(void) {
+    return relayline_kernels_on();
+}
+
 bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * dst) {
     const attention it(dst);
     const int64_t   n_rows = it.q->ne[1] * it.q->ne[3], n_threads = params->nth;
-    const bool      is_tiled = !relayline_attends_own_cells(it.q->ne[1], it.q->ne[2], it.k->ne[2]);
-    if (is_tiled || !is_ours(params, it) || n_rows * it.n_pieces() < n_threads) {
+    if (!relayline_kernels_on() || !is_ours(params, it) || n_rows * it.n_pieces() < n_threads) {
+        return false;
+    }
+    if (!relayline_attends_own_cells(it.q->ne[1], it.q->ne[2], it.k->ne[2]) && rows_see_alike(it)) {
         return false;
     }
     // One thread takes all heads of a row, and reads a cell's keys from one place, unless there are too few rows.

@@ -26,8 +26,12 @@ bool relayline_multiplies(const struct ggml_tensor * dst);
 void relayline_multiply(const struct ggml_tensor * dst, const void * rows, int64_t first_column, int64_t end_column,
                         int64_t first_row, int64_t end_row);
 
-/* attend_own_cells.cpp: whether rows of a step of so many read their own cells alone here, one by one. */
+/* attend_own_cells.cpp: whether rows of a step of so many read their own cells alone here, one by one, whatever lanes they
+ * are of. */
 bool relayline_attends_own_cells(int n_rows, int n_heads, int n_kv_heads);
+
+/* Whether they do, however many they are, where most of them are of lanes of their own. */
+bool relayline_attends_lanes_apart(void);
 
 /* Compute this thread's share of attention; false if llama.cpp must, for all threads alike. */
 bool relayline_attend(const struct ggml_compute_params * params, const struct ggml_tensor * dst);

@@ -53,6 +53,11 @@ def lay_out(params: Any, settings: EngineSettings, *, flash_attn: str, spare_lan
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]
 
 
+def takes_lanes_apart(kv_type: str) -> bool:
+    """Return whether such tiles are only for steps most of whose rows are of few lanes, as those of prompts."""
+    return kv_type == "f16" and ggml.attends_lanes_apart()
+
+
 def goes_by_tiles(model: Any, kv_type: str) -> bool:
     """Return whether flash attention on the processor takes many rows in tiles, whose lanes are all read for each."""
     n_heads, n_kv_heads = llama.llama_model_n_head(model), llama.llama_model_n_head_kv(model)

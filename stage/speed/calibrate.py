@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.engine import ggml
+from relayline.stage.engine.kv_cache import takes_lanes_apart
 from relayline.stage.engine.loading import MEASURING, Load
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed.curves import Curves
@@ -154,6 +155,7 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
         context_ns=context.row_ns,
         context_tiled_ns=context.tiled_ns,
         is_per_lane=engine.config.settings.kv_layout == "per-lane",
+        takes_lanes_apart=takes_lanes_apart(engine.config.settings.kv_type),
     )
 
 
@@ -310,7 +312,8 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
     is_per_lane = engine.config.settings.kv_layout == "per-lane"
-    curves = Curves.of_stage(has_head=engine.is_last, is_per_lane=is_per_lane, **msgspec.structs.asdict(stored))
+    known = {"is_per_lane": is_per_lane, "takes_lanes_apart": takes_lanes_apart(engine.config.settings.kv_type)}
+    curves = Curves.of_stage(has_head=engine.is_last, **known, **msgspec.structs.asdict(stored))
     return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
 
 

@@ -9,7 +9,8 @@ On CPUs, steps of at least ATTENTION_TILE_ROWS rows differ where the build or th
 (stage.engine.kv_cache.goes_by_tiles). A tile's lanes are read once for all of its rows, and every row pays for all of
 them, even the missing rows of a tile that is not full (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp).
 So a token of context costs a row of a long prompt a quarter. Rows of many lanes in one tile cost many times as much as
-one by one. Attention within one frame is part of the prefill curve.
+one by one. Where the build takes lanes apart (deploy/kernels/attend_own_cells.cpp), only steps that are mostly prompt
+rows go by tiles. Attention within one frame is part of the prefill curve.
 
 Where lanes have KV cells of their own a frame reads its lane once, and each of its rows multiplies with that. There too
 the only row of a frame pays context_ns, and every further one context_tiled_ns. Rows that are computed together all go
@@ -108,6 +109,8 @@ class Curves:
     is_per_lane: bool = False
     """Lanes have KV cells of their own. Then context_tiled_ns is what each row of a frame after its first costs for
     every token before it, however many they are; 0.0 where attention goes row by row."""
+    takes_lanes_apart: bool = False
+    """Rows of a step most of which are decode rows pay for their own lanes, however many they are."""
 
     @property
     def doubt(self) -> str:
@@ -131,24 +134,22 @@ class Curves:
         context_ns: float = 0.0,
         context_tiled_ns: float = 0.0,
         is_per_lane: bool = False,
+        takes_lanes_apart: bool = False,
     ) -> Curves:
         """Return the curves of a stage from (rows, ns) points.
 
         Without a head a row of a prompt costs the same as a decode row, and both are one curve. So steps of prompts
         also teach the cost of numbers of decode rows that no plan has tried.
         """
-        if has_head:
-            return cls(CostCurve(decode), CostCurve(prefill), context_ns, context_tiled_ns, is_per_lane)
-        rows = CostCurve((*decode, *prefill))
-        return cls(rows, rows, context_ns, context_tiled_ns, is_per_lane)
+        rows = (CostCurve(decode), CostCurve(prefill)) if has_head else (CostCurve((*decode, *prefill)),) * 2
+        return cls(*rows, context_ns, context_tiled_ns, is_per_lane, takes_lanes_apart)
 
     def copy(self, *, has_head: bool) -> Curves:
         """Return curves that know the same, and learn on their own."""
         decode, prefill = self.decode.points(), self.prefill.points() if has_head else ()
         prices = {"context_ns": self.context_ns, "context_tiled_ns": self.context_tiled_ns}
-        return Curves.of_stage(
-            has_head=has_head, decode=decode, prefill=prefill, **prices, is_per_lane=self.is_per_lane
-        )
+        kinds = {"is_per_lane": self.is_per_lane, "takes_lanes_apart": self.takes_lanes_apart}
+        return Curves.of_stage(has_head=has_head, decode=decode, prefill=prefill, **prices, **kinds)
 
     def scale(self, factor: float) -> None:
         """Multiply every cost by this factor: the curves of a stage with as many times the layers."""
@@ -185,6 +186,7 @@ class Curves:
         for points, curve in ((message.decode_curve, self.decode), (message.prefill_curve, self.prefill)):
             points.extend(pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points())
         message.context_ns, message.context_tiled_ns = self.context_ns, self.context_tiled_ns
+        message.takes_lanes_apart = self.takes_lanes_apart
 
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.
@@ -229,7 +231,8 @@ class Curves:
         return self._is_tiled(shape)
 
     def _is_tiled(self, shape: StepShape) -> bool:
-        return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS
+        is_apart = self.takes_lanes_apart and shape.decode_rows > shape.prefill_rows
+        return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS and not is_apart
 
     def _context_ns(self, shape: StepShape) -> float:
         """Predict the cost of a step's context on top of its rows."""

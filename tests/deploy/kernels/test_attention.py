@@ -155,18 +155,47 @@ def test_a_row_has_the_same_bits_alone_as_among_others() -> None:
     assert np.array_equal(together, attend(model, queries, cache, row_lanes, n_threads=2))
 
 
-def test_many_rows_are_computed_as_few_are_where_heads_share_keys() -> None:
+N_ROWS = 70  # enough for a tile
+EACH_IN_ITS_OWN = np.arange(N_ROWS) % 6  # neighbours are of different lanes
+OF_PROMPTS = np.arange(N_ROWS) // 12
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(
+    ("n_kv_heads", "row_lanes", "is_tiled"),
+    [
+        (2, EACH_IN_ITS_OWN, "never"),  # many heads share a key
+        (2, OF_PROMPTS, "never"),
+        (4, EACH_IN_ITS_OWN, "by older kernels"),
+        (4, OF_PROMPTS, "always"),
+        (4, np.full(N_ROWS, 3), "always"),
+        (4, np.where(np.arange(N_ROWS) < 50, EACH_IN_ITS_OWN, 3), "by older kernels"),
+        (4, np.where(np.arange(N_ROWS) < 20, EACH_IN_ITS_OWN, 3), "always"),
+    ],
+)
+def test_many_rows_are_computed_as_few_are_unless_they_see_the_same_cells(
+    n_kv_heads: int, row_lanes: npt.NDArray[np.int64], is_tiled: str, n_threads: int
+) -> None:
     need_own_cells()
-    n_rows = 70
-    for model, is_same in ((Model(8, 2), True), (Model(8, 4), False)):
-        assert ggml.attends_own_cells(n_rows=n_rows, n_heads=8, n_kv_heads=model.n_kv_heads) == is_same
-        cache, row_lanes = cache_of(model, np.arange(600) % 6), np.arange(n_rows) % 6
-        queries = queries_of(model, n_rows)
-        together = attend(model, queries, cache, row_lanes)
-        parts = [slice(at, at + 7) for at in range(0, n_rows, 7)]
-        few = np.concatenate([attend(model, queries[part], cache, row_lanes[part]) for part in parts])
-        assert np.array_equal(together, few) == is_same
-        assert np.abs(together - few).max() < 1e-5
+    model = Model(8, n_kv_heads)
+    is_same = is_tiled == "never" or (is_tiled == "by older kernels" and ggml.attends_lanes_apart())
+    assert ggml.attends_own_cells(n_rows=N_ROWS, n_heads=8, n_kv_heads=n_kv_heads) == (is_tiled == "never")
+    cache, queries = cache_of(model, np.arange(600) % 6), queries_of(model, N_ROWS)
+    together = attend(model, queries, cache, row_lanes, n_threads=n_threads)
+    parts = [slice(at, at + 7) for at in range(0, N_ROWS, 7)]
+    few = np.concatenate([attend(model, queries[part], cache, row_lanes[part]) for part in parts])
+    assert np.array_equal(together, few) == is_same
+    assert np.abs(together - few).max() < 1e-5
+
+
+def test_a_prompt_goes_by_tiles_whatever_other_lanes_hold() -> None:
+    need_own_cells()
+    model, row_lanes = Model(8, 4), np.full(N_ROWS, 3)
+    queries, crowded = queries_of(model, N_ROWS), cache_of(model, np.arange(6_000) % 60)
+    together = attend(model, queries, crowded, row_lanes)
+    few = np.concatenate([attend(model, queries[at : at + 7], crowded, row_lanes[:7]) for at in range(0, N_ROWS, 7)])
+    assert not np.array_equal(together, few)
+    assert np.abs(together - few).max() < 1e-5
 
 
 @pytest.mark.parametrize(

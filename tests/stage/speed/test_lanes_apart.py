@@ -1,0 +1,76 @@
+"""Where attention takes lanes apart, 64 decode rows cost no more a row than 63: for the stage and for plans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from relayline.coordinator.engine.connection import stage_cost
+from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.stage.speed.curves import Curves, StepShape
+from relayline.wire.common.curve import CostCurve
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+MS = 1_000_000
+ROWS = [(1, 1 * MS), (512, 30 * MS)]
+CONTEXT_NS, TILED_NS, TOKENS = 10.0, 2.0, 5_000
+
+
+def curves(*, takes_lanes_apart: bool) -> Curves:
+    return Curves.of_stage(
+        has_head=True, decode=ROWS, prefill=ROWS, context_ns=CONTEXT_NS, context_tiled_ns=TILED_NS,
+        takes_lanes_apart=takes_lanes_apart,
+    )  # fmt: skip
+
+
+def decode_step(rows: int) -> StepShape:
+    return StepShape(rows, 0, rows * TOKENS, rows * TOKENS, rows * TOKENS, rows * TOKENS)
+
+
+def planned(*, takes_lanes_apart: bool, context: int = TOKENS) -> StageCost:
+    curve = CostCurve(ROWS)
+    return StageCost(
+        curve, curve, 512, CONTEXT_NS, TILED_NS, decode_tokens=context, takes_lanes_apart=takes_lanes_apart
+    )
+
+
+def test_decode_rows_pay_for_their_own_lanes_however_many_they_are() -> None:
+    by_tiles, apart = (curves(takes_lanes_apart=each) for each in (False, True))
+    assert by_tiles.predict_ns(decode_step(64)) > 1.3 * by_tiles.predict_ns(decode_step(63))
+    few, many = apart.predict_ns(decode_step(63)), apart.predict_ns(decode_step(64))
+    assert 0.98 < many / 64 / (few / 63) < 1.0
+    assert by_tiles.predict_ns(decode_step(63)) == few
+    prompt = StepShape(8, 64, 72 * TOKENS, 9 * TOKENS, 72 * TOKENS, 9 * TOKENS)  # mostly a prompt: tiles in both
+    assert apart.predict_ns(prompt) == by_tiles.predict_ns(prompt)
+    assert apart.copy(has_head=False).takes_lanes_apart
+
+
+def test_big_decode_steps_teach_the_price_of_a_row() -> None:
+    apart = curves(takes_lanes_apart=True)
+    apart.observe(decode_step(128), round(2 * apart.predict_ns(decode_step(128))))
+    assert apart.context_ns > CONTEXT_NS
+    assert apart.context_ns / CONTEXT_NS > apart.context_tiled_ns / TILED_NS
+
+
+def test_the_plan_knows_it_from_the_handshake() -> None:
+    message = pb.DescribeResponse()
+    curves(takes_lanes_apart=True).tell(message)
+    assert message.takes_lanes_apart
+    read = dataclasses.replace(stage_cost(message, 512, host_ns=0), decode_tokens=TOKENS)
+    assert read.decode_ns(128) == planned(takes_lanes_apart=True).decode_ns(128)
+    assert read.decode_ns(128) < planned(takes_lanes_apart=False).decode_ns(128)
+    assert read.mixed_ns(8, 120) == planned(takes_lanes_apart=False).mixed_ns(8, 120)
+    status = pb.StatusResponse()
+    curves(takes_lanes_apart=False).tell(status)
+    assert not stage_cost(status, 512).takes_lanes_apart
+
+
+@pytest.mark.parametrize("n_streams", [64, 65, 128])
+def test_the_plan_has_no_cliff_there(n_streams: int) -> None:
+    before, after = (
+        GroupPlanner([planned(takes_lanes_apart=each)]).plan(n_streams, n_prompts=0) for each in (False, True)
+    )
+    assert after.group_rows >= 64 > before.group_rows
+    assert after.period_ns <= before.period_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import math
@@ -360,8 +361,8 @@ async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held
     for index, status in enumerate(statuses):
         if status is not None:
             known = costs[index]
-            stays = {"is_per_lane": known.is_per_lane, "shares_host": known.shares_host, "device": known.device}
-            costs[index] = stage_cost(status, known.rows_max, **stays)
+            said = stage_cost(status, known.rows_max, is_per_lane=known.is_per_lane)
+            costs[index] = dataclasses.replace(said, shares_host=known.shares_host, device=known.device)
             n_frames = status.n_decode_frames
             held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
     return costs, held if len(held) == len(statuses) else []

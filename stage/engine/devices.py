@@ -135,11 +135,11 @@ def _elsewhere(settings: EngineSettings, artifact: StageArtifact, found: Sequenc
         name = tensor.name
         if in_layer:
             name = f"blk.{int(in_layer[1]) + artifact.layer_start}.{in_layer[2]}"
-        device = next((device for pattern, device in patterns if pattern.search(name)), None)
-        if device is None and in_layer and int(in_layer[1]) < settings.n_cpu_moe and _EXPERTS.search(name):
-            device = HOST_MEMORY
-        if device is not None:
-            elsewhere[tensor.name] = device
+        where = next((device for pattern, device in patterns if pattern.search(name)), "")
+        if not where and in_layer and int(in_layer[1]) < settings.n_cpu_moe and _EXPERTS.search(name):
+            where = HOST_MEMORY
+        if where:
+            elsewhere[tensor.name] = where
     return elsewhere
 
 

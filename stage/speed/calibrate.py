@@ -312,8 +312,10 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
     is_per_lane = engine.config.settings.kv_layout == "per-lane"
-    known = {"is_per_lane": is_per_lane, "takes_lanes_apart": takes_lanes_apart(engine.config.settings.kv_type)}
-    curves = Curves.of_stage(has_head=engine.is_last, **known, **msgspec.structs.asdict(stored))
+    apart = takes_lanes_apart(engine.config.settings.kv_type)
+    curves = Curves.of_stage(
+        has_head=engine.is_last, is_per_lane=is_per_lane, takes_lanes_apart=apart, **msgspec.structs.asdict(stored)
+    )
     return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
 
 

@@ -147,9 +147,15 @@ class Curves:
     def copy(self, *, has_head: bool) -> Curves:
         """Return curves that know the same, and learn on their own."""
         decode, prefill = self.decode.points(), self.prefill.points() if has_head else ()
-        prices = {"context_ns": self.context_ns, "context_tiled_ns": self.context_tiled_ns}
-        kinds = {"is_per_lane": self.is_per_lane, "takes_lanes_apart": self.takes_lanes_apart}
-        return Curves.of_stage(has_head=has_head, decode=decode, prefill=prefill, **prices, **kinds)
+        return Curves.of_stage(
+            has_head=has_head,
+            decode=decode,
+            prefill=prefill,
+            context_ns=self.context_ns,
+            context_tiled_ns=self.context_tiled_ns,
+            is_per_lane=self.is_per_lane,
+            takes_lanes_apart=self.takes_lanes_apart,
+        )
 
     def scale(self, factor: float) -> None:
         """Multiply every cost by this factor: the curves of a stage with as many times the layers."""

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from relayline.coordinator.engine.membership import Place
@@ -65,7 +66,9 @@ class ServeConfig:
     cut_model: CutModel | None = None
     """Splits the model again where layers are to move; None: this process has no model file."""
     on_moved: Callable[[tuple[int, ...]], None] | None = None
-    """Gets the cuts whenever layers have moved, on a separate thread."""
+    """Gets the cuts whenever layers have moved, on a thread of its own."""
+    planned: dict[str, Any] | None = None
+    """Who got which layers and why, as GET /v1/pipeline tells it; None: nobody has said."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
@@ -145,6 +148,7 @@ async def _serve(
             observed(config.telemetry, file.model_name, pushed_level, named.name)
         )
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
+        pipeline.planned = config.planned
         control = TelemetryControl(observer, lambda: pipeline.stages)
         mover = LayerMover(
             pipeline,

@@ -30,7 +30,14 @@ class Introduction:
     n_cores: int = 0
     memory_bytes: int = 0
     credential: Credential | None = None
-    """The credential it has shown; None where links have no credentials."""
+    """What it has shown; None where links have no credentials."""
+    memory_available_bytes: int = 0
+    """What new processes could have when it joined; 0: not told."""
+    processor: str = ""
+    engine_version: str = ""
+    """Of llama.cpp's binding."""
+    measures: bool = False
+    """Whether it can be surveyed."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -191,6 +198,9 @@ def _describe(place: Place, now_ns: int) -> dict[str, object]:
             "system": place.member.system,
             "cores": place.member.n_cores,
             "memory_bytes": place.member.memory_bytes,
+            "memory_available_bytes": place.member.memory_available_bytes,
+            "processor": place.member.processor,
+            "engine_version": place.member.engine_version,
             "version": place.member.software_version,
         }
     elif place.failure:

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
 from relayline.coordinator.engine.epochs import Epochs
@@ -67,6 +68,8 @@ class Pipeline:
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
         self._audiences: dict[int, Audience] = {}  # by session id, until its last event is delivered
         self.moves = Moves(self.conductor, names, file.n_layers, file.cuts)
+        self.planned: dict[str, Any] | None = None
+        """Who got which layers and why, for `describe`; None: nobody has said."""
         self.on_settling: Callable[[], None] = lambda: None
         """Called after each answer while in-flight frames are to settle, see `moves`."""
         self._trying: asyncio.TimerHandle | None = None
@@ -169,6 +172,7 @@ class Pipeline:
             "missing": self._roster.missing(),
             "layers": self.moves.describe(now_ns),
             "certificate_expires_unix_s": self.config.security.certificate_expires_unix_s(),
+            "planned": self.planned,
         }
         known = [
             conductor.availability.describe_stage(index, now_ns) | entry

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from relayline.coordinator.engine.membership import Membership
+from relayline.coordinator.engine.membership import Membership, Place
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.enrol import serve_enrolment
-from relayline.coordinator.joining.service import JoinService
+from relayline.coordinator.joining.service import JoinService, MemberService
+from relayline.coordinator.joining.survey import SurveyService
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import LinkSecurity, address_of
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 SHUTDOWN_GRACE_S = 2.0
+
+OnMember = Callable[[Place], None]
 
 
 @contextlib.asynccontextmanager
@@ -36,6 +40,33 @@ async def serve_joining(
     """
     service = JoinService(config, directory, file, roster, security)
     on_service(service)
+    async with _served(service, config, roster, security) as addresses:
+        yield addresses
+
+
+@contextlib.asynccontextmanager
+async def serve_survey(
+    config: JoinConfig, slices: Mapping[str, Sequence[pb.SurveySlice]], security: LinkSecurity, on_member: OnMember
+) -> AsyncIterator[tuple[SurveyService, str, str]]:
+    """Survey the hosts of stages before there is a plan, for the length of a with block.
+
+    `slices`: what each stage measures, by its name. Yields the survey, and where (host:port) stages join and hosts
+    enrol. `on_member` hears of every change of a stage's state until the block ends. Raises StartError, UsageError.
+    """
+    roster = make_roster(config)
+    roster.on_change = on_member
+    service = SurveyService(config, roster, slices)
+    async with _served(service, config, roster, security) as (address, enrol_address):
+        try:
+            yield service, address, enrol_address
+        finally:
+            roster.on_change = lambda place: None  # that all leave now is as it should be
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    service: MemberService, config: JoinConfig, roster: JoinedRoster, security: LinkSecurity
+) -> AsyncIterator[tuple[str, str]]:
     listener = Listener(security, "the coordinator")
     roster.ask_of_revoked(listener.guard.revocations.is_revoked)
     listener.server.add_generic_rpc_handlers((service.handlers(),))

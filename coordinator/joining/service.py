@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -50,11 +51,12 @@ TICKET_BYTES = 16
 _STATES = {
     pb.ARTIFACT_PHASE_FETCHING: HostState.FETCHING,
     pb.ARTIFACT_PHASE_LOADING: HostState.LOADING,
+    pb.ARTIFACT_PHASE_MEASURING: HostState.MEASURING,
 }
 
 
 @dataclasses.dataclass(slots=True)
-class _Membership:
+class OpenMembership:
     """One open Join call. `replaced` ends it when the same stage comes back on another call."""
 
     ticket: int
@@ -96,31 +98,13 @@ class ChangeListener(Protocol):
         """A membership has ended, or the same stage began another."""
 
 
-class JoinService:
-    """All calls of relayline.v1.PipelineService."""
+class MemberService(abc.ABC):
+    """Memberships, whatever is ordered: carries introductions to the roster, signs of life both ways, and the end."""
 
-    def __init__(
-        self,
-        config: JoinConfig,
-        directory: Path,
-        file: PipelineFile,
-        roster: JoinedRoster,
-        security: LinkSecurity = PLAINTEXT,
-    ) -> None:
-        """`security` is that of links to the stages; its identity is the one in this coordinator's certificate."""
-        self._own = security.identity.uri if security.identity is not None else ""
+    def __init__(self, config: JoinConfig, roster: JoinedRoster) -> None:
         self._config, self._roster = config, roster
-        self._security = security
-        self._split = Split.at(directory, file)
-        self._next: Split | None = None  # of a planned change, until the switch
-        self.changes: ChangeListener | None = None
-        self._members: dict[int, _Membership] = {}  # by place, hence at most one per stage
-        self._fetches = asyncio.Semaphore(config.fetches_max)
+        self._members: dict[int, OpenMembership] = {}  # by place, hence at most one per stage
         self._closing = asyncio.Event()
-        # A setting that cannot be expressed is the operator's mistake. It is reported now, not to the first stage that
-        # asks.
-        for index in range(len(config.stages)):
-            self._order(index, b"")
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the generic handler to register with a server."""
@@ -152,7 +136,7 @@ class JoinService:
         ends: list[asyncio.Task[Any]] = [replaced, closing]
         beating: list[asyncio.Task[None]] = []
         try:
-            await member.write(self._order(member.index, member.secret, beats=member.beats))
+            await member.write(self._first_order(member))
             reading = asyncio.create_task(self._read(context, member))
             ends.append(reading)
             if member.beats:
@@ -164,13 +148,13 @@ class JoinService:
                 is_in_order = True
                 return
             if closing.done():
-                reason = NotReadyError("the coordinator is shutting down")
+                reason = self._reason_to_end()
             elif replaced.done():
                 reason = StaleEpochError("the same stage has joined again")
             else:
                 reason = StaleEpochError(silent_text("it"))
             await rpc.abort(context, reason)
-        except ProtocolError as error:
+        except (ProtocolError, NotReadyError) as error:
             reason = error
             await rpc.abort(context, error)
         except asyncio.CancelledError:
@@ -184,7 +168,7 @@ class JoinService:
 
     def _admit(
         self, hello: pb.StageHello, host: str, write: Callable[[pb.JoinResponse], Awaitable[None]]
-    ) -> _Membership:
+    ) -> OpenMembership:
         if self._closing.is_set():
             raise NotReadyError("the coordinator is shutting down")
         facts = hello.host
@@ -199,6 +183,10 @@ class JoinService:
             facts.n_cores,
             facts.memory_bytes,
             credential(),
+            memory_available_bytes=facts.memory_available_bytes,
+            processor=facts.processor,
+            engine_version=facts.engine_version,
+            measures=hello.measures,
         )
         ticket = self._roster.join(who)
         place = self._roster.place_of(ticket)
@@ -208,19 +196,87 @@ class JoinService:
             earlier.replaced.set()
             self._tell_left(place.index)
         secret = secrets.token_bytes(TICKET_BYTES)
-        member = _Membership(ticket, place.index, secret, asyncio.Event(), hello.beats, hello.moves, write, caller())
+        member = OpenMembership(ticket, place.index, secret, asyncio.Event(), hello.beats, hello.moves, write, caller())
         self._members[place.index] = member
         return member
 
-    def _release(self, member: _Membership, reason: str, *, is_in_order: bool) -> None:
+    def _release(self, member: OpenMembership, reason: str, *, is_in_order: bool) -> None:
         self._roster.leave(member.ticket, reason, is_in_order=is_in_order)
         if self._members.get(member.index) is member:
             del self._members[member.index]
             self._tell_left(member.index)
 
+    @abc.abstractmethod
+    def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
+        """Return the answer to an introduction. Raises NotReadyError where the stage has to come again later."""
+
+    @abc.abstractmethod
+    async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
+        """Take a report that is no sign of life and no failure; return whether it makes sense."""
+
+    @abc.abstractmethod
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
+        """Send bytes from an offset on."""
+
+    def _tell_left(self, index: int) -> None:  # noqa: B027 - most have nobody to tell
+        """A membership has ended, or the same stage began another."""
+
+    def _reason_to_end(self) -> RelaylineError:
+        return NotReadyError("the coordinator is shutting down")
+
+    def _member_of(self, request: pb.FetchRequest) -> OpenMembership:
+        """Return whose ticket a request shows. Raises StaleEpochError."""
+        for member in self._members.values():
+            if secrets.compare_digest(member.secret, request.ticket) and member.owner == caller():
+                return member
+        raise StaleEpochError("the ticket belongs to no member of this pipeline; join first")
+
+    async def _read(self, context: Context, member: OpenMembership) -> None:
+        ticket = member.ticket
+        while (report := _parse(await context.read())) is not None:
+            member.silence.heard()
+            self._roster.heard(ticket)
+            kind = report.WhichOneof("report")
+            if kind == "progress" and report.progress.phase in _STATES:
+                state, progress = _STATES[report.progress.phase], report.progress
+                self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
+            elif kind == "alive":
+                pass
+            elif kind == "failure":
+                self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
+            elif not await self._take(member, report, context):
+                raise ProtocolError(f"a stage reported {kind or 'nothing'} where that makes no sense")
+
+
+class JoinService(MemberService):
+    """All calls of relayline.v1.PipelineService, of a pipeline that has its split."""
+
+    def __init__(
+        self,
+        config: JoinConfig,
+        directory: Path,
+        file: PipelineFile,
+        roster: JoinedRoster,
+        security: LinkSecurity = PLAINTEXT,
+    ) -> None:
+        """`security` is that of links to the stages; its identity is what this coordinator's certificate states."""
+        super().__init__(config, roster)
+        self._own = security.identity.uri if security.identity is not None else ""
+        self._security = security
+        self._split = Split.at(directory, file)
+        self._next: Split | None = None  # of a planned change, until the switch
+        self.changes: ChangeListener | None = None
+        self._fetches = asyncio.Semaphore(config.fetches_max)
+        # A setting that cannot be said is the operator's mistake, to be told now and not to the first stage that asks.
+        for index in range(len(config.stages)):
+            self._order(index, b"")
+
     def _tell_left(self, index: int) -> None:
         if self.changes is not None:
             self.changes.left(index)
+
+    def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
+        return self._order(member.index, member.secret, beats=member.beats)
 
     def _order(self, index: int, secret: bytes, *, beats: bool = False, split: Split | None = None) -> pb.JoinResponse:
         split = split or self._split
@@ -240,28 +296,18 @@ class JoinService:
             listen_port=settings.listen_port,
         )
 
-    async def _read(self, context: Context, member: _Membership) -> None:
-        ticket = member.ticket
-        while (report := _parse(await context.read())) is not None:
-            member.silence.heard()
-            self._roster.heard(ticket)
-            kind = report.WhichOneof("report")
-            if kind == "progress" and report.progress.phase in _STATES:
-                state, progress = _STATES[report.progress.phase], report.progress
-                self._roster.progress(ticket, state, progress.done_bytes, progress.total_bytes)
-            elif kind == "serving" and 0 < report.serving.port <= 65_535:
-                address = await self._whereabouts(member, report.serving, peer_of(context.peer())[0])
-                self._roster.serving(ticket, address, report.serving.instance_id)
-            elif kind == "prepared":
-                self._on_prepared(member.index, report.prepared)
-            elif kind == "alive":
-                pass
-            elif kind == "failure":
-                self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
-            else:
-                raise ProtocolError(f"a stage reported {kind or 'nothing'} where that makes no sense")
+    async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
+        kind = report.WhichOneof("report")
+        if kind == "serving" and 0 < report.serving.port <= 65_535:
+            address = await self._whereabouts(member, report.serving, peer_of(context.peer())[0])
+            self._roster.serving(member.ticket, address, report.serving.instance_id)
+        elif kind == "prepared":
+            self._on_prepared(member.index, report.prepared)
+        else:
+            return False
+        return True
 
-    async def _whereabouts(self, member: _Membership, serving: pb.StageServing, seen: str) -> str:
+    async def _whereabouts(self, member: OpenMembership, serving: pb.StageServing, seen: str) -> str:
         name = self._config.stages[member.index].name
         address, line = await whereabouts(name, serving.host, seen, serving.port, self._security, member.owner)
         if line:
@@ -315,7 +361,7 @@ class JoinService:
         members = list(self._members.values())
         await asyncio.gather(*(self._say(member, pb.JoinResponse(change=change)) for member in members))
 
-    async def _say(self, member: _Membership, order: pb.JoinResponse) -> None:
+    async def _say(self, member: OpenMembership, order: pb.JoinResponse) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             await member.write(order)  # else its call has ended, of which its reader tells
 
@@ -347,24 +393,22 @@ class JoinService:
         except RelaylineError as error:
             await rpc.abort(context, error)
 
-    def _wanted(self, request: pb.FetchRequest) -> tuple[_Membership, Path, int]:
-        """Return the owner of this ticket, and the file and size that it asks for.
+    def _wanted(self, request: pb.FetchRequest) -> tuple[OpenMembership, Path, int]:
+        """Return whose ticket this is, and the file and size of what it asks for.
 
         A request names a file by its content, and only the stage's own files can be had.
         """
-        for member in self._members.values():
-            if secrets.compare_digest(member.secret, request.ticket) and member.owner == caller():
-                split, stage = self._split, self._split.file.stages[member.index]
-                if self._next is not None and request.sha256 == self._next.file.stages[member.index].sha256:
-                    split, stage = self._next, self._next.file.stages[member.index]
-                if request.sha256 not in ("", stage.sha256):
-                    raise ArtifactError("that artifact is not this stage's; a planned change was taken back")
-                if request.offset > stage.size_bytes:
-                    raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
-                if member.fetching:
-                    raise NotReadyError("this stage's artifact is already being sent")
-                return member, split.directory / stage.file, stage.size_bytes
-        raise StaleEpochError("the ticket belongs to no member of this pipeline; join first")
+        member = self._member_of(request)
+        split, stage = self._split, self._split.file.stages[member.index]
+        if self._next is not None and request.sha256 == self._next.file.stages[member.index].sha256:
+            split, stage = self._next, self._next.file.stages[member.index]
+        if request.sha256 not in ("", stage.sha256):
+            raise ArtifactError("that artifact is not this stage's; a planned change was taken back")
+        if request.offset > stage.size_bytes:
+            raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
+        if member.fetching:
+            raise NotReadyError("this stage's artifact is already being sent")
+        return member, split.directory / stage.file, stage.size_bytes
 
 
 def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:

@@ -100,12 +100,17 @@ class SplitPlan:
     artifacts: tuple[PlannedArtifact, ...]
 
 
-def plan_split(model: GgufModel, facts: ModelFacts, family: Family, source_key: str, cuts: Sequence[int]) -> SplitPlan:
-    """Plan every artifact. The cuts must have been checked. Raises ModelFileError for metadata it cannot slice."""
+def plan_split(
+    model: GgufModel, facts: ModelFacts, family: Family, source_key: str, cuts: Sequence[int], *, has_words: bool = True
+) -> SplitPlan:
+    """Plan every artifact. The cuts must have been checked. Raises ModelFileError for metadata it cannot slice.
+
+    Without `has_words` the last stage has as many tokens as the model, but not their texts: for measuring it.
+    """
     identity = f"relayline {ARTIFACT_VERSION} {source_key} {','.join(map(str, cuts))}"
     pipeline_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
     rules = metadata_of(model, facts.n_layers, facts.n_vocab)
-    planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1)
+    planner = _Planner(model, facts, family, rules, source_key, pipeline_id, len(cuts) + 1, has_words)
     stages = tuple(planner.stage(index, *edges) for index, edges in enumerate(ranges(facts.n_layers, cuts)))
     return SplitPlan(pipeline_id, source_key, tuple(cuts), (planner.tokenizer(), *stages))
 
@@ -119,6 +124,7 @@ class _Planner:
     source_key: str
     pipeline_id: str
     n_stages: int
+    has_words: bool = True
 
     def identity(self) -> list[bytes]:
         """Return the entries that every artifact carries."""
@@ -192,18 +198,18 @@ class _Planner:
 
     def entries(self, start: int, end: int, is_last: bool) -> list[bytes]:
         """Return the source's metadata for a slice, with what depends on the layers adapted."""
-        prefix = self.facts.architecture + "."
+        prefix, has_words = self.facts.architecture + ".", is_last and self.has_words
         changed = dict(self.changed(start, end, is_last))
         kept = []
         encoded = {prefix + key: _encoded(prefix + key, type_id, value) for key, (type_id, value) in changed.items()}
         for key, entry in self.model.entries.items():
-            if key.startswith(DROPPED_KEYS) or key in encoded or (not is_last and key.startswith("tokenizer.")):
+            if key.startswith(DROPPED_KEYS) or key in encoded or (not has_words and key.startswith("tokenizer.")):
                 continue
             if self.is_per_layer(entry):
                 encoded[key] = self.sliced(entry, start, end)
             else:
                 kept.append(key)
-        if not is_last:
+        if not has_words:
             encoded["tokenizer.ggml.model"] = encode_entry("tokenizer.ggml.model", STRING_TYPE, "none")
         return [*read_entries(self.model, kept), *encoded.values()]
 
@@ -222,7 +228,7 @@ class _Planner:
             **({RECURRENT_LAYERS: (BOOL, kinds)} if kinds else {}),
             **({} if all(self.facts.indexers) else {INDEXER_TYPES: (U32, indexers)}),
             **({"nextn_predict_layers": (U32, 0)} if self.facts.n_prediction_layers else {}),
-            **({} if is_last else {"vocab_size": (U32, DUMMY_TOKENS)}),
+            **self.vocabulary(is_last),
         }
 
     def counted(self, start: int, end: int) -> Overrides:
@@ -233,6 +239,12 @@ class _Planner:
             **({HASH_LAYERS: (U32, min(max(0, n_hashed - start), end - start))} if n_hashed else {}),
             **({SHARING_LAYERS: (U32, max(0, end - max(start, n_own)))} if n_sharing else {}),
         }
+
+    def vocabulary(self, is_last: bool) -> Overrides:
+        """Return how many tokens a slice has where no list of them says so."""
+        if is_last and self.has_words:
+            return {}
+        return {"vocab_size": (U32, self.facts.n_vocab if is_last else DUMMY_TOKENS)}
 
     def is_per_layer(self, entry: KeyValue) -> bool:
         prefix = self.facts.architecture + "."

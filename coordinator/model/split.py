@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -117,6 +117,36 @@ def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Se
     except OSError as error:
         raise ArtifactError(f"{out_dir}: cannot write a stage: {error.strerror or error}") from error
     return tuple(paths)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HollowSlice:
+    """One stage of a split without its weights: its file is `header` and then zeros."""
+
+    header: bytes
+    size_bytes: int
+    """Of the whole file."""
+    layer_bytes: int
+    head_bytes: int
+    """0 where it has no head."""
+
+
+def hollow_slices(source: Path, wanted: Iterable[tuple[tuple[int, ...], int]]) -> Iterator[HollowSlice]:
+    """Yield a hollow slice for each (cuts, stage index): for hosts that measure it and have nothing of the model.
+
+    Raises ModelFileError, UnsupportedArchitectureError, CutError.
+    """
+    model = open_model(source)
+    facts = facts_of(model)
+    family = families.family_of(facts.architecture)
+    for cuts, index in wanted:
+        check_cuts(facts, cuts)
+        plan = plan_split(model, facts, family, model_key(model), cuts, has_words=False)
+        artifact = plan.artifacts[1 + index]
+        assert artifact.layers is not None
+        start, end = artifact.layers
+        head_bytes = facts.head_bytes if end == facts.n_layers else 0
+        yield HollowSlice(artifact.header, artifact.size_bytes, sum(facts.layer_bytes[start:end]), head_bytes)
 
 
 @contextmanager

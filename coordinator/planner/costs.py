@@ -28,10 +28,6 @@ COORDINATOR_TOKEN_NS = 200_000
 # Exponent that joins a machine's crowded cores with its busiest stage: steps of several stages do not tile its cores
 # without gaps, so both limits at once cost up to 9 %.
 CROWD_SHARPNESS = 8
-# Curves hold the fastest of a few steps on an idle machine. Steps in service share the cores with other processes and
-# read a fuller cache. On a host whose steps differ by 1 % they took as long; on one where they differ by tens of
-# percent, 1.1 to 1.45 times as long (`benches.plan_accuracy` on a 1B shape). The middle is predicted.
-STEP_IN_SERVICE = 1.2
 Grouping = tuple[int, int]  # flights, rows of one
 
 
@@ -52,7 +48,7 @@ class Costs:
         key = (self.kinds[stage], rows)
         found = self._layers_ns.get(key)
         if found is None:
-            per_gib = STEP_IN_SERVICE * self.instance.hosts[stage].speed.layer_ns(rows)
+            per_gib = self._in_service(stage) * self.instance.hosts[stage].speed.layer_ns(rows)
             each = (round(per_gib * size / GIB) for size in self.instance.model.layer_bytes)
             found = self._layers_ns[key] = (0, *itertools.accumulate(each))
         return found
@@ -62,9 +58,12 @@ class Costs:
         key = (self.kinds[stage], rows)
         found = self._heads_ns.get(key)
         if found is None:
-            per_gib = STEP_IN_SERVICE * self.instance.hosts[stage].speed.head_ns(rows)
+            per_gib = self._in_service(stage) * self.instance.hosts[stage].speed.head_ns(rows)
             found = self._heads_ns[key] = round(per_gib * self.instance.model.head_bytes / GIB)
         return found
+
+    def _in_service(self, stage: int) -> float:
+        return self.instance.hosts[stage].speed.in_service
 
     def raw_ns(self, stage: int, start: int, end: int, rows: int, head_rows: int) -> int:
         """Predict a step of exactly `rows` rows, of which `head_rows` want logits, with the host's work around it."""

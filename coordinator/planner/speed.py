@@ -15,6 +15,11 @@ from collections.abc import Iterable, Sequence
 from relayline.wire.common.curve import LADDER, CostCurve
 
 GIB = 1 << 30
+# Curves hold the fastest of a few steps on an idle machine. Steps in service, with other processes on the cores and a
+# cache that fills, took as long on a host whose steps differ by 1 %, and 1.1 to 1.45 times as long on one where they
+# differ by tens (`benches.plan_accuracy` on a 1B shape). A survey sees by how much they differ; elsewhere the middle is
+# predicted.
+STEP_IN_SERVICE, STEP_IN_SERVICE_MAX = 1.2, 1.45
 PREFILL_ROWS = (192, 256, 384, 512)
 ROWS = (*LADDER, *PREFILL_ROWS)
 # For a declared or estimated speed: the bytes of a weight on disk, which tell how many multiply-adds a byte stands for.
@@ -33,6 +38,8 @@ class Speed:
     """The fixed cost of a step, for any number of rows and layers."""
     source: str = "declared"
     """measured, calibrated, declared or estimated: how much to trust it."""
+    in_service: float = STEP_IN_SERVICE
+    """How long a step takes in service, as a multiple of what the curves say."""
 
     @functools.cached_property
     def _layer_curve(self) -> CostCurve:
@@ -57,7 +64,12 @@ class Speed:
             tuple((rows, ns * factor) for rows, ns in self.head),
             self.step_ns * factor,
             source or self.source,
+            self.in_service,
         )
+
+    def seen_in_service(self, share: float) -> Speed:
+        """Return the same where a step usually takes `share` times as long as the quickest; 0.0: nobody has looked."""
+        return dataclasses.replace(self, in_service=min(max(1.0, share), STEP_IN_SERVICE_MAX)) if share else self
 
 
 def roofline(

@@ -189,6 +189,14 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     default=None,
     help="File that keeps moved layers: a coordinator that is started again goes on with them.",
 )
+@click.option(
+    "--plan-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="File that keeps why stages have their layers. Those that the manifest leaves open are then planned from what "
+    "hosts measure when they join.",
+)
+@click.option("--settle", type=click.Path(path_type=Path, dir_okay=False), default=None, hidden=True)
 @serve_join_options
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
@@ -213,11 +221,16 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
+    from relayline.deploy.cli.survey import announce_survey, planned_from_hosts
+    from relayline.deploy.launch.survey import read_plan
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # what no stage would take is refused before anything is done with others
     (host, port), https = given["http"], http_tls_from(given)
+    if given["exit_with_stdin"]:
+        watch_stdin()
+    planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
     directory, cut_model, on_moved = served_split(given)
     config = ServeConfig(
         pipeline_dir=directory,
@@ -244,9 +257,8 @@ def serve_command(**given: Any) -> None:
         chat_template_file=given["chat_template"],
         telemetry=telemetry,
         push_level=is_given("trace_level"),
+        planned=read_plan(given["plan_file"]),
     )
-    if given["exit_with_stdin"]:
-        watch_stdin()
     run_coordinator(config, *_announcers(as_json=given["as_json"]))
 
 

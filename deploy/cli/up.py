@@ -48,6 +48,11 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--split-dir", type=click.Path(path_type=Path), default=None, help="Where to keep the split [default: cache]."
 )
+@click.option(
+    "--measure/--no-measure",
+    default=None,
+    help="Have hosts measure themselves before layers are planned, or not [default: other hosts, once for each model].",
+)
 @click.option("--detach", is_flag=True, help="Return once the pipeline is ready; it goes on running.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be started, or changed in what runs.")
 @state_dir_option

@@ -104,7 +104,8 @@ def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[
         manifest = named(manifest, given["name"])
     check_draft(manifest.serving, manifest.engine.policy)
     manifest = _with_stage_flags(manifest, given, changed)
-    return Launch(manifest, source, log_flags, given["split_dir"])
+    is_again = given["report_fd"] is not None
+    return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)
 
 
 def named(manifest: Manifest, name: str) -> Manifest:

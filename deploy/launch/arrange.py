@@ -8,7 +8,7 @@ from relayline.deploy.launch.inviting import authority_of
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
-from relayline.deploy.launch.state import LAYERS_FILE
+from relayline.deploy.launch.state import LAYERS_FILE, PLAN_FILE
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.links.security import address_of
 
@@ -31,6 +31,7 @@ def arrange(
         manifest=source,
         serve_arguments=(
             *("--manifest", str(settled), "--keep-layers", str(settled.parent / LAYERS_FILE)),
+            *("--plan-file", str(settled.parent / PLAN_FILE), "--settle", str(settled)),
             *split_flags,
             *log_flags,
         ),

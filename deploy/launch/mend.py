@@ -44,6 +44,30 @@ def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
     return mend
 
 
+def later_mender(settled: Path) -> Mend:
+    """Return the same for a pipeline whose plan is made only once its hosts have joined; `settled`: its manifest."""
+
+    def found() -> Mend:
+        from relayline.deploy.launch.splits import split_place
+        from relayline.deploy.manifest import load_manifest
+
+        manifest = load_manifest(settled)
+        cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
+        if manifest.model_path is None or len(cuts) + 1 != len(manifest.stages):
+            return nothing_to_mend  # nothing has been split yet
+        directory = split_place(manifest.model_path, None, cuts)
+        try:
+            file = load_pipeline(directory, stages_here=False)
+        except ArtifactError:
+            return nothing_to_mend  # it lies elsewhere, as its user wanted
+        return mender(manifest.model_path, directory, file)
+
+    async def mend() -> bool:
+        return await (await asyncio.to_thread(found))()
+
+    return mend
+
+
 def _fault(directory: Path, file: PipelineFile) -> str:
     try:
         found = load_pipeline(directory)

@@ -61,6 +61,11 @@ def prepare(
     cuts = (choose or choose_cuts)(manifest, model)
     directory = (split or _split)(model, cuts)
     file = load_pipeline(directory)
+    return Prepared(settle(with_credentials(manifest, own_tls), model, file), directory, file)
+
+
+def with_credentials(manifest: Manifest, own_tls: Path | None) -> Manifest:
+    """Return the manifest with TLS material or join tokens made where it names none, as `prepare` says."""
     if own_tls is not None and needs_own_tls(manifest):
         material = make_own_tls(manifest, own_tls)
         manifest = override(manifest, {"wire.tls.directory": str(material.absolute())})
@@ -69,7 +74,7 @@ def prepare(
         manifest = override(manifest, {"wire.tokenFile": str(token.absolute())})
     if own_tls is not None and makes_stage_tokens(manifest):
         make_stage_tokens(manifest, own_tls.parent / JOIN_DIR)
-    return Prepared(settle(manifest, model, file), directory, file)
+    return manifest
 
 
 def find_model(manifest: Manifest) -> Path:
@@ -121,8 +126,8 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
     return settled(manifest, model, [(held.layer_start, held.layer_end) for held in file.stages])
 
 
-def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int]]) -> Manifest:
-    """Return the same, with the layers of each stage: the first, and one past the last."""
+def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int] | None]) -> Manifest:
+    """Return the same, with the layers of each stage: the first, and one past the last; None leaves them open."""
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
     spec["model"] = {"path": str(model.absolute())}
@@ -140,7 +145,7 @@ def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int]]) 
     cores = cores_of(manifest.stages)
     for stage, held in zip(manifest.stages, ranges, strict=True):
         entry = stage.model_dump(mode="json", by_alias=True, exclude_none=True)
-        entry["layers"] = list(held)
+        entry["layers"] = "auto" if held is None else list(held)
         entry["threads"] = threads_for(stage, manifest.stages)
         entry["cores"] = cores[stage.name]
         if "calibration" in entry["speed"]:

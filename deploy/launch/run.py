@@ -12,20 +12,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from relayline.coordinator.model.cuts import balanced_cuts
+from relayline.coordinator.model.inspection import check_support, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
-from relayline.deploy.launch.mend import Mend, mender
+from relayline.deploy.launch.mend import Mend, later_mender, mender
 from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
-from relayline.deploy.launch.prepare import Prepared, Split, find_model, planned_cuts, prepare
+from relayline.deploy.launch.prepare import (
+    Prepared,
+    Split,
+    check_last_layer,
+    find_model,
+    planned_cuts,
+    prepare,
+    settled,
+    with_credentials,
+)
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
+from relayline.deploy.launch.survey import read_plan, told_of, wants_survey, write_plan
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.planning.known_hosts import forget_hosts
+from relayline.deploy.planning.told import lines_of
 from relayline.deploy.planning.shared import gpu_sharing
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.process import first_of
@@ -52,12 +66,27 @@ class Launch:
     split_dir: Path | None = None
     """Where to keep the split; None for the cache."""
 
+    measure: bool | None = None
+    """Whether hosts are surveyed before there is a plan: True, False, or None as is sensible."""
+    is_again: bool = False
+    """Whether this was checked just now, by the command that starts this one in the background."""
+
     @property
     def split(self) -> Split | None:
         """How the model is split, None as usual."""
         if self.split_dir is None:
             return None
         return lambda model, cuts: split_for(model, None if cuts else 1, cuts or None, self.split_dir)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ready:
+    """What a launch starts with."""
+
+    manifest: Manifest
+    """With every path in full and every choice made, but for layers that a survey is to decide."""
+    prepared: Prepared | None
+    """The split; None until there was a survey."""
 
 
 def check_names(manifest: Manifest) -> None:
@@ -106,19 +135,39 @@ def check_before_work(manifest: Manifest) -> None:
         read_template(manifest.resolve(coordinator.chat_template_file))
 
 
-def ready_to_start(what: Launch, directory: StateDir) -> Prepared:
-    """Check a launch and prepare its files; nothing is started. Raises the first problem."""
+def ready_to_start(what: Launch, directory: StateDir) -> Ready:
+    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong.
+
+    Where hosts have to be surveyed first, the model is not split yet.
+    """
     manifest = what.manifest
     check_before_work(manifest)
     if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
-    prepared = prepare(manifest, choose=planned_cuts, split=what.split, own_tls=directory.tls)
-    check_security(prepared.manifest)
-    warn_of_context(manifest.engine.ctx_tokens, prepared.file)
+    model = find_model(manifest)
+    if what.measure and not what.is_again:
+        forget_hosts(manifest, model)
+    if wants_survey(manifest, model, measure=what.measure):
+        check_splits(model, len(manifest.stages))
+        check_last_layer(manifest, model)
+        manifest = with_credentials(manifest, directory.tls)
+        found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
+    else:
+        prepared = prepare(manifest, choose=planned_cuts, split=what.split, own_tls=directory.tls)
+        warn_of_context(manifest.engine.ctx_tokens, prepared.file)
+        found = Ready(prepared.manifest, prepared)
+    check_security(found.manifest)
     for line in gpu_sharing(manifest):
         log.warning("%s", line)
-    return prepared
+    return found
+
+
+def check_splits(model: Path, n_stages: int) -> None:
+    """Check that a model can be split into so many stages. Raises as `split_model`."""
+    facts = inspect_model(model)
+    check_support(facts, experimental=False)
+    balanced_cuts(facts, n_stages)
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
@@ -135,15 +184,29 @@ def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
 
     Raises as `ready_to_start`. Returns also the function that repairs damaged files of the split.
     """
-    prepared = ready_to_start(what, directory)
-    settled = prepared.manifest
-    directory.manifest.write_text(
-        json.dumps(settled.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2) + "\n"
-    )
-    directory.layers.unlink(missing_ok=True)  # from the run before: this one starts with its own settings
-    split_flags = ("--pipeline", str(prepared.pipeline_dir.absolute())) if what.split_dir is not None else ()
-    plan = arrange(settled, what.source, directory.manifest, what.log_flags, split_flags)
-    return plan, mender(find_model(settled), prepared.pipeline_dir, prepared.file)
+    ready = ready_to_start(what, directory)
+    write_settled(ready.manifest, directory.manifest)
+    directory.layers.unlink(missing_ok=True)  # of the run before: this one begins as it is told
+    directory.plan.unlink(missing_ok=True)
+    if ready.prepared is None:
+        split_flags = ("--pipeline", str(what.split_dir.absolute())) if what.split_dir is not None else ()
+        mend = later_mender(directory.manifest)
+    else:
+        pipeline_dir, file = ready.prepared.pipeline_dir, ready.prepared.file
+        split_flags = ("--pipeline", str(pipeline_dir.absolute())) if what.split_dir is not None else ()
+        model = find_model(ready.manifest)
+        mend = mender(model, pipeline_dir, file)
+        write_plan(directory.plan, told_of(ready.manifest, model))
+    plan = arrange(ready.manifest, what.source, directory.manifest, what.log_flags, split_flags)
+    return plan, mend
+
+
+def write_settled(manifest: Manifest, path: Path) -> None:
+    """Write a settled manifest where the coordinator reads it."""
+    text = json.dumps(manifest.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    partial.replace(path)
 
 
 def check_security(manifest: Manifest) -> None:
@@ -180,6 +243,7 @@ def launch(
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
         plan, mend = plan_of(what, directory)
+        say_plan(what.manifest, directory, emit)
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
@@ -195,6 +259,13 @@ def launch(
             # In the background nothing else would keep what went wrong.
             file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
             raise
+
+
+def say_plan(manifest: Manifest, directory: StateDir, emit: Emit) -> None:
+    """Tell who gets which layers and why, where there was something to choose between hosts and a plan is made."""
+    said = read_plan(directory.plan)
+    if said is not None and None in manifest.fixed_cuts() and not all(stage.is_local for stage in manifest.stages):
+        emit({"event": "planned", "message": "\n".join(lines_of(said)), "plan": said})
 
 
 async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit) -> None:

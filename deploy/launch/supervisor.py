@@ -229,17 +229,20 @@ class Supervisor:
         return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Take the coordinator's report on itself and on its stages."""
-        if event["event"] == "joinable":
-            # It comes back where clients and stages look for it.
-            http = (self.plan.http[0], int(event["url"].rpartition(":")[2]))
+        """Take what the coordinator tells of itself and of its stages."""
+        if event["event"] in ("joinable", "surveying"):
+            # It comes back where clients and stages look for it. During a survey there is no API yet.
+            url = event.get("url", "")
+            http = (self.plan.http[0], int(url.rpartition(":")[2])) if url else self.plan.http
             join = (self.plan.join[0], int(event["join"].rpartition(":")[2]))
             enrol = (self.plan.enrol[0], int((event.get("enrol") or ":0").rpartition(":")[2]))
             enrol_address = address_of(self.plan.advertised_host, enrol[1]) if enrol[1] else ""
-            self.board.set_addresses(event["url"], event["join"], enrol_address)
+            self.board.set_addresses(url, event["join"], enrol_address)
             self._coordinator.child.arguments = self._serve_arguments(http, join, enrol)
             if not self._listening.done():
                 self._listening.set_result(event["join"])
+        elif event["event"] in ("planned", "splitting"):
+            self._emit(event)
         elif event["event"] == "stage" and self.board.has(event["name"]):
             self._on_stage_event(event)
             for said in self._waiting.told(event, time.monotonic()):
@@ -249,9 +252,8 @@ class Supervisor:
         name, address = event["name"], event.get("address") or ""
         was, known = self.board[name].state, HostState(event["state"])
         if name in self._stages:
-            # The supervisor sees its own processes directly; the coordinator only knows the activity of a starting
-            # stage.
-            at_work = (HostState.FETCHING, HostState.LOADING)
+            # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
+            at_work = (HostState.MEASURING, HostState.FETCHING, HostState.LOADING)
             if known in at_work and was in (HostState.STARTING, *at_work):
                 self.board.set_process(name, state=known)
             return

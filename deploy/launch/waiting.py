@@ -12,7 +12,8 @@ from typing import Any
 from relayline.wire.common.phase import HostState
 
 FETCH_LINE_EVERY_S = 5.0
-_JOINED = (HostState.STARTING, HostState.FETCHING, HostState.LOADING, HostState.READY, HostState.SILENT)
+_JOINED = (HostState.STARTING, HostState.MEASURING, HostState.FETCHING, HostState.LOADING, HostState.READY,
+           HostState.SILENT)  # fmt: skip
 GB, MB = 1e9, 1e6
 
 

@@ -1,14 +1,18 @@
-"""From a manifest to the planner: the model's sizes, this machine, other hosts as declared, links. The sources of a
-host's speed, best first: a calibration file of that host, numbers declared in the manifest, a measurement of this very
-model on this machine (`relayline plan --measure`), and last an estimate from this machine's memory bandwidth and
-arithmetic. Other hosts without any of these count as equal to this machine.
+"""From a manifest to the planner: the model's sizes, this machine, other hosts as declared, links.
+
+The sources of a host's speed, best first: a calibration file of that host, numbers declared in the manifest, the host's
+own measurement when it joined (deploy.planning.known_hosts), a measurement of this very model on this machine
+(`relayline plan --measure`), and last an estimate from this machine's memory bandwidth and arithmetic. Other hosts
+without any of these count as equal to this machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from relayline.coordinator.model.cuts import is_allowed
 from relayline.coordinator.model.gguf_file import open_model
@@ -20,12 +24,15 @@ from relayline.coordinator.planner.speed import Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage, is_local
+from relayline.deploy.manifest.stage import Link as StageLink
+from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of
 from relayline.deploy.planning.measure import known_speed, sample_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 
-LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # a hop's cost on one machine is part of the host's work for a step
+LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # what a hop costs on one machine is in the host's work of a step
+NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
 GPU_BYTES_PER_S, GPU_FLOPS = 300e9, 20e12  # of a GPU of which nothing is known
 
 
@@ -68,20 +75,25 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
     )
 
 
-def threads_of(manifest: Manifest) -> tuple[int, ...]:
-    """Return the threads of every stage; a host's cores divided by its stages where the manifest leaves it open."""
-    cores = machine.cores()
+def threads_of(manifest: Manifest, known: Mapping[str, KnownHost] = NOBODY) -> tuple[int, ...]:
+    """Return the threads of every stage; a host's cores divided by its stages where the manifest leaves it open.
+
+    A host that nobody knows has as many cores as this one.
+    """
     found = []
     for stage in manifest.stages:
-        mates = [other for other in manifest.stages if _place(other) == _place(stage)]
+        cores = _cores_of(stage, known)
+        mates = [other for other in manifest.stages if place_of(other) == place_of(stage)]
         n_open = sum(1 for other in mates if not other.threads)
         left = cores - sum(other.threads for other in mates)
         found.append(stage.threads or max(1, left // max(1, n_open)))
     return tuple(found)
 
 
-def _place(stage: Stage) -> str:
-    return "localhost" if stage.is_local else stage.host
+def _cores_of(stage: Stage, known: Mapping[str, KnownHost]) -> int:
+    """Return the cores of a stage's host, those of this machine where nobody knows."""
+    host = known.get(stage.name)
+    return host.n_cores if host is not None and host.n_cores and not stage.is_local else machine.cores()
 
 
 def instance_of(
@@ -91,55 +103,95 @@ def instance_of(
     n_streams: int = 0,
     is_running: bool = False,
     ignore_measured: bool = False,
+    known: Mapping[str, KnownHost] | None = None,
 ) -> Instance:
     """Return the planning problem of a manifest.
 
     With is_running the pipeline is up already, so this machine counts with all its memory, not only the free part.
-    Raises UsageError for an unusable calibration file.
+    `known`: the hosts' own reports, by stage; without it their earlier ones. Raises UsageError for an unusable calibration file.
     """
-    threads = threads_of(manifest)
-    local_memory = machine.total_memory_bytes() if is_running else machine.available_memory_bytes()
-    reserved = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
-    here = Machine("localhost", machine.cores(), local_memory, reserved)
+    if known is None:
+        known = NOBODY if ignore_measured else known_hosts(manifest, facts.path)
+    threads = threads_of(manifest, known)
+    machines = _machines(manifest, threads, known, is_running=is_running)
     bytes_per_weight = _bytes_per_weight(facts)
     hosts = []
     devices = gpu_numbers(manifest)
     for stage, n_threads, device in zip(manifest.stages, threads, devices, strict=True):
-        cores = sum(n for other, n in zip(manifest.stages, threads, strict=True) if _place(other) == _place(stage))
         measured = None if ignore_measured or not stage.is_local else _measured(manifest, facts, stage, n_threads)
+        told = known[stage.name].speed if stage.name in known else None
         hosts.append(
             Host(
                 name=stage.name,
-                machine=here if stage.is_local else Machine(stage.host, max(cores, machine.cores())),
+                machine=machines[place_of(stage)],
                 threads=n_threads,
                 speed=_given(manifest, stage, n_threads, bytes_per_weight)
+                or told
                 or measured
                 or _estimated(stage, n_threads, bytes_per_weight),
                 memory_bytes=None if stage.memory_gib is None else int(stage.memory_gib * GIB),
                 layers=stage.layer_range,
-                link=_link(stage),
                 device=device,
             )
         )
-    places = [manifest.spec.coordinator.host, *(stage.host for stage in manifest.stages)]
-    links = _links(places, [host.link for host in hosts])
+    links = _links(manifest, known)
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
-    return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], here if reserved else None)
+    coordinator = machines.get("localhost") if is_local(manifest.spec.coordinator.host) else None
+    return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], coordinator)
 
 
-def _link(stage: Stage) -> Link:
-    return Link(round(stage.link.round_trip_ms * 1e6), stage.link.bandwidth_gbps * 1e9 / 8)
+def _machines(
+    manifest: Manifest, threads: Sequence[int], known: Mapping[str, KnownHost], *, is_running: bool
+) -> dict[str, Machine]:
+    """Return the machines by their places."""
+    reserved = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
+    found: dict[str, Machine] = {}
+    for stage in manifest.stages:
+        place = place_of(stage)
+        if stage.is_local:
+            memory = machine.total_memory_bytes() if is_running else machine.available_memory_bytes()
+            found.setdefault(place, Machine(place, machine.cores(), memory, reserved))
+            continue
+        used = sum(n for other, n in zip(manifest.stages, threads, strict=True) if place_of(other) == place)
+        host = known.get(stage.name)
+        memory = None if host is None else host.memory_bytes or None if is_running else host.usable_memory_bytes
+        if place not in found or found[place].memory_bytes is None:
+            found[place] = Machine(place, max(used, _cores_of(stage, known)), memory)
+    return found
 
 
-def _links(places: list[str], declared: list[Link]) -> list[Link]:
-    """Return the links from the coordinator around and back to it; within a machine a link costs almost nothing.
+def _link_of(declared: StageLink) -> Link:
+    return Link(round(declared.round_trip_ms * 1e6), declared.bandwidth_gbps * 1e9 / 8)
 
-    The manifest does not describe the link from the coordinator to the first stage: it counts as equal to the link
-    back.
+
+def _links(manifest: Manifest, known: Mapping[str, KnownHost]) -> list[Link]:
+    """Return the links from the coordinator round to it again; within a machine a link costs nothing to speak of.
+
+    Between two hosts it is as the manifest says. Otherwise it is as slow as the slower of their links to the coordinator,
+    if both are known. The manifest does not describe the link from the coordinator to the first stage: it counts as equal
+    to the link back.
     """
-    ends = [*places, places[0]]
-    between = [declared[-1], *declared]
-    return [LOOPBACK if _same_machine(ends[at], ends[at + 1]) else link for at, link in enumerate(between)]
+    stages = manifest.stages
+    places = [manifest.spec.coordinator.host, *(stage.host for stage in stages)]
+    names = ["", *(stage.name for stage in stages)]
+    given = [stages[-1].link, *(stage.link for stage in stages)]
+    found = []
+    for at, declared in enumerate(given):
+        after = (at + 1) % len(places)
+        if _same_machine(places[at], places[after]):
+            found.append(LOOPBACK)
+            continue
+        told = _slower(known.get(names[at]), known.get(names[after]), is_one=not at or not after)
+        found.append(told if told is not None and declared == StageLink() else _link_of(declared))
+    return found
+
+
+def _slower(one: KnownHost | None, other: KnownHost | None, *, is_one: bool) -> Link | None:
+    """Return the slower of two ways to the coordinator; `is_one`: one of the two ends is the coordinator itself."""
+    links = [host.link for host in (one, other) if host is not None and host.link is not None]
+    if len(links) < (1 if is_one else 2):
+        return None
+    return Link(max(link.round_trip_ns for link in links), min(link.bytes_per_s for link in links))
 
 
 def _same_machine(left: str, right: str) -> bool:
@@ -151,7 +203,7 @@ def _given(manifest: Manifest, stage: Stage, n_threads: int, bytes_per_weight: f
     speed = stage.speed
     if speed.calibration is not None:
         return _calibrated(manifest.resolve(speed.calibration))
-    if speed.decode_gbytes_per_s is None and speed.prefill_gflops is None:
+    if not is_declared(stage):
         return None
     bandwidth, flops = _like_here(stage, n_threads)
     if speed.decode_gbytes_per_s is not None:
@@ -164,6 +216,12 @@ def _given(manifest: Manifest, stage: Stage, n_threads: int, bytes_per_weight: f
         flops = speed.prefill_gflops * 1e9
     step_ns = (speed.step_overhead_ms or 0.0) * 1e6
     return roofline(bandwidth, flops, step_ns=step_ns, bytes_per_weight=bytes_per_weight)
+
+
+def is_declared(stage: Stage) -> bool:
+    """Tell whether the manifest says how fast a stage's host is."""
+    speed = stage.speed
+    return any(given is not None for given in (speed.calibration, speed.decode_gbytes_per_s, speed.prefill_gflops))
 
 
 def _estimated(stage: Stage, n_threads: int, bytes_per_weight: float) -> Speed:
@@ -230,10 +288,11 @@ def best_for(instance: Instance) -> Best:
     return best
 
 
-def cuts_for(manifest: Manifest, model_path: Path) -> tuple[int, ...]:
+def cuts_for(manifest: Manifest, model_path: Path, known: Mapping[str, KnownHost] | None = None) -> tuple[int, ...]:
     """Return the best cuts for a manifest: the first layer of every stage but the first; () for one stage.
 
-    Ranges that the manifest gives are kept. Raises UsageError where nothing fits, ModelFileError.
+    Ranges that the manifest gives are kept. `known` as in `instance_of`. Raises UsageError where nothing fits,
+    ModelFileError.
     """
-    best = best_for(instance_of(manifest, inspect_model(model_path)))
+    best = best_for(instance_of(manifest, inspect_model(model_path), known=known))
     return tuple(start for start, _ in best.edges[1:])

@@ -95,15 +95,18 @@ def measure_speed(
     return speed
 
 
-def slices_for(facts: ModelFacts) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (cuts, stage index) of the slices worth measuring: a large and a small one without head, and the end."""
+def slices_for(facts: ModelFacts, wanted_bytes: float = 0.0) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield (cuts, stage index) of what is worth measuring: a large and a small slice without head, and the end.
+
+    `wanted_bytes`: about how large the large one is to be; 0.0: a share of the model.
+    """
     edges = (0, *legal_cuts(facts), facts.n_layers)
     ends = [at for at in edges[1:-1] if is_allowed(facts, at, facts.n_layers)]
     if not ends:
         yield (), 0
         return
-    last = ends[-1]  # the fewest layers together with the head
-    wanted = min(SLICE_SHARE * sum(facts.layer_bytes), SLICE_BYTES_MAX)
+    last = ends[-1]  # the fewest layers beside the head
+    wanted = wanted_bytes or min(SLICE_SHARE * sum(facts.layer_bytes), SLICE_BYTES_MAX)
     starts = [at for at in edges if at < last and is_allowed(facts, at, last) and _leads(facts, at)]
     starts.sort(key=lambda at: abs(sum(facts.layer_bytes[at:last]) - wanted))
     large = starts[0] if starts else None

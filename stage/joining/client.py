@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from relayline.stage.speed.machine_key import ENGINE_PACKAGE, processor_name
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Role
@@ -182,7 +184,7 @@ async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str)
 def introduction(name: str, process_id: str) -> pb.StageHello:
     """Return the facts of this process and its host."""
     try:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory_bytes = total_memory_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         memory_bytes = 0
     return pb.StageHello(
@@ -191,11 +193,15 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         name=name,
         process_id=process_id,
         moves=True,
+        measures=True,
         beats=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),
             system=f"{platform.system()} {platform.machine()}",
             n_cores=len(os.sched_getaffinity(0)),
             memory_bytes=memory_bytes,
+            memory_available_bytes=available_memory_bytes() or 0,
+            processor=processor_name(),
+            engine_version=importlib.metadata.version(ENGINE_PACKAGE),
         ),
     )

@@ -23,6 +23,7 @@ from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
+from relayline.stage.joining.survey import survey
 from relayline.stage.process import prepare_environment, serve_changing
 from relayline.stage.served import Served
 from relayline.wire.common.errors import (
@@ -99,7 +100,10 @@ class JoinedStage:
             await self._leave()
 
     async def _follow(self, member: Member, stop: asyncio.Future[Any]) -> None:
-        """Carry out one order, until there is another one or this stage stops."""
+        """Do what one order says, until there is another one or this stage stops."""
+        if member.order.HasField("survey"):
+            await self._be_surveyed(member, stop)
+            return
         load = Load(_teller(member))
 
         def give_up(_: asyncio.Future[Any]) -> None:
@@ -118,6 +122,22 @@ class JoinedStage:
             await self._rejoin(stop)
         finally:
             stop.remove_done_callback(give_up)
+
+    async def _be_surveyed(self, member: Member, stop: asyncio.Future[Any]) -> None:
+        """Measure this host, and wait until there is a plan: then the coordinator ends the membership."""
+        log.info("measuring this host, for a plan")
+        measuring = asyncio.create_task(survey(member, self._config.cache, self._config.own_settings))
+        try:
+            await first_of(measuring, stop, member.lost)
+            if measuring.done() and measuring.exception() is None:
+                log.info("measured; waiting for the plan")
+                await first_of(stop, member.lost)
+        finally:
+            await end_task(measuring)
+        if not stop.done():
+            lost = member.lost.result() if member.lost.done() else None
+            self._note_end(lost or _error_of(measuring))
+        await self._rejoin(stop)
 
     async def _listen_host(self) -> str:
         """Return the address to listen on; empty when the coordinator's name cannot be resolved just now."""
@@ -300,6 +320,14 @@ def _end_of(member: Member, switching: asyncio.Task[pb.JoinResponse]) -> Relayli
     if member.lost.done():
         return member.lost.result()
     error = switching.exception() if not switching.cancelled() else None
+    if isinstance(error, RelaylineError):
+        return error
+    raise error or StageLostError("the membership ended")
+
+
+def _error_of(measuring: asyncio.Task[None]) -> RelaylineError:
+    """Return why a survey could not be reported. Raises a bug of ours."""
+    error = measuring.exception()
     if isinstance(error, RelaylineError):
         return error
     raise error or StageLostError("the membership ended")

@@ -71,8 +71,9 @@ CPU_TICK_NS = 10_000_000
 # Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
 # weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
 # quick.
-CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
-FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
+CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
+FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
+USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
 CACHE_VERSION = 10
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
@@ -139,11 +140,7 @@ def _is_offloaded(engine: NativeEngine) -> bool:
 def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes | None = None) -> Curves:
     """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
     now_s, times = time.monotonic(), times or step_times(engine)
-    decode = _measure(engine, times, LADDER, now_s + DECODE_UNTIL * budget_s, in_one_lane=False)
-    # Without a head prefill rows cost what decode rows do; only the upper end is missing.
-    top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
-    ladder = [rows for rows in PREFILL_LADDER if rows > top]
-    prefill = _measure(engine, times, ladder, now_s + PREFILL_UNTIL * budget_s, in_one_lane=True)
+    decode, prefill = row_costs(engine, times, now_s + DECODE_UNTIL * budget_s, now_s + PREFILL_UNTIL * budget_s)
     curves = Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill)
     context = _measure_context(engine, times, curves, now_s + CONTEXT_UNTIL * budget_s, TILE_PART * budget_s)
     if context.tile_step_ns and TILE not in dict(curves.prefill.points()):
@@ -157,6 +154,29 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
         is_per_lane=engine.config.settings.kv_layout == "per-lane",
         takes_lanes_apart=takes_lanes_apart(engine.config.settings.kv_type),
     )
+
+
+def row_costs(
+    engine: NativeEngine, times: StepTimes, decode_until_s: float, prefill_until_s: float
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return (rows, ns) of decode rows and of prompt rows, measured until these times of the monotonic clock."""
+    decode = _measure(engine, times, LADDER, decode_until_s, in_one_lane=False)
+    # Without a head prefill rows cost what decode rows do; only the upper end is missing.
+    top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
+    ladder = [rows for rows in PREFILL_LADDER if rows > top]
+    return decode, _measure(engine, times, ladder, prefill_until_s, in_one_lane=True)
+
+
+def usual_share(engine: NativeEngine, until_s: float) -> float:
+    """Return how long a step usually takes by the clock, as a multiple of the quickest of some; 1.0 at least.
+
+    It holds all that keeps a step from its cores, unlike the curves, which count with undisturbed steps.
+    """
+    found: list[int] = []
+    times = StepTimes(0)  # the clock alone
+    while len(found) < USUAL_STEPS_MIN or (len(found) < USUAL_STEPS_MAX and time.monotonic() < until_s):
+        found.append(_time_step(engine, times, USUAL_ROWS, in_one_lane=False))
+    return max(1.0, statistics.median(found) / min(found))
 
 
 def _measure_context(

@@ -7,7 +7,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGE = "llama-cpp-python"
+ENGINE_PACKAGE = "llama-cpp-python"
 _LIBRARIES = "llama_cpp/lib"
 _BUILT_WITH = ".txt"  # digests of the files of deploy/kernels, which llama_minimal.cmake puts next to the libraries
 _KERNELS = "RELAYLINE_KERNELS"
@@ -21,10 +21,17 @@ def machine_facts() -> tuple[str, ...]:
     process whose environment says RELAYLINE_KERNELS=off uses none of the kernels of its build.
     """
     kernels = os.environ.get(_KERNELS, "").lower()
-    return (platform.node(), _processor(), str(os.cpu_count()), metadata.version(_PACKAGE), *_libraries(), kernels)
+    return (
+        platform.node(),
+        processor_name(),
+        str(os.cpu_count()),
+        metadata.version(ENGINE_PACKAGE),
+        *_libraries(),
+        kernels,
+    )
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Return the processor's name; Python itself knows none on most Linux systems."""
     try:
         lines = _CPUINFO.read_text(errors="replace").splitlines()
@@ -35,7 +42,7 @@ def _processor() -> str:
 
 
 def _libraries() -> list[str]:
-    directory = Path(str(metadata.distribution(_PACKAGE).locate_file(_LIBRARIES)))
+    directory = Path(str(metadata.distribution(ENGINE_PACKAGE).locate_file(_LIBRARIES)))
     try:
         return sorted(f"{file.name}={_told(file)}" for file in directory.iterdir())
     except OSError:

@@ -3,7 +3,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -13,6 +13,7 @@ class ArtifactPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ARTIFACT_PHASE_UNSPECIFIED: _ClassVar[ArtifactPhase]
     ARTIFACT_PHASE_FETCHING: _ClassVar[ArtifactPhase]
     ARTIFACT_PHASE_LOADING: _ClassVar[ArtifactPhase]
+    ARTIFACT_PHASE_MEASURING: _ClassVar[ArtifactPhase]
 
 class LayerChangeStep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,35 +24,39 @@ class LayerChangeStep(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ARTIFACT_PHASE_UNSPECIFIED: ArtifactPhase
 ARTIFACT_PHASE_FETCHING: ArtifactPhase
 ARTIFACT_PHASE_LOADING: ArtifactPhase
+ARTIFACT_PHASE_MEASURING: ArtifactPhase
 LAYER_CHANGE_STEP_UNSPECIFIED: LayerChangeStep
 LAYER_CHANGE_STEP_PREPARE: LayerChangeStep
 LAYER_CHANGE_STEP_SWITCH: LayerChangeStep
 LAYER_CHANGE_STEP_DROP: LayerChangeStep
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "progress", "serving", "failure", "prepared", "alive")
+    __slots__ = ("hello", "progress", "serving", "failure", "prepared", "measured", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     PREPARED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     progress: ArtifactProgress
     serving: StageServing
     failure: StageFailure
     prepared: StagePrepared
+    measured: HostMeasured
     alive: StageAlive
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "beats")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     MOVES_FIELD_NUMBER: _ClassVar[int]
+    MEASURES_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
@@ -59,24 +64,77 @@ class StageHello(_message.Message):
     process_id: str
     host: HostFacts
     moves: bool
+    measures: bool
     beats: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HostFacts(_message.Message):
-    __slots__ = ("hostname", "system", "n_cores", "memory_bytes")
+    __slots__ = ("hostname", "system", "n_cores", "memory_bytes", "memory_available_bytes", "processor", "engine_version")
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_FIELD_NUMBER: _ClassVar[int]
     N_CORES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
     hostname: str
     system: str
     n_cores: int
     memory_bytes: int
-    def __init__(self, hostname: _Optional[str] = ..., system: _Optional[str] = ..., n_cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    memory_available_bytes: int
+    processor: str
+    engine_version: str
+    def __init__(self, hostname: _Optional[str] = ..., system: _Optional[str] = ..., n_cores: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_available_bytes: _Optional[int] = ..., processor: _Optional[str] = ..., engine_version: _Optional[str] = ...) -> None: ...
+
+class Survey(_message.Message):
+    __slots__ = ("slices", "link_bytes")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedCompositeFieldContainer[SurveySlice]
+    link_bytes: int
+    def __init__(self, slices: _Optional[_Iterable[_Union[SurveySlice, _Mapping]]] = ..., link_bytes: _Optional[int] = ...) -> None: ...
+
+class SurveySlice(_message.Message):
+    __slots__ = ("header", "size_bytes", "layer_bytes", "head_bytes", "budget_ms")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    size_bytes: int
+    layer_bytes: int
+    head_bytes: int
+    budget_ms: int
+    def __init__(self, header: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., layer_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class HostMeasured(_message.Message):
+    __slots__ = ("slices", "round_trip_ns", "bytes_per_s", "failure", "took_ns", "in_service")
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    TOOK_NS_FIELD_NUMBER: _ClassVar[int]
+    IN_SERVICE_FIELD_NUMBER: _ClassVar[int]
+    slices: _containers.RepeatedCompositeFieldContainer[SliceCosts]
+    round_trip_ns: int
+    bytes_per_s: float
+    failure: StageFailure
+    took_ns: int
+    in_service: float
+    def __init__(self, slices: _Optional[_Iterable[_Union[SliceCosts, _Mapping]]] = ..., round_trip_ns: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., took_ns: _Optional[int] = ..., in_service: _Optional[float] = ...) -> None: ...
+
+class SliceCosts(_message.Message):
+    __slots__ = ("decode", "prefill")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    decode: _containers.RepeatedCompositeFieldContainer[_relayline_pb2.CostPoint]
+    prefill: _containers.RepeatedCompositeFieldContainer[_relayline_pb2.CostPoint]
+    def __init__(self, decode: _Optional[_Iterable[_Union[_relayline_pb2.CostPoint, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[_relayline_pb2.CostPoint, _Mapping]]] = ...) -> None: ...
 
 class ArtifactProgress(_message.Message):
     __slots__ = ("phase", "done_bytes", "total_bytes")
@@ -131,7 +189,7 @@ class LayerChange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[LayerChangeStep, str]] = ..., keeps: _Optional[bool] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "beats")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "survey", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +201,7 @@ class JoinResponse(_message.Message):
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
+    SURVEY_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     stage_count: int
@@ -155,8 +214,9 @@ class JoinResponse(_message.Message):
     coordinator: str
     listen_port: int
     change: LayerChange
+    survey: Survey
     beats: bool
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")

@@ -1,0 +1,63 @@
+"""Makes this process's native steps take as long as they would on a slower host, in processes of `benches.hosts`.
+
+Python imports it at its start where PYTHONPATH names this folder. SLOWED_LAYER_MS is the time of a step of one row for
+each layer; a head counts like one layer. The rest of that time is slept, so that several such hosts fit one machine.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Patch = Callable[[Any], None]
+
+LAYER_MS = float(os.environ.get("SLOWED_LAYER_MS", "0"))
+ROW_SHARE = 0.5  # of a step of one row, for each further row: on processors a batch saves reading alone
+ENGINE, CALIBRATE = "relayline.stage.engine.native", "relayline.stage.speed.calibrate"
+
+
+def _slow_engine(module: Any) -> None:
+    decode = module.NativeEngine.decode
+
+    def slowed(self: Any, n_rows: int) -> None:
+        began_s, artifact = time.monotonic(), self.artifact
+        decode(self, n_rows)
+        n_layers = artifact.layer_end - artifact.layer_start
+        n_heads = max(int(self.wants[:n_rows].sum()), 1) if self.is_last else 0
+        wanted = n_layers * (1 + ROW_SHARE * (n_rows - 1)) + (1 + ROW_SHARE * (n_heads - 1) if n_heads else 0)
+        time.sleep(max(0.0, began_s + wanted * LAYER_MS / 1e3 - time.monotonic()))
+
+    module.NativeEngine.decode = slowed
+
+
+def _timed_by_the_clock(module: Any) -> None:
+    module._is_offloaded = lambda engine: True  # who sleeps uses no processor, which would look like a disturbed step
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self.patches = patches
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        patch = self.patches.pop(fullname, None)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path) if patch is not None else None
+        if spec is None or spec.loader is None or patch is None:
+            return None
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            patch(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+if LAYER_MS:
+    sys.meta_path.insert(0, _Finder({ENGINE: _slow_engine, CALIBRATE: _timed_by_the_clock}))

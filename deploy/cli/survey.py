@@ -1,0 +1,76 @@
+"""`relayline serve` of a manifest with open layers: hosts are surveyed first, then all goes on as with fixed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from relayline.coordinator.engine.membership import Place
+from relayline.deploy.cli.join_flags import coordinator_join, member_event
+from relayline.deploy.cli.options import security_from
+from relayline.deploy.launch.run import write_settled
+from relayline.deploy.launch.serving import for_each_stage
+from relayline.deploy.launch.survey import Planned, survey_and_plan, write_plan
+from relayline.wire.common.process import run
+from relayline.wire.links.roles import Role
+from relayline.wire.links.security import host_of
+
+Announce = Callable[[dict[str, Any]], None]
+
+
+def announce_survey(*, as_json: bool) -> Announce:
+    """Return what tells a supervisor, or a person, how far a survey is."""
+
+    def announce(event: dict[str, Any]) -> None:
+        if as_json:
+            print(json.dumps(event), flush=True)
+        elif event["event"] == "surveying":
+            print(
+                f"hosts may join at {event['join']} to be measured; waiting for {', '.join(event['stages'])}",
+                flush=True,
+            )
+        elif "message" in event:
+            print(event["message"], flush=True)
+
+    return announce
+
+
+def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
+    """Survey the hosts and plan, where the manifest leaves layers open and a plan is wanted; else do nothing.
+
+    Changes manifest, split and ports in `given` to what came of it. Ends the command where it
+    is told to stop meanwhile. Raises what `survey_and_plan` raises.
+    """
+    manifest, plan_file = given["manifest"], given["plan_file"]
+    if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
+        return
+    config = for_each_stage(coordinator_join(given, len(manifest.stages)), manifest)
+    assert config is not None
+    security = security_from(given, Role.COORDINATOR)
+
+    def on_member(place: Place) -> None:
+        announce(member_event(place))
+
+    async def main(stopping: asyncio.Event) -> tuple[Planned, dict[str, Any]] | None:
+        return await survey_and_plan(manifest, config, security, given["directory"], on_member, announce, stopping)
+
+    found = run(main)
+    if found is None:
+        raise click.exceptions.Exit(0)
+    planned, said = found
+    write_plan(plan_file, said)
+    if given["settle"] is not None:  # then one that is started again finds fixed layers, and goes on with them
+        write_settled(planned.manifest, given["settle"])
+    given["manifest"], given["directory"] = planned.manifest, planned.directory
+    given["join_listen"] = (given["join_listen"][0], _port(planned.join))
+    if given["enrol_listen"] is not None:
+        given["enrol_listen"] = (given["enrol_listen"][0], _port(planned.enrol))
+
+
+def _port(address: str) -> int:
+    assert host_of(address)
+    return int(address.rpartition(":")[2])

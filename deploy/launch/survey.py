@@ -1,0 +1,201 @@
+"""The first start over several hosts: they join and measure themselves, then a plan is made, and then the split.
+
+`up` leaves the layers open in the manifest that the coordinator reads. The coordinator surveys the hosts, plans, splits
+the model, notes all in that manifest, and goes on as with any other. What the hosts told is kept: the next start plans
+at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relayline.coordinator.joining.port import OnMember, serve_survey
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.model.inspection import ModelFacts, inspect_model
+from relayline.coordinator.model.split import HollowSlice, hollow_slices
+from relayline.deploy.launch.prepare import settled
+from relayline.deploy.launch.split_apart import split_apart
+from relayline.deploy.launch.splits import split_place
+from relayline.deploy.planning.inputs import best_for, instance_of, is_declared
+from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, remember_hosts
+from relayline.deploy.planning.measure import slices_for
+from relayline.deploy.planning.told import lines_of, told
+from relayline.wire.common.errors import ArtifactError
+from relayline.wire.common.process import first_of
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+if TYPE_CHECKING:
+    from relayline.coordinator.joining.config import JoinConfig
+    from relayline.coordinator.joining.survey import HostReport
+    from relayline.deploy.manifest import Manifest
+    from relayline.wire.links.security import LinkSecurity
+
+log = logging.getLogger("relayline.coordinator")
+
+# Of a slice that a host measures: more than caches hold, so that weights come from memory, and little enough that steps
+# of many rows fit the time on a slow machine.
+SLICE_BYTES_MAX = 256 << 20
+HEAD_BYTES_MAX = 1 << 30  # a larger head counts like layers of its size
+LARGE_MS, SMALL_MS, HEAD_MS = 3_000, 1_000, 2_000  # for measuring a slice once it is loaded
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """What came of a survey."""
+
+    manifest: Manifest
+    """With the layers of each stage."""
+    directory: Path
+    """The split."""
+    join: str
+    """Where stages join (host:port), which stays the same."""
+    enrol: str
+
+
+def unknown_hosts(manifest: Manifest, model: Path) -> list[str]:
+    """Return the names of the stages of whose hosts nobody knows how fast they are with this model."""
+    known = known_hosts(manifest, model)
+    return [
+        stage.name
+        for stage in manifest.stages
+        if not is_declared(stage) and (stage.name not in known or known[stage.name].speed is None)
+    ]
+
+
+def wants_survey(manifest: Manifest, model: Path, *, measure: bool | None) -> bool:
+    """Tell whether a start has to survey the hosts first. `measure`: asked for, refused, or (None) as is sensible.
+
+    It is where the planner has something to choose between hosts that nobody knows. Stages that are all on this machine
+    are planned from estimates: they are alike.
+    """
+    if None not in manifest.fixed_cuts() or measure is False:
+        return False
+    is_over_hosts = not all(stage.is_local for stage in manifest.stages)
+    return bool((measure or is_over_hosts) and unknown_hosts(manifest, model))
+
+
+def survey_slices(model: Path, n_stages: int) -> list[pb.SurveySlice]:
+    """Return what a host measures: some layers, fewer, and the last ones with the head. Raises as `inspect_model`."""
+    facts = inspect_model(model)
+    wanted = list(slices_for(facts, min(sum(facts.layer_bytes) / n_stages, SLICE_BYTES_MAX)))
+    found = [_order(each) for each in hollow_slices(model, wanted) if each.head_bytes <= HEAD_BYTES_MAX]
+    if found and not found[0].head_bytes:
+        found[0].budget_ms = LARGE_MS
+    return found
+
+
+def _order(hollow: HollowSlice) -> pb.SurveySlice:
+    return pb.SurveySlice(
+        header=hollow.header,
+        size_bytes=hollow.size_bytes,
+        layer_bytes=hollow.layer_bytes,
+        head_bytes=hollow.head_bytes,
+        budget_ms=HEAD_MS if hollow.head_bytes else SMALL_MS,
+    )
+
+
+async def survey_and_plan(
+    manifest: Manifest,
+    config: JoinConfig,
+    security: LinkSecurity,
+    split_dir: Path | None,
+    on_member: OnMember,
+    tell: Tell,
+    stopping: asyncio.Event,
+) -> tuple[Planned, dict[str, Any]] | None:
+    """Wait for the hosts, plan from what they measured, split the model. Returns also what is told of the plan.
+
+    `tell` gets the events `surveying`, `planned` and `splitting`. None once `stopping` is set. Raises UsageError where
+    nothing fits, StartError, ArtifactError, and what a model that cannot be read raises.
+    """
+    model = manifest.model_path
+    assert model is not None
+    wanted = set(await asyncio.to_thread(unknown_hosts, manifest, model))
+    slices = await asyncio.to_thread(survey_slices, model, len(manifest.stages))
+    orders = {stage.name: slices if stage.name in wanted else [] for stage in manifest.stages}
+    began_s, stop = time.monotonic(), asyncio.ensure_future(stopping.wait())
+    try:
+        async with serve_survey(config, orders, security, on_member) as (survey, join, enrol):
+            names = [stage.name for stage in manifest.stages]
+            tell({"event": "surveying", "role": "coordinator", "join": join, "enrol": enrol, "stages": names})
+            if not wanted:
+                survey.is_complete.set()
+            complete = asyncio.ensure_future(survey.is_complete.wait())
+            await first_of(complete, stop)
+            complete.cancel()
+            if stop.done():
+                return None
+            plan = asyncio.ensure_future(asyncio.to_thread(_plan, manifest, model, dict(survey.reports)))
+            await first_of(plan, stop)
+            if stop.done():
+                return None
+            cuts, said = plan.result()
+            seconds = max((report.took_ns / 1e9 for report in survey.reports.values()), default=0.0)
+            said |= {"survey_s": round(seconds, 1), "waited_s": round(time.monotonic() - began_s, 1)}
+            tell({"event": "planned", "message": "\n".join(lines_of(said)), "plan": said})
+            splitting = asyncio.ensure_future(_split(model, cuts, split_dir, tell))
+            await first_of(splitting, stop)
+            if stop.done():
+                splitting.cancel()
+                await asyncio.gather(splitting, return_exceptions=True)
+                return None
+            n_layers = inspect_model(model).n_layers
+            whole = settled(manifest, model, list(ranges(n_layers, cuts)))
+            return Planned(whole, splitting.result(), join, enrol), said
+    finally:
+        stop.cancel()
+
+
+def _plan(manifest: Manifest, model: Path, reports: dict[str, HostReport]) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Keep what hosts told and plan from it; returns the cuts and what is told of them."""
+    known: dict[str, KnownHost] = known_hosts(manifest, model)
+    # A host whose speed was known already told its link and memory of today alone.
+    fresh = [report for name, report in reports.items() if report.samples or name not in known]
+    known |= remember_hosts(manifest, model, fresh)
+    facts: ModelFacts = inspect_model(model)
+    instance = instance_of(manifest, facts, known=known)
+    best = best_for(instance)
+    return tuple(start for start, _ in best.edges[1:]), told(instance, best.edges, known)
+
+
+async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:
+    directory = split_dir or await asyncio.to_thread(split_place, model, None, cuts)
+    tell({"event": "splitting", "message": f"splitting {model.name}"})
+    where = ("--cuts", ",".join(map(str, cuts)), "--out", str(directory))
+    if error := await split_apart(str(model), *where):
+        raise ArtifactError(error)
+    return directory
+
+
+def told_of(manifest: Manifest, model: Path) -> dict[str, Any]:
+    """Return what is told of a manifest whose layers are all fixed. Raises UsageError."""
+    known, facts = known_hosts(manifest, model), inspect_model(model)
+    instance = instance_of(manifest, facts, known=known)
+    cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
+    return told(instance, ranges(facts.n_layers, cuts), known)
+
+
+def write_plan(path: Path, said: dict[str, Any]) -> None:
+    """Keep what is told of a plan. A disk that is full is no error."""
+    try:
+        path.write_text(json.dumps(said, indent=1) + "\n")
+    except OSError as error:
+        log.warning("%s: cannot be written: %s", path, error.strerror)
+
+
+def read_plan(path: Path | None) -> dict[str, Any] | None:
+    """Return what was told of a plan; None where nothing was kept."""
+    try:
+        found = json.loads(path.read_text()) if path is not None else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

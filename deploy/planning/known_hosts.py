@@ -1,0 +1,173 @@
+"""What hosts have told of themselves, kept so that the next start plans at once.
+
+    $XDG_STATE_HOME/relayline/.hosts/KEY.json       one host with one model
+
+The key is of the host's name in the manifest, the model's content and the settings that a speed depends on: threads,
+layers on a GPU, the type of the KV cache, and how many of the pipeline's stages share the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from relayline.coordinator.joining.survey import HostReport
+from relayline.coordinator.model.inspection import content_key
+from relayline.coordinator.planner.instance import Link
+from relayline.coordinator.planner.speed import Sample, Speed, from_samples
+from relayline.deploy.manifest import Manifest, Stage
+from relayline.wire.common.places import state_dir
+
+log = logging.getLogger("relayline.up")
+
+HOSTS_DIR = ".hosts"  # no pipeline can have this name
+VERSION = 1
+# Of the time of a small call, what both ends compute: seen on loopback. Steps count it already.
+CALL_NS = 400_000
+SAMPLES_MAX = 16
+
+
+class _Sample(msgspec.Struct, frozen=True):
+    layer_bytes: int
+    head_bytes: int
+    decode: list[tuple[int, float]]
+    prefill: list[tuple[int, float]]
+
+
+class KnownHost(msgspec.Struct, frozen=True):
+    """The whole of a file."""
+
+    version: int
+    stage: str
+    host: str
+    """As the manifest names it."""
+    model: str
+    at_unix_s: float
+    """When it was measured."""
+    hostname: str = ""
+    system: str = ""
+    processor: str = ""
+    engine_version: str = ""
+    n_cores: int = 0
+    memory_bytes: int = 0
+    memory_available_bytes: int = 0
+    samples: tuple[_Sample, ...] = ()
+    in_service: float = 0.0
+    round_trip_ns: int | None = None
+    """Of a small call to the coordinator; None: not measured."""
+    bytes_per_s: float = 0.0
+
+    @property
+    def speed(self) -> Speed | None:
+        """How fast it is; None where that was not measured."""
+        samples = [Sample(each.layer_bytes, each.head_bytes, each.decode, each.prefill) for each in self.samples]
+        found = from_samples(samples)
+        return found.seen_in_service(self.in_service) if found is not None else None
+
+    @property
+    def link(self) -> Link | None:
+        """The way to the coordinator; None where it was not measured."""
+        if self.round_trip_ns is None or not self.bytes_per_s:
+            return None
+        return Link(max(0, self.round_trip_ns - CALL_NS), self.bytes_per_s)
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """What a stage there can have; None where nobody knows."""
+        return self.memory_available_bytes or self.memory_bytes or None
+
+
+def mates_of(manifest: Manifest, stage: Stage) -> int:
+    """Return how many of the manifest's stages are on a stage's host, itself included."""
+    return sum(place_of(other) == place_of(stage) for other in manifest.stages)
+
+
+def place_of(stage: Stage) -> str:
+    """Return the machine of a stage: every name of this one is the same."""
+    return "localhost" if stage.is_local else stage.host
+
+
+def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
+    settings = (stage.threads, stage.gpu_layers_used, manifest.engine.kv_type, mates_of(manifest, stage))
+    # Stages of one host may keep to other cores each, so each is known by its name.
+    parts = (VERSION, place_of(stage), stage.name, model_key, settings)
+    return state_dir() / HOSTS_DIR / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
+    """Return what is known of the hosts of a manifest's stages, by the names of these. Raises ModelFileError."""
+    key, found = content_key(model), {}
+    for stage in manifest.stages:
+        try:
+            known = msgspec.json.decode(_path(manifest, stage, key).read_bytes(), type=KnownHost)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("what was known of %s cannot be read: %s; it is measured again", stage.host, error)
+            continue
+        if known.version == VERSION:
+            found[stage.name] = known
+    return found
+
+
+def forget_hosts(manifest: Manifest, model: Path) -> None:
+    """Forget what is known of a manifest's hosts with this model."""
+    key = content_key(model)
+    for stage in manifest.stages:
+        _path(manifest, stage, key).unlink(missing_ok=True)
+
+
+def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport]) -> dict[str, KnownHost]:
+    """Keep what stages have told of their hosts; returns it by their names. A disk that is full is no error."""
+    key, found = content_key(model), {}
+    stages = {stage.name: stage for stage in manifest.stages}
+    for report in reports:
+        stage = stages[report.who.name]
+        known = found[stage.name] = known_from(report, stage, model.name)
+        try:
+            _store(_path(manifest, stage, key), known)
+        except OSError as error:
+            log.warning("what %s told is not kept: %s; the next start measures it again", stage.name, error)
+    return found
+
+
+def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:
+    """Return what a report says, as it is kept."""
+    who = report.who
+    return KnownHost(
+        version=VERSION,
+        stage=stage.name,
+        host=stage.host,
+        model=model,
+        at_unix_s=time.time(),
+        hostname=who.hostname,
+        system=who.system,
+        processor=who.processor,
+        engine_version=who.engine_version,
+        n_cores=who.n_cores,
+        memory_bytes=who.memory_bytes,
+        memory_available_bytes=who.memory_available_bytes,
+        samples=tuple(_Sample(**_fields(sample)) for sample in report.samples[:SAMPLES_MAX]),
+        in_service=report.in_service,
+        round_trip_ns=None if report.link is None else report.link.round_trip_ns,
+        bytes_per_s=0.0 if report.link is None else report.link.bytes_per_s,
+    )
+
+
+def _fields(sample: Sample) -> dict[str, object]:
+    points = {"decode": list(sample.decode), "prefill": list(sample.prefill)}
+    return dataclasses.asdict(sample) | points
+
+
+def _store(path: Path, known: KnownHost) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
+    scratch.replace(path)

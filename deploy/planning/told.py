@@ -1,0 +1,129 @@
+"""Who got which layers, and why: a plan as a few lines for people, and as JSON-ready values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from relayline.coordinator.model.cuts import ranges
+from relayline.coordinator.planner.costs import Costs, best_rate
+from relayline.coordinator.planner.instance import Host, Instance
+from relayline.coordinator.planner.memory import GIB
+from relayline.coordinator.planner.predict import predict
+from relayline.coordinator.planner.search import Edges
+from relayline.deploy.planning.known_hosts import KnownHost
+
+ROWS_COMPARED = 8  # of the step by which hosts are compared
+FULL = 0.9  # of what it may use, from which on a stage's memory is what limits its layers
+MEASURED = ("measured", "calibrated")
+
+
+def equal_cuts(instance: Instance) -> tuple[int, ...] | None:
+    """Return the cuts with which every stage has about as many layers; None where the model does not allow them."""
+    n_layers, n_stages = instance.model.n_layers, len(instance.hosts)
+    cuts = tuple(n_layers * at // n_stages for at in range(1, n_stages))
+    is_legal = all(instance.model.is_allowed(start, end) for start, end in ranges(n_layers, cuts))
+    return cuts if is_legal and len(set(cuts)) == len(cuts) else None
+
+
+def rate_of(instance: Instance, edges: Edges) -> float:
+    """Return the tokens per second that a split reaches with all the streams that it is planned for."""
+    return best_rate(Costs(instance), edges, instance.load.streams) * 1e9
+
+
+def told(instance: Instance, edges: Edges, known: Mapping[str, KnownHost]) -> dict[str, Any]:
+    """Return who got which layers and why: what GET /v1/pipeline says under `planned`.
+
+    `from`: measured where all hosts are, else declared or estimated. Rates are tokens per second at `streams`.
+    """
+    prediction, pace = predict(instance, edges), _pace(instance)
+    stages = [
+        {
+            "name": host.name,
+            "host": host.machine.name,
+            "layers": list(edge),
+            "relative_speed": round(pace[host.name], 3),
+            "speed_source": host.speed.source,
+            "memory_bytes": planned.memory.total_bytes,
+            "memory_limit_bytes": planned.limit_bytes,
+            "is_full": planned.limit_bytes is not None and planned.memory.total_bytes > FULL * planned.limit_bytes,
+            **_facts(known.get(host.name)),
+        }
+        for host, edge, planned in zip(instance.hosts, edges, prediction.stages, strict=True)
+    ]
+    cuts = equal_cuts(instance)
+    rate = prediction.rate(instance.load.streams)
+    sources = {host.speed.source for host in instance.hosts}
+    return {
+        "from": "measured" if sources <= set(MEASURED) else "estimated" if "estimated" in sources else "declared",
+        "streams": instance.load.streams,
+        "tok_s": round(rate_of(instance, edges), 2),
+        "limit": rate.limit if rate is not None else "",
+        "equal_tok_s": None if cuts is None else round(rate_of(instance, ranges(instance.model.n_layers, cuts)), 2),
+        "stages": stages,
+    }
+
+
+def _pace(instance: Instance) -> dict[str, float]:
+    """Return how quick each stage's host is, the slowest being 1.0."""
+    ns = {host.name: _layer_ns(host) for host in instance.hosts}
+    slowest = max(ns.values())
+    return {name: slowest / max(each, 1e-9) for name, each in ns.items()}
+
+
+def _layer_ns(host: Host) -> float:
+    return host.speed.in_service * host.speed.layer_ns(ROWS_COMPARED)
+
+
+def _facts(known: KnownHost | None) -> dict[str, Any]:
+    if known is None:
+        return {}
+    link = known.link
+    return {
+        "hostname": known.hostname,
+        "processor": known.processor,
+        "cores": known.n_cores,
+        "host_memory_bytes": known.memory_bytes,
+        "engine_version": known.engine_version,
+        "measured_unix_s": round(known.at_unix_s),
+        "round_trip_ms": None if link is None else round(link.round_trip_ns / 1e6, 3),
+        "bandwidth_gbps": None if link is None else round(link.bytes_per_s * 8 / 1e9, 3),
+    }
+
+
+def lines_of(planned: Mapping[str, Any]) -> list[str]:
+    """Return what `told` returned as lines."""
+    stages = planned["stages"]
+    paces = ", ".join(f"{stage['name']} {stage['relative_speed']:.1f}x" for stage in stages)
+    how = {"measured": "planned from measured hosts", "declared": "planned from declared speeds"}
+    lines = [f"{how.get(planned['from'], 'planned from estimates')}: {paces}"]
+    width = max(len(stage["name"]) for stage in stages)
+    for stage in stages:
+        first, end = stage["layers"]
+        layers = f"{first}-{end - 1}"
+        lines.append(f"  {stage['name']:<{width}}  layers {layers:<7} ({end - first})  {_why(stage)}")
+    equal, rate = planned["equal_tok_s"], planned["tok_s"]
+    line = f"  about {rate:.4g} tok/s at {planned['streams']} streams"
+    if equal:
+        line += f"; equal shares would make {equal:.4g}"
+    if planned["limit"]:
+        line += f"; what limits is {planned['limit']}"
+    return [*lines, line]
+
+
+def _why(stage: Mapping[str, Any]) -> str:
+    parts = []
+    if stage.get("cores"):
+        parts.append(f"{stage['cores']} core{'s' * (stage['cores'] != 1)}")
+    used, limit = stage["memory_bytes"] / GIB, stage["memory_limit_bytes"]
+    memory = f"{used:.2f} GiB" if limit is None else f"{used:.2f} of {limit / GIB:.2f} GiB"
+    parts.append(f"{memory}, which is what limits it" if stage["is_full"] else memory)
+    if stage.get("round_trip_ms") is not None:
+        parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
+    if stage["speed_source"] == "estimated":
+        parts.append("its speed is only estimated")
+    return ", ".join(parts)
+
+
+def _rate_text(gbps: float) -> str:
+    return f"{gbps:.2g} Gbit/s" if gbps >= 1 else f"{gbps * 1e3:.3g} Mbit/s"

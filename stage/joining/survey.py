@@ -1,0 +1,144 @@
+"""A survey: this host measures itself for the coordinator, which has no plan yet and hence no artifact for it.
+
+Slices come without their weights: a header, and as many zeros as the file is long, which take no place on a disk and no
+time on a link. Steps of them take as long as those of the real layers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relayline.stage.joining.client import Member
+from relayline.wire.common import bounds
+from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import NativeError, RelaylineError, StartError
+from relayline.wire.common.tasks import end_task
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
+from relayline.wire.settings.setting import read_message
+from relayline.wire.settings.table import EngineSettings
+
+ROUND_TRIPS = 5  # small calls; the quickest counts
+LINK_S = 1.0  # for which bytes are taken from the link at most
+SLICE_S = 60.0  # that loading a slice may take beyond its budget
+
+
+class _Costs(msgspec.Struct, frozen=True):
+    decode: list[tuple[int, int]]
+    prefill: list[tuple[int, int]]
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What `host_probe` prints."""
+
+    slices: list[_Costs]
+    in_service: float
+
+
+async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -> None:
+    """Do the survey that a membership's order asks for, and report it. Raises the loss of the coordinator.
+
+    What cannot be measured here is said in the report.
+    """
+    order, began_ns = member.order.survey, time.monotonic_ns()
+    await member.report_progress(pb.ARTIFACT_PHASE_MEASURING, 0, 0)
+    report, round_trips = pb.HostMeasured(), []
+    if order.link_bytes:
+        round_trips.append(await _round_trip_ns(member, order.link_bytes))
+        report.bytes_per_s = await _bytes_per_s(member)
+    settings = dataclasses.replace(read_message(EngineSettings, member.order.engine), **own_settings)
+    try:
+        if order.slices:
+            await _measure(report, order.slices, settings, cache)
+    except RelaylineError as error:
+        report.failure.label, report.failure.message = error.label, error.message[: bounds.ERROR_TEXT_BYTES_MAX]
+    except OSError as error:
+        report.failure.label = StartError.label
+        report.failure.message = f"{cache}: cannot be written to: {error.strerror or error}"
+    if order.link_bytes:  # once more: the others measured their links as well when this one did
+        round_trips.append(await _round_trip_ns(member, order.link_bytes))
+        report.round_trip_ns = min(round_trips)
+    report.took_ns = time.monotonic_ns() - began_ns
+    await member.report(measured=report)
+
+
+async def _round_trip_ns(member: Member, end: int) -> int:
+    """Return the time of the quickest of some calls for no bytes."""
+    found = []
+    for _ in range(ROUND_TRIPS):
+        began_ns = time.monotonic_ns()
+        async for _piece in member.fetch(end):
+            pass
+        found.append(time.monotonic_ns() - began_ns)
+    return min(found)
+
+
+async def _bytes_per_s(member: Member) -> float:
+    """Return how many bytes per second come from the coordinator, from its first piece on."""
+    n_bytes, first_ns, last_ns = 0, 0, 0
+    async with contextlib.aclosing(member.fetch(0)) as pieces:
+        async for piece in pieces:
+            last_ns = time.monotonic_ns()
+            if first_ns:
+                n_bytes += len(piece.data)
+            first_ns = first_ns or last_ns
+            if last_ns - first_ns > LINK_S * 1e9:
+                break
+    return n_bytes / (last_ns - first_ns) * 1e9 if last_ns > first_ns else 0.0
+
+
+async def _measure(
+    report: pb.HostMeasured, slices: Sequence[pb.SurveySlice], settings: EngineSettings, cache: Path
+) -> None:
+    """Measure hollow slices in a process of its own. Raises NativeError with what it said, OSError for the disk."""
+    await asyncio.to_thread(cache.mkdir, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="survey-", dir=cache) as directory:
+        arguments = [str(settings.n_threads), str(settings.gpu_layers), settings.kv_type]
+        for index, each in enumerate(slices):
+            path = Path(directory) / f"{index}.gguf"
+            await asyncio.to_thread(_write, path, each)
+            arguments += [str(each.budget_ms / 1e3), str(path)]
+        limit_s = sum(each.budget_ms / 1e3 + SLICE_S for each in slices)
+        found = msgspec.json.decode(await _in_child(arguments, limit_s), type=_Found)
+    report.in_service = found.in_service
+    for costs in found.slices:
+        told = report.slices.add()
+        for points, measured in ((told.decode, costs.decode), (told.prefill, costs.prefill)):
+            points.extend(pb_wire.CostPoint(n_rows=rows, cost_ns=ns) for rows, ns in measured)
+
+
+def _write(path: Path, hollow: pb.SurveySlice) -> None:
+    path.write_bytes(hollow.header)
+    os.truncate(path, hollow.size_bytes)  # what is not written reads as zeros
+
+
+async def _in_child(arguments: Sequence[str], limit_s: float) -> bytes:
+    command = module_command("relayline.stage.speed.host_probe", *arguments)
+    none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+    child = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=pipe, stderr=pipe, env=environment)
+    talking = asyncio.create_task(child.communicate())
+    try:
+        async with asyncio.timeout(limit_s):
+            printed, said = await asyncio.shield(talking)
+    except TimeoutError:
+        raise NativeError(f"measuring took longer than {limit_s:.0f} s") from None
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+        await end_task(talking)
+    if child.returncode:
+        lines = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        raise NativeError(f"measuring ended with exit code {child.returncode}: {lines[-1]}")
+    return printed

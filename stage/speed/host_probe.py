@@ -1,0 +1,62 @@
+"""Measures slices in a process of its own: `python -m relayline.stage.speed.host_probe THREADS GPU_LAYERS KV_TYPE
+BUDGET_S ARTIFACT [BUDGET_S ARTIFACT]...`.
+
+The slices may have no weights (stage.joining.survey). Prints one JSON object: `slices` with (rows, ns) of `decode` and
+`prefill`, and `in_service`, how long a step usually takes as a multiple of the quickest. A process of its own, because
+llama.cpp ends the one where an assertion of it fails, and keeps some memory for as long as that lives.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relayline.stage.engine.artifact import open_artifact
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.speed.calibrate import row_costs, step_times, usual_share
+from relayline.wire.common.curve import PAD_SEARCH_ROWS
+from relayline.wire.common.errors import RelaylineError
+from relayline.wire.settings.table import EngineSettings
+
+LANES = 64  # as many rows want logits at once
+CTX_TOKENS = 64  # of one lane: the cache stays small
+DECODE_PART, PREFILL_PART = 0.65, 0.9  # of a slice's budget, until when each ladder is climbed
+
+
+def measure_slice(artifact: Path, settings: EngineSettings, budget_s: float) -> tuple[dict[str, Any], float]:
+    """Return the costs of one slice, and how long a step usually takes as a multiple of the quickest."""
+    settings = settings.of_architecture(open_artifact(artifact).architecture).resolved()
+    is_unified, max_wanted = settings.kv_layout == "unified", min(LANES + PAD_SEARCH_ROWS, settings.max_rows)
+    config = EngineConfig(artifact, settings, spare_lanes=1 if is_unified else 0, max_wanted=max_wanted)
+    with NativeEngine(config) as engine:
+        now_s = time.monotonic()
+        until = (now_s + DECODE_PART * budget_s, now_s + PREFILL_PART * budget_s)
+        decode, prefill = row_costs(engine, step_times(engine), *until)
+        return {"decode": decode, "prefill": prefill}, usual_share(engine, now_s + budget_s)
+
+
+def main(argv: list[str]) -> None:
+    """Measure the slices that the command line names."""
+    n_threads, gpu_layers, kv_type, *rest = argv
+    settings = EngineSettings(
+        n_threads=int(n_threads), n_lanes=LANES, ctx_tokens=CTX_TOKENS, gpu_layers=int(gpu_layers), kv_type=kv_type
+    )
+    try:
+        found = [
+            measure_slice(Path(path), settings, float(budget_s))
+            for budget_s, path in zip(rest[::2], rest[1::2], strict=True)
+        ]
+    except RelaylineError as error:
+        print(error.message, file=sys.stderr)
+        sys.exit(1)
+    # The first slice is the one of layers alone, of which most steps of a pipeline are.
+    told = {"slices": [costs for costs, _ in found], "in_service": found[0][1] if found else 0.0}
+    print(msgspec.json.encode(told).decode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""A host measures slices that have no weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.split import hollow_slices, write_stages
+from relayline.deploy.planning.measure import slices_for
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.stage.joining import survey as survey_module
+from relayline.stage.joining.survey import survey
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+
+class OneMember:
+    """What `survey` needs of a membership."""
+
+    def __init__(self, order: pb.JoinResponse) -> None:
+        self.order = order
+        self.told: list[pb.HostMeasured] = []
+
+    async def report(self, *, measured: pb.HostMeasured) -> None:
+        self.told.append(measured)
+
+    async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
+        assert phase == pb.ARTIFACT_PHASE_MEASURING
+
+    async def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+        for at in range(offset, 4):
+            yield pb.FetchResponse(offset=at, data=b"x" * 1_000)
+
+
+def surveyed(slices: list[pb.SurveySlice], cache: Path, **engine: Any) -> pb.HostMeasured:
+    engine = {"n_threads": 1, "n_lanes": 4, "ctx_tokens": 64, "max_rows": 64, "kv_type": "f16"} | engine
+    order = pb.JoinResponse(survey=pb.Survey(slices=slices, link_bytes=4), engine=pb.EngineSettings(**engine))
+    member = OneMember(order)
+    asyncio.run(survey(member, cache, {}))  # type: ignore[arg-type]
+    (told,) = member.told
+    assert list(cache.iterdir()) == [], "nothing is left on the disk"
+    return told
+
+
+def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path) -> None:
+    hollow = list(hollow_slices(DEMO_MODEL, slices_for(inspect_model(DEMO_MODEL))))
+    assert sum(len(each.header) for each in hollow) < 16_384, "no texts of tokens"
+    slices = [
+        pb.SurveySlice(header=each.header, size_bytes=each.size_bytes, layer_bytes=each.layer_bytes, budget_ms=50)
+        for each in hollow
+    ]
+    told = surveyed(slices, tmp_path / "cache")
+    assert not told.HasField("failure")
+    assert len(told.slices) == len(slices)
+    for costs in told.slices:
+        assert [point.n_rows for point in costs.decode][:2] == [1, 2]
+        assert all(point.cost_ns > 0 for point in costs.decode)
+    assert told.in_service >= 1.0
+    assert told.round_trip_ns > 0 < told.bytes_per_s
+
+
+def test_a_hollow_slice_is_as_long_as_the_real_one_but_for_the_tokens(tmp_path: Path) -> None:
+    facts = inspect_model(DEMO_MODEL)
+    cuts = (facts.n_layers // 2,)
+    (hollow,) = hollow_slices(DEMO_MODEL, [(cuts, 0)])
+    (real,) = write_stages(DEMO_MODEL, tmp_path, cuts, [0])
+    assert real.read_bytes().startswith(hollow.header)
+    assert hollow.size_bytes == real.stat().st_size
+    assert hollow.layer_bytes == sum(facts.layer_bytes[: cuts[0]])
+    assert hollow.head_bytes == 0
+
+
+def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+    told = surveyed([pb.SurveySlice(header=b"no model", size_bytes=64, budget_ms=10)], tmp_path / "cache")
+    assert "not a GGUF file" in told.failure.message
+    assert not told.slices
+
+
+def test_a_measurement_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey_module, "SLICE_S", 0.0)
+    told = surveyed([pb.SurveySlice(header=b"never read", size_bytes=64, budget_ms=1)], tmp_path / "cache")
+    assert "longer than 0 s" in told.failure.message

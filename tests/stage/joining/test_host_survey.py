@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from relayline.coordinator.joining.config import engine_message
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import hollow_slices, write_stages
 from relayline.deploy.planning.measure import slices_for
@@ -16,6 +16,7 @@ from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.stage.joining import survey as survey_module
 from relayline.stage.joining.survey import survey
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.table import EngineSettings
 
 
 class OneMember:
@@ -36,9 +37,9 @@ class OneMember:
             yield pb.FetchResponse(offset=at, data=b"x" * 1_000)
 
 
-def surveyed(slices: list[pb.SurveySlice], cache: Path, **engine: Any) -> pb.HostMeasured:
-    engine = {"n_threads": 1, "n_lanes": 4, "ctx_tokens": 64, "max_rows": 64, "kv_type": "f16"} | engine
-    order = pb.JoinResponse(survey=pb.Survey(slices=slices, link_bytes=4), engine=pb.EngineSettings(**engine))
+def surveyed(slices: list[pb.SurveySlice], cache: Path) -> pb.HostMeasured:
+    engine = engine_message(EngineSettings(n_threads=1))
+    order = pb.JoinResponse(survey=pb.Survey(slices=slices, link_bytes=4), engine=engine)
     member = OneMember(order)
     asyncio.run(survey(member, cache, {}))  # type: ignore[arg-type]
     (told,) = member.told

@@ -1,0 +1,195 @@
+"""Whether spanning pays, what limits, and what would fit: a plan's advice in plain sentences. Pure.
+
+Each sentence rests on a plan that was searched with what it speaks of: one machine alone, two pipelines side by side,
+links without delay, another quantisation, a longer context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from relayline.coordinator.planner.instance import Host, Instance, Link, ModelShape
+from relayline.coordinator.planner.search import Best, Room, best_split
+from relayline.coordinator.planner.whatif import largest
+
+SEARCH_SIZE_MAX = 400  # stages x layers up to which pairs of pipelines are looked for: each takes two searches
+PAIR_HOSTS_MAX = 6  # there are 31 pairs of six hosts
+PAIR_GAIN = 1.1  # from which on two pipelines are told of
+ALONE_TOLD = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is told of
+LINK_GAIN = 1.1
+CTX_STEP = 256
+NO_DELAY = Link(0, 1e12)
+# Bits of a weight in files as they are usually made, with what they keep in higher precision.
+QUANTISATIONS = (("F16", 16.0), ("Q8_0", 8.5), ("Q6_K", 6.6), ("Q5_K_M", 5.7), ("Q4_K_M", 4.85), ("Q3_K_M", 3.9),
+                 ("Q2_K", 3.0))  # fmt: skip
+QUANT_STEP = 1.08  # a file is named as larger or smaller only if it clearly is
+
+
+def advice(instance: Instance, best: Best) -> tuple[str, ...]:
+    """Return what to say about a plan besides its figures."""
+    return (*_alone(instance, best), *_pair(instance, best), *_links(instance, best), *_room(instance))
+
+
+def rate_text(rate: float) -> str:
+    """Return tokens per nanosecond as people read them."""
+    per_s = rate * 1e9
+    return f"{per_s:.0f} tok/s" if per_s >= 100 else f"{per_s:.1f} tok/s"
+
+
+def _single_hosts(instance: Instance) -> list[Host]:
+    """Return the hosts with a machine of their own: how fast another is with all its cores, nobody has measured."""
+    machines = [host.machine for host in instance.hosts]
+    return [host for host in instance.hosts if machines.count(host.machine) == 1]
+
+
+def _of(instance: Instance, hosts: Sequence[Host], n_streams: int) -> Instance:
+    """Return the problem of these hosts alone, with so many streams; its links end at the same coordinator."""
+    chosen = [dataclasses.replace(host, layers=None) for host in hosts]
+    chosen[-1] = dataclasses.replace(chosen[-1], link=instance.hosts[-1].link)
+    n_streams = max(1, n_streams)
+    load = dataclasses.replace(instance.load, n_streams=n_streams, n_lanes=min(n_streams, instance.load.n_lanes))
+    return dataclasses.replace(instance, hosts=tuple(chosen), load=load)
+
+
+def _alone(instance: Instance, best: Best) -> Iterator[str]:
+    """Tell of the best machine that can hold the whole model."""
+    if len(instance.hosts) < 2:
+        return
+    found = []
+    for host in _single_hosts(instance):
+        alone = best_split(_of(instance, [host], instance.load.streams))
+        if alone is not None:
+            found.append((alone.rate, host))
+    if not found:
+        return
+    rate, host = max(found, key=lambda pair: pair[0])
+    holds = "holds" if host.machine.memory_bytes or host.memory_bytes else "holds, if it has the memory,"
+    if rate >= best.rate:
+        yield (
+            f"don't span: {host.name} {holds} the whole model alone and would make {rate_text(rate)}, where all "
+            f"{len(instance.hosts)} hosts together make {rate_text(best.rate)}"
+        )
+    elif rate >= ALONE_TOLD * best.rate:
+        yield (
+            f"{host.name} {holds} the whole model alone and would make {rate_text(rate)}; spanning makes "
+            f"{best.rate / rate:.2f} times as many"
+        )
+
+
+def _pair(instance: Instance, best: Best) -> Iterator[str]:
+    """Tell of two pipelines on the same hosts, where they make clearly more together."""
+    hosts = instance.hosts
+    single = len(_single_hosts(instance)) == len(hosts)
+    if not single or not 2 <= len(hosts) <= PAIR_HOSTS_MAX or instance.load.streams < 2:
+        return
+    if len(hosts) * instance.model.n_layers > SEARCH_SIZE_MAX:
+        return
+    found = []
+    for left in _halves(len(hosts)):
+        right = [at for at in range(len(hosts)) if at not in left]
+        rate = 0.0
+        n_left = instance.load.streams // 2
+        for part, n_streams in ((left, n_left), (right, instance.load.streams - n_left)):
+            one = best_split(_of(instance, [hosts[at] for at in part], n_streams))
+            if one is None:
+                break
+            rate += one.rate
+        else:
+            found.append((rate, left, right))
+    if not found:
+        return
+    rate, left, right = max(found, key=lambda each: each[0])
+    if rate >= PAIR_GAIN * best.rate:
+        names = [", ".join(hosts[at].name for at in part) for part in (left, right)]
+        yield (
+            f"two pipelines side by side, one on {names[0]} and one on {names[1]}, would make {rate_text(rate)} "
+            f"together ({rate / best.rate - 1:+.0%})"
+        )
+
+
+def _halves(n_hosts: int) -> Iterator[tuple[int, ...]]:
+    """Yield every part of the hosts that holds the first one, but for all of them."""
+    for size in range(n_hosts - 1):
+        for others in itertools.combinations(range(1, n_hosts), size):
+            yield (0, *others)
+
+
+def _links(instance: Instance, best: Best) -> Iterator[str]:
+    """Tell what links cost, and which one costs most."""
+    names = ["the coordinator", *(host.name for host in instance.hosts), "the coordinator"]
+    found = []
+    for at, link in enumerate(instance.links):
+        if link.round_trip_ns or link.bytes_per_s < NO_DELAY.bytes_per_s:
+            without = best_split(_with_link(instance, at, NO_DELAY))
+            if without is not None:
+                found.append((without.rate / best.rate, names[at], names[at + 1], link, without.rate))
+    if not found:
+        return
+    gain, start, end, link, rate = max(found, key=lambda each: each[0])
+    if gain >= LINK_GAIN:
+        yield (
+            f"the link from {start} to {end} ({link.round_trip_ns / 1e6:.2g} ms, {link.bytes_per_s * 8 / 1e9:.2g} Gbit/s) "
+            f"holds the others up: without its delay it would be {rate_text(rate)} ({gain - 1:+.0%})"
+        )
+
+
+def _with_link(instance: Instance, at: int, link: Link) -> Instance:
+    if not at:
+        return dataclasses.replace(instance, entry=link)
+    hosts = list(instance.hosts)
+    hosts[at - 1] = dataclasses.replace(hosts[at - 1], link=link)
+    return dataclasses.replace(instance, hosts=tuple(hosts))
+
+
+def _room(instance: Instance) -> Iterator[str]:
+    """Tell of the largest quantisation and the longest context that fit, where the memory of every host is known."""
+    if any(host.machine.memory_bytes is None and host.memory_bytes is None for host in instance.hosts):
+        return
+    parts = []
+    if name := larger_quantisation(instance):
+        parts.append(f"this model as {name}")
+    tokens = longest_context(instance)
+    if tokens > instance.load.ctx_tokens:
+        parts.append(f"contexts of {tokens:,} tokens instead of {instance.load.ctx_tokens:,}")
+    if parts:
+        yield f"there is room for more: {', or '.join(parts)} would fit too"
+
+
+def longest_context(instance: Instance) -> int:
+    """Return the longest context, in steps, with which something fits; 0 if even the shortest does not."""
+
+    def fits(steps: int) -> bool:
+        load = dataclasses.replace(instance.load, ctx_tokens=CTX_STEP * steps)
+        return Room(dataclasses.replace(instance, load=load)).some_cuts() is not None
+
+    most = max(instance.model.ctx_train, instance.load.ctx_tokens) // CTX_STEP
+    return CTX_STEP * largest(most, fits)
+
+
+def larger_quantisation(instance: Instance) -> str:
+    """Return the usual quantisation with the most bits that fits and is larger than the model's own; empty for none."""
+    bits = instance.model.bits_per_weight
+    larger = [each for each in QUANTISATIONS if bits and each[1] > QUANT_STEP * bits]
+    return next((name for name, size in larger if _fits_scaled(instance, size / bits)), "")
+
+
+def smaller_quantisation(instance: Instance) -> str:
+    """Return the usual quantisation with the most bits that fits, where the model's own does not; empty for none."""
+    bits = instance.model.bits_per_weight
+    smaller = [each for each in QUANTISATIONS if each[1] * QUANT_STEP < bits]
+    return next((name for name, size in smaller if _fits_scaled(instance, size / bits)), "")
+
+
+def _fits_scaled(instance: Instance, by: float) -> bool:
+    return Room(dataclasses.replace(instance, model=_scaled(instance.model, by))).some_cuts() is not None
+
+
+def _scaled(model: ModelShape, by: float) -> ModelShape:
+    return dataclasses.replace(
+        model,
+        layer_bytes=tuple(round(size * by) for size in model.layer_bytes),
+        head_bytes=round(model.head_bytes * by),
+        embedding_bytes=round(model.embedding_bytes * by),
+    )

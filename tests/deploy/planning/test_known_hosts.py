@@ -1,0 +1,141 @@
+"""What hosts tell of themselves is kept, and plans are made from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayline.coordinator.engine.membership import Introduction
+from relayline.coordinator.joining.survey import HostReport
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.planner.instance import Link
+from relayline.coordinator.planner.memory import HEADROOM, stage_memory
+from relayline.coordinator.planner.speed import Sample
+from relayline.deploy.launch.survey import told_of, unknown_hosts, wants_survey
+from relayline.deploy.manifest import Manifest, parse_manifest
+from relayline.deploy.planning.inputs import best_for, instance_of, load_of, shape_of
+from relayline.deploy.planning.known_hosts import CALL_NS, HOSTS_DIR, forget_hosts, known_hosts, remember_hosts
+from relayline.deploy.planning.told import lines_of, told
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.wire.common.places import state_dir
+
+MIB, GIB = 1 << 20, 1 << 30
+MANIFEST = """
+apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {{name: two}}
+spec:
+  model: {{path: {model}}}
+  context: {{tokens: 256, lanes: 8, kvType: {kv}}}
+  stages:
+  - {{name: laptop, host: 203.0.113.1{laptop}}}
+  - {{name: server, host: 203.0.113.2}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def manifest(kv: str = "f16", laptop: str = "") -> Manifest:
+    return parse_manifest(MANIFEST.format(model=DEMO_MODEL, kv=kv, laptop=laptop).encode(), "manifest")
+
+
+def report(
+    name: str, layer_ms: float, *, cores: int = 4, memory: int = 8 * GIB, link: Link | None = None
+) -> HostReport:
+    """A host on which a step of one row takes so long for a MiB of layers or head."""
+    points = [(rows, layer_ms * 1e6 * (1 + 0.5 * (rows - 1))) for rows in (1, 2, 4, 8, 16, 32)]
+    who = Introduction(name, "p", 7, "1", "203.0.113.9", f"{name}.lan", "Linux", cores, memory, None, memory, "a CPU")
+    return HostReport(who, (Sample(MIB, 0, points),), in_service=1.0, link=link)
+
+
+def test_a_faster_host_gets_more_layers_and_the_reason_is_told() -> None:
+    link = Link(2 * CALL_NS, 1e8)
+    remember_hosts(
+        manifest(), DEMO_MODEL, [report("laptop", 4.0, link=link), report("server", 1.0, cores=16, link=link)]
+    )
+    known, facts = known_hosts(manifest(), DEMO_MODEL), inspect_model(DEMO_MODEL)
+    instance = instance_of(manifest(), facts, known=known)
+    assert [host.threads for host in instance.hosts] == [4, 16], "each host's own cores"
+    assert [host.machine.memory_bytes for host in instance.hosts] == [8 * GIB] * 2
+    assert {host.speed.source for host in instance.hosts} == {"measured"}
+    assert [host.speed.in_service for host in instance.hosts] == [1.0, 1.0], "what they saw, and no guess"
+    assert {host.link for host in instance.hosts} == {Link(CALL_NS, 1e8)}
+    best = best_for(instance)
+    (first, second) = (end - start for start, end in best.edges)
+    assert second >= 2 * first
+    said = told(instance, best.edges, known)
+    assert said["from"] == "measured"
+    assert [stage["relative_speed"] for stage in said["stages"]] == [1.0, 4.0]
+    assert said["tok_s"] > 1.3 * said["equal_tok_s"]
+    lines = lines_of(said)
+    assert lines[0] == "planned from measured hosts: laptop 1.0x, server 4.0x"
+    assert f"layers {first}-{facts.n_layers - 1}" in lines[2]
+    assert "0.4 ms and 800 Mbit/s from here" in lines[1]
+    assert "equal shares would make" in lines[-1]
+
+
+def test_a_host_without_room_is_said_to_be_full() -> None:
+    facts = inspect_model(DEMO_MODEL)
+    half = stage_memory(shape_of(facts), load_of(manifest()), facts.n_layers // 2, facts.n_layers).total_bytes
+    reports = [report("laptop", 4.0), report("server", 1.0, memory=int(half / (1 - HEADROOM)) + 1)]
+    remember_hosts(manifest(), DEMO_MODEL, reports)
+    known = known_hosts(manifest(), DEMO_MODEL)
+    instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=known)
+    best = best_for(instance)
+    roomy = remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    free = best_for(instance_of(manifest(), inspect_model(DEMO_MODEL), known=roomy))
+    assert (free.edges[0], best.edges[0]) == ((0, 1), (0, facts.n_layers // 2)), "it leaves layers to the laptop"
+    assert "which is what limits it" in lines_of(told(instance, best.edges, known))[2]
+
+
+def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:
+    remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    assert unknown_hosts(manifest(), DEMO_MODEL) == []
+    assert unknown_hosts(manifest(kv="q8_0"), DEMO_MODEL) == ["laptop", "server"]
+    assert unknown_hosts(manifest(laptop=", threads: 2"), DEMO_MODEL) == ["laptop"]
+    assert unknown_hosts(manifest(laptop=", speed: {decodeGbytesPerS: 9}"), DEMO_MODEL) == []
+    forget_hosts(manifest(), DEMO_MODEL)
+    assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop", "server"]
+
+
+def test_a_file_that_cannot_be_read_is_measured_again() -> None:
+    remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0)])
+    (path,) = (state_dir() / HOSTS_DIR).iterdir()
+    path.write_text("{")
+    assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop", "server"]
+
+
+def test_a_host_that_could_not_be_measured_is_asked_again_and_its_memory_counts() -> None:
+    remember_hosts(manifest(), DEMO_MODEL, [HostReport(report("laptop", 1.0).who, problem="no such type")])
+    assert "laptop" in unknown_hosts(manifest(), DEMO_MODEL)
+    instance = instance_of(manifest(), inspect_model(DEMO_MODEL))
+    assert (instance.hosts[0].speed.source, instance.hosts[0].machine.memory_bytes) == ("estimated", 8 * GIB)
+
+
+def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_choose() -> None:
+    over_hosts = manifest()
+    here = parse_manifest(
+        f"apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {{name: here}}\n"
+        f"spec: {{model: {{path: {DEMO_MODEL}}}, stages: 2}}\n".encode(),
+        "manifest",
+    )
+    fixed = manifest(laptop=", layers: [0, 3]")
+    assert wants_survey(over_hosts, DEMO_MODEL, measure=None)
+    assert not wants_survey(over_hosts, DEMO_MODEL, measure=False)
+    assert not wants_survey(fixed, DEMO_MODEL, measure=None), "two stages, and the first one's layers are given"
+    assert not wants_survey(here, DEMO_MODEL, measure=None), "stages of one machine are alike"
+    assert wants_survey(here, DEMO_MODEL, measure=True)
+    remember_hosts(over_hosts, DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    assert not wants_survey(over_hosts, DEMO_MODEL, measure=None), "the next start plans at once"
+
+
+def test_a_plan_of_given_layers_is_told_too() -> None:
+    n_layers = inspect_model(DEMO_MODEL).n_layers
+    said = told_of(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
+    assert [stage["layers"] for stage in said["stages"]] == [[0, 3], [3, n_layers]]
+    assert said["from"] == "estimated"

@@ -10,7 +10,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from relayline.coordinator.planner.instance import Host, Instance, Link, ModelShape
+from relayline.coordinator.planner.instance import Host, Instance, Link
+from relayline.coordinator.planner.quantisations import larger_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
 from relayline.coordinator.planner.whatif import largest
 
@@ -21,10 +22,6 @@ ALONE_TOLD = 0.5  # of the plan's tokens, from which on a machine that holds the
 LINK_GAIN = 1.1
 CTX_STEP = 256
 NO_DELAY = Link(0, 1e12)
-# Bits of a weight in files as they are usually made, with what they keep in higher precision.
-QUANTISATIONS = (("F16", 16.0), ("Q8_0", 8.5), ("Q6_K", 6.6), ("Q5_K_M", 5.7), ("Q4_K_M", 4.85), ("Q3_K_M", 3.9),
-                 ("Q2_K", 3.0))  # fmt: skip
-QUANT_STEP = 1.08  # a file is named as larger or smaller only if it clearly is
 
 
 def advice(instance: Instance, best: Best) -> tuple[str, ...]:
@@ -87,17 +84,14 @@ def _pair(instance: Instance, best: Best) -> Iterator[str]:
     if len(hosts) * instance.model.n_layers > SEARCH_SIZE_MAX:
         return
     found = []
+    n_left = instance.load.streams // 2
     for left in _halves(len(hosts)):
-        right = [at for at in range(len(hosts)) if at not in left]
-        rate = 0.0
-        n_left = instance.load.streams // 2
-        for part, n_streams in ((left, n_left), (right, instance.load.streams - n_left)):
-            one = best_split(_of(instance, [hosts[at] for at in part], n_streams))
-            if one is None:
-                break
-            rate += one.rate
-        else:
-            found.append((rate, left, right))
+        right = tuple(at for at in range(len(hosts)) if at not in left)
+        parts = ((left, n_left), (right, instance.load.streams - n_left))
+        both = [best_split(_of(instance, [hosts[at] for at in part], n_streams)) for part, n_streams in parts]
+        rates = [one.rate for one in both if one is not None]
+        if len(rates) == len(parts):
+            found.append((sum(rates), left, right))
     if not found:
         return
     rate, left, right = max(found, key=lambda each: each[0])
@@ -130,8 +124,8 @@ def _links(instance: Instance, best: Best) -> Iterator[str]:
     gain, start, end, link, rate = max(found, key=lambda each: each[0])
     if gain >= LINK_GAIN:
         yield (
-            f"the link from {start} to {end} ({link.round_trip_ns / 1e6:.2g} ms, {link.bytes_per_s * 8 / 1e9:.2g} Gbit/s) "
-            f"holds the others up: without its delay it would be {rate_text(rate)} ({gain - 1:+.0%})"
+            f"the link from {start} to {end} ({link.round_trip_ns / 1e6:.2g} ms, {link.bytes_per_s * 8 / 1e9:.2g} "
+            f"Gbit/s) holds the others up: without its delay it would be {rate_text(rate)} ({gain - 1:+.0%})"
         )
 
 
@@ -166,30 +160,3 @@ def longest_context(instance: Instance) -> int:
 
     most = max(instance.model.ctx_train, instance.load.ctx_tokens) // CTX_STEP
     return CTX_STEP * largest(most, fits)
-
-
-def larger_quantisation(instance: Instance) -> str:
-    """Return the usual quantisation with the most bits that fits and is larger than the model's own; empty for none."""
-    bits = instance.model.bits_per_weight
-    larger = [each for each in QUANTISATIONS if bits and each[1] > QUANT_STEP * bits]
-    return next((name for name, size in larger if _fits_scaled(instance, size / bits)), "")
-
-
-def smaller_quantisation(instance: Instance) -> str:
-    """Return the usual quantisation with the most bits that fits, where the model's own does not; empty for none."""
-    bits = instance.model.bits_per_weight
-    smaller = [each for each in QUANTISATIONS if each[1] * QUANT_STEP < bits]
-    return next((name for name, size in smaller if _fits_scaled(instance, size / bits)), "")
-
-
-def _fits_scaled(instance: Instance, by: float) -> bool:
-    return Room(dataclasses.replace(instance, model=_scaled(instance.model, by))).some_cuts() is not None
-
-
-def _scaled(model: ModelShape, by: float) -> ModelShape:
-    return dataclasses.replace(
-        model,
-        layer_bytes=tuple(round(size * by) for size in model.layer_bytes),
-        head_bytes=round(model.head_bytes * by),
-        embedding_bytes=round(model.embedding_bytes * by),
-    )

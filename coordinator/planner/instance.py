@@ -46,6 +46,10 @@ class ModelShape:
     """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     row_widths: tuple[int, ...] = ()
     """Values of each row that enters a layer; empty where they are n_embd in all."""
+    bits_per_weight: float = 0.0
+    """Of the layers on average; 0.0 where nobody has said."""
+    ctx_train: int = 0
+    """Tokens of the longest context that it was trained for; 0: not known."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
     """Whether the layers from start to end (not included) may be one stage."""
 
@@ -82,6 +86,8 @@ class Load:
     """Rows of one native step."""
     n_streams: int = 0
     """Streams that the split is optimised for; 0 means every lane."""
+    prefix_memory_bytes: int = 0
+    """Memory of each stage for stored prefixes."""
 
     @property
     def streams(self) -> int:

@@ -41,11 +41,13 @@ class StageMemory:
     """KV cells, recurrent states of all lanes, and as many checkpoints of these as a stage keeps."""
     compute_bytes: int
     process_bytes: int = PROCESS_BYTES
+    prefix_bytes: int = 0
+    """Stored prefixes, as much as they may take."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.process_bytes
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.process_bytes + self.prefix_bytes
 
 
 def kv_cells(load: Load) -> int:
@@ -63,7 +65,8 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMe
     weights += (model.head_bytes if is_last else 0) + (model.embedding_bytes if start == 0 else 0)
     kv = sum(model.kv_bytes[start:end]) * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"]
     kept = int(kv * kv_cells(load)) + states_bytes(model, load, start, end)
-    return StageMemory(weights, kept, compute_bytes(model, load, is_last=is_last))
+    compute = compute_bytes(model, load, is_last=is_last)
+    return StageMemory(weights, kept, compute, prefix_bytes=load.prefix_memory_bytes)
 
 
 def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
@@ -122,4 +125,5 @@ def total_bytes(instance: Instance) -> int:
     model, load = instance.model, instance.load
     n_stages = len(instance.hosts)
     whole = stage_memory(model, load, 0, model.n_layers)
-    return whole.total_bytes + (n_stages - 1) * (compute_bytes(model, load, is_last=False) + PROCESS_BYTES)
+    each = compute_bytes(model, load, is_last=False) + PROCESS_BYTES + load.prefix_memory_bytes
+    return whole.total_bytes + (n_stages - 1) * each

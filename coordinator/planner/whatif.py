@@ -10,13 +10,14 @@ from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.frontier import Label, frontier
 from relayline.coordinator.planner.instance import Host, Instance, Machine
 from relayline.coordinator.planner.memory import GIB, HEADROOM, usable_bytes
+from relayline.coordinator.planner.quantisations import smaller_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
 
 MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
 ROWS_STEP = 64  # in which smaller steps are proposed
 NOTHING_ALONE = (
     "none of these alone is enough: fewer lanes, less context, a q8_0 cache, shared KV cells, smaller steps, "
-    "one more machine"
+    "a smaller quantisation, one more machine"
 )
 MEMORY_MAX_BYTES = 1 << 50
 
@@ -141,29 +142,31 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
         changed = dataclasses.replace(instance, load=dataclasses.replace(load, **changes))
         return Room(changed).some_cuts() is not None
 
-    lanes = _largest(load.n_lanes - 1, lambda n: fits(n_lanes=n))
+    lanes = largest(load.n_lanes - 1, lambda n: fits(n_lanes=n))
     if lanes:
         found.append(f"lanes: {lanes} instead of {load.n_lanes}")
-    tokens = _largest((load.ctx_tokens - 1) // 256, lambda n: fits(ctx_tokens=256 * n)) * 256
+    tokens = largest((load.ctx_tokens - 1) // 256, lambda n: fits(ctx_tokens=256 * n)) * 256
     if tokens:
         found.append(f"context of {tokens} tokens instead of {load.ctx_tokens}")
     if load.kv_type in ("f16", "f32") and fits(kv_type="q8_0"):
         found.append("kvType: q8_0")
     if load.kv_layout == "per-lane" and fits(kv_layout="unified"):
         found.append("kvLayout: unified")
-    rows = _largest(load.max_rows // ROWS_STEP - 1, lambda n: fits(max_rows=ROWS_STEP * n)) * ROWS_STEP
+    rows = largest(load.max_rows // ROWS_STEP - 1, lambda n: fits(max_rows=ROWS_STEP * n)) * ROWS_STEP
     if rows:
         found.append(f"maxRows: {rows} instead of {load.max_rows}")
+    if load.prefix_memory_bytes and fits(prefix_memory_bytes=0):
+        found.append("prefixMemoryBytes: 0")
+    if name := smaller_quantisation(instance):
+        found.append(f"the model as {name}")
     more = _one_more_bytes(instance)
     if more is not None:
         found.append(f"one more machine with {more / GIB:g} GiB")
     return tuple(found)
 
 
-def _largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` that is good, 0 if none is. If a number is good, so are all smaller
-    ones.
-    """
+def largest(most: int, is_good: Callable[[int], bool]) -> int:
+    """Return the largest number from 1 to `most` that is good, 0 if none is; what is good stays so further down."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -186,7 +189,7 @@ def _one_more_bytes(instance: Instance) -> int | None:
     most = min(most, int(whole / (1 - HEADROOM)) // MEMORY_STEP_BYTES + 2)
     if not fits(most):
         return None
-    too_little = _largest(most, lambda n: not fits(n))
+    too_little = largest(most, lambda n: not fits(n))
     return (too_little + 1) * MEMORY_STEP_BYTES
 
 

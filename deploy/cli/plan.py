@@ -116,6 +116,7 @@ def make_plan(
 ) -> Plan:
     """Plan a manifest. Raises UsageError where nothing fits, ModelFileError for a model that cannot be read."""
     from relayline.coordinator.model.inspection import inspect_model
+    from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
     from relayline.deploy.launch.prepare import find_model
     from relayline.deploy.planning.inputs import best_for, instance_of
@@ -138,6 +139,7 @@ def make_plan(
         prediction=prediction,
         variants=_variants(instance, best, prediction),
         notes=(*_notes(manifest, instance, facts), *_order_note(instance, best)),
+        advice=advice(instance, best),
     )
 
 
@@ -197,10 +199,10 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
     if "estimated" in sources:
         names = ", ".join(host.name for host in instance.hosts if host.speed.source == "estimated")
         notes.append(
-            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, "
-            "and speed.calibration takes the output of `relayline calibrate ARTIFACT --json` from another"
+            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, and `relayline "
+            "up` has other hosts measure themselves when they join"
         )
-    unknown = [stage.name for stage in manifest.stages if not stage.is_local and stage.memory_gib is None]
+    unknown = [host.name for host in instance.hosts if host.memory_bytes is None and host.machine.memory_bytes is None]
     if unknown:
         notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
     if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:

@@ -56,6 +56,8 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         has_indexers=bool(facts.indexers),
         state_bytes=facts.state_bytes_per_lane if any(facts.state_bytes_per_lane) else (),
         row_widths=facts.row_widths,
+        bits_per_weight=8 * _bytes_per_weight(facts),
+        ctx_train=facts.ctx_train,
         is_allowed=lambda start, end: is_allowed(facts, start, end),
     )
 
@@ -72,6 +74,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         wire_dtype=manifest.serving.wire,
         max_rows=engine.max_rows,
         n_streams=n_streams,
+        prefix_memory_bytes=engine.prefix_memory_bytes,
     )
 
 

@@ -42,6 +42,8 @@ class Plan:
     prediction: Prediction
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+    """Whether spanning pays, and what would fit, in plain sentences."""
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -49,9 +51,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
     Keys: name, model, cuts, exact, streams, reachable_tok_s (at `streams`, with the best way to group), stages (index,
     name, host, layers [start, end), threads, weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
-    memory_bytes, memory_limit_bytes or null, step_ms by rows, speed_source), rates (streams, tok_s, groups, group_rows,
-    limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms), one_more (like, after, why,
-    tok_s, gain, cuts), notes.
+    prefix_bytes, memory_bytes, memory_limit_bytes or null, step_ms by rows, speed_source), rates (streams, tok_s,
+    groups, group_rows, limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms), one_more
+    (like, after, why, tok_s, gain, cuts), advice, notes.
     """
     instance, prediction = plan.instance, plan.prediction
     return {
@@ -77,6 +79,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for variant in plan.variants
         ],
+        "advice": list(plan.advice),
         "notes": list(plan.notes),
     }
 
@@ -94,6 +97,7 @@ def _stage_json(plan: Plan, index: int, stage: StagePlan) -> dict[str, Any]:
         "kv_tokens": kv_cells(plan.instance.load),
         "compute_bytes": memory.compute_bytes,
         "process_bytes": memory.process_bytes,
+        "prefix_bytes": memory.prefix_bytes,
         "memory_bytes": memory.total_bytes,
         "memory_limit_bytes": stage.limit_bytes,
         "step_ms": {str(rows): round(ns / 1e6, 3) for rows, ns in stage.step_ns.items()},
@@ -149,7 +153,9 @@ def _memory_table(stages: Sequence[StagePlan]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("stage", "host"):
         table.add_column(heading)
-    for heading in ("layers", "weights", "KV cache", "buffers", "GiB in all", "of"):
+    stores = any(stage.memory.prefix_bytes for stage in stages)
+    prefixes = ("prefixes",) if stores else ()
+    for heading in ("layers", "weights", "KV cache", *prefixes, "buffers", "GiB in all", "of"):
         table.add_column(heading, justify="right")
     for stage in stages:
         memory = stage.memory
@@ -159,6 +165,7 @@ def _memory_table(stages: Sequence[StagePlan]) -> Table:
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
             f"{memory.weights_bytes / GIB:.2f}",
             f"{memory.kv_bytes / GIB:.2f}",
+            *((f"{memory.prefix_bytes / GIB:.2f}",) if stores else ()),
             f"{(memory.compute_bytes + memory.process_bytes) / GIB:.2f}",
             f"{memory.total_bytes / GIB:.2f}",
             "unknown" if stage.limit_bytes is None else f"{stage.limit_bytes / GIB:.2f}",
@@ -208,6 +215,7 @@ def _lines(plan: Plan) -> list[str]:
             f"one more machine like that of {variant.like} ({variant.why}), after {variant.after}: "
             f"{variant.tokens_per_s:.1f} tok/s at {load.streams} streams ({round(variant.gain, 2) + 0.0:+.0%})"
         )
+    lines += plan.advice
     if not plan.best.is_exact:
         lines.append("note: too many ways to cut for an exact search; this is the best split that a wide one found")
     return [*lines, *(f"note: {note}" for note in plan.notes)]

@@ -1,0 +1,101 @@
+"""A first start over hosts that nobody knows: real processes over loopback, one host four times as fast as the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benches.hosts import SLOWED, local_command, manifest_text
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.wire.common.child_command import module_command
+
+pytestmark = pytest.mark.slow  # real processes
+
+LAYER_MS = {"laptop": 4.0, "server": 1.0}
+STOP_S = 20.0
+
+
+class Up:
+    """`relayline up` of the two hosts, and what was started on them. A context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events: list[dict[str, Any]] = []
+        self._stages: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Up:
+        environment = os.environ | {
+            "XDG_STATE_HOME": str(self.directory / "xdg-state"),
+            "XDG_CACHE_HOME": str(self.directory / "cache"),
+        }
+        state = self.directory / "state"
+        flags = ("up", str(self.directory / "manifest.yaml"), "--json", "--state-dir", str(state))
+        command = module_command("relayline.deploy.cli", *flags)
+        with (self.directory / "up.log").open("ab") as log:
+            self._up = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
+        assert self._up.stdout is not None
+        for line in self._up.stdout:
+            self.events.append(event := json.loads(line))
+            if event["event"] == "remote":
+                self._start(event, state)
+            if event["event"] == "ready":
+                return self
+        raise AssertionError(f"not ready: {(self.directory / 'up.log').read_text()}")
+
+    def _start(self, event: dict[str, Any], state: Path) -> None:
+        name = event["name"]
+        more = {"SLOWED_LAYER_MS": str(LAYER_MS[name]), "PYTHONPATH": str(SLOWED)}
+        more["XDG_CACHE_HOME"] = str(self.directory / f"{name}-cache")
+        command = module_command("relayline.deploy.cli", *local_command(event["command"], state), "--always-fetch")
+        with (self.directory / f"{name}.log").open("ab") as log:
+            self._stages.append(subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | more))
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self._up, *self._stages):
+            process.terminate()
+        for process in (self._up, *self._stages):
+            process.wait(STOP_S)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "manifest.yaml").write_text(manifest_text(DEMO_MODEL, list(LAYER_MS), 4))
+    yield tmp_path
+
+
+def test_the_first_start_plans_from_what_hosts_measure_and_the_next_one_at_once(directory: Path) -> None:
+    n_layers = inspect_model(DEMO_MODEL).n_layers
+    with Up(directory) as up:
+        (planned,) = up.of("planned")
+        plan = planned["plan"]
+        assert plan["from"] == "measured"
+        (slow, fast) = plan["stages"]
+        assert fast["relative_speed"] == pytest.approx(4.0, rel=0.35)
+        assert slow["relative_speed"] == 1.0
+        n_fast = fast["layers"][1] - fast["layers"][0]
+        assert n_fast > n_layers / 2, "the faster host has more layers"
+        assert plan["tok_s"] > plan["equal_tok_s"]
+        assert (slow["cores"], slow["processor"]) == (len(os.sched_getaffinity(0)), fast["processor"])
+        assert plan["survey_s"] > 0
+        assert "planned from measured hosts: laptop 1.0x, server" in planned["message"]
+        assert up.of("splitting")
+        with urllib.request.urlopen(f"{up.of('ready')[0]['url']}/v1/pipeline") as answer:
+            described = json.load(answer)
+        assert described["planned"]["stages"] == plan["stages"], "and it is shown for as long as the pipeline runs"
+        assert [stage["layers"] for stage in described["stages"]] == [stage["layers"] for stage in plan["stages"]]
+    with Up(directory) as again:
+        (planned,) = again.of("planned")
+        assert "survey_s" not in planned["plan"], "nobody measured anything"
+        assert [stage["layers"] for stage in planned["plan"]["stages"]] == [stage["layers"] for stage in plan["stages"]]
+        assert again.events.index(planned) < again.events.index(again.of("remote")[0]), "before any host has joined"

@@ -1,7 +1,7 @@
 """Four hosts, 1x, 1x, 2x and 4x as fast: a plan from what they measure, and equal shares. `python -m benches.hosts`.
 
 `relayline up` gets a manifest with four hosts of open layers, and this program starts their stages as somebody on each
-host would. All run on this machine. Their native steps are lengthened (benches/slowed): a step takes so many
+host would. All run on this machine. Their native steps are lengthened (deploy/testing/slowed): a step takes so many
 milliseconds for each layer, whatever else the machine does.
 
 The plan's tokens per second are compared with those of 8 streams in a closed loop. Then `relayline move` gives all
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -27,54 +26,16 @@ from benches import interrupt, machine
 from benches.models import SHAPES, Shape, model
 from benches.plan_accuracy import steady_rate
 from benches.reference import prompts_for
-from benches.servers import free_port
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Target, client
+from relayline.deploy.testing.slow_hosts import SLOWED, local_command, manifest_text
 from relayline.wire.common.child_command import module_command
 
 GOAL_MISS, GOAL_GAIN = 0.15, 1.5
-LAYER_MS = {"laptop": 16.0, "old": 16.0, "desk": 8.0, "server": 4.0}  # 1x, 1x, 2x, 4x
+LAYER_MS = {"laptop": 40.0, "old": 40.0, "desk": 20.0, "server": 10.0}  # 1x, 1x, 2x, 4x
 SHAPE = Shape("toy16", "llama", 256, 16, 4, 2, 64, 768, 4_096)
-N_STREAMS, N_PROMPT, CTX_TOKENS = 8, 16, 512
+N_STREAMS, N_PROMPT = 8, 16
 READY_S = 180.0
-SLOWED = Path(__file__).parent / "slowed"
-MANIFEST = """
-apiVersion: relayline.dev/v1alpha1
-kind: Pipeline
-metadata: {{name: unequal}}
-spec:
-  model: {{path: {path}}}
-  context: {{tokens: {ctx}, lanes: {lanes}}}
-  wire: {{tls: {{mode: "off"}}}}
-  coordinator: {{host: 127.0.0.1, joinPort: {join}, http: {{port: 0}}}}
-  stages:
-{stages}
-"""
-
-
-def manifest_text(path: Path, hosts: Sequence[str], n_lanes: int) -> str:
-    """Return a manifest of hosts that are none of this machine's (RFC 5737), each with a stage of open layers."""
-    stages = [
-        f"  - {{name: {name}, host: 203.0.113.{at}, threads: 1, port: {free_port()}, "
-        f"link: {{roundTripMs: 0, bandwidthGbps: 16}}}}"
-        for at, name in enumerate(hosts, 1)
-    ]
-    return MANIFEST.format(path=path, ctx=CTX_TOKENS, lanes=n_lanes, join=free_port(), stages="\n".join(stages))
-
-
-def local_command(command: str, state: Path) -> list[str]:
-    """Return the command of another host's stage with the addresses and the files of this machine."""
-    words = iter(shlex.split(command)[1:])
-    changed = {"--advertise": "127.0.0.1", "--listen": "127.0.0.1:0", "--metrics": "127.0.0.1:0"}
-    found = []
-    for word in words:
-        if not word.startswith("--") or word == "--insecure":
-            found.append(word)
-            continue
-        value = next(words)
-        value = changed.get(word, str(state / "join" / value) if word == "--token-file" else value)
-        found += [word, value] if value else []
-    return found
 
 
 class Hosts:
@@ -186,7 +147,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as scratch:
         logs = options.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
-        found = await compared(logs, 24 if options.quick else 96)
+        found = await compared(logs, 12 if options.quick else 40)
     machine.write_json(options.out / "hosts.json", {"machine": machine.facts(), **found})
     print(
         f"predicted {found['predicted_tok_s']:.1f} tok/s, measured {found['measured_tok_s']:.1f} ({found['miss']:+.0%})"

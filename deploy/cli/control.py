@@ -76,6 +76,10 @@ def _status_text(facts: dict[str, Any]) -> str:
     stages = [entry for entry in facts["processes"] if entry["role"] == "stage"]
     if unequal := unequal_line({"imbalance": facts["imbalance"], "stages": stages}):
         lines.append(f"  {unequal}")
+    if facts["planned"] is not None and facts["planned"].get("from") == "measured":
+        from relayline.deploy.planning.told import lines_of
+
+        lines += [f"  {line}" for line in lines_of(facts["planned"])]
     rows = [("process", "state", "pid", "up", "restarts", "heard", "address", "")]
     for entry in facts["processes"]:
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])

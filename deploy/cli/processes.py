@@ -222,7 +222,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
     from relayline.deploy.cli.survey import announce_survey, planned_from_hosts
-    from relayline.deploy.launch.survey import read_plan
+    from relayline.deploy.launch.plan_file import read_plan
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)

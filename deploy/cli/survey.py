@@ -12,9 +12,10 @@ import click
 from relayline.coordinator.engine.membership import Place
 from relayline.deploy.cli.join_flags import coordinator_join, member_event
 from relayline.deploy.cli.options import security_from
+from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
-from relayline.deploy.launch.survey import Planned, survey_and_plan, write_plan
+from relayline.deploy.launch.survey import Planned, survey_and_plan
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import host_of

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from relayline.deploy.launch.leftovers import end_leftovers
+from relayline.deploy.launch.plan_file import read_plan
 from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir, find_running, state_root
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
@@ -120,6 +121,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "pid": state.supervisor_pid if running else None,
         "uptime_s": round(age_s(state.supervisor), 1) if running else None,
         "imbalance": live.get("imbalance") if live is not None else None,
+        "planned": read_plan(pipeline.directory.plan),
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
         "problem": problem,
         "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],

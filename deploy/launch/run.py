@@ -22,6 +22,7 @@ from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
 from relayline.deploy.launch.mend import Mend, later_mender, mender
 from relayline.deploy.launch.plan import LaunchPlan
+from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import (
     Prepared,
@@ -36,7 +37,7 @@ from relayline.deploy.launch.prepare import (
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
-from relayline.deploy.launch.survey import read_plan, told_of, wants_survey, write_plan
+from relayline.deploy.launch.survey import told_of, wants_survey
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.deploy.planning.known_hosts import forget_hosts
 from relayline.deploy.planning.told import lines_of

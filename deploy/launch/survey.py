@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from relayline.coordinator.joining.survey import HostReport
     from relayline.deploy.manifest import Manifest
     from relayline.wire.links.security import LinkSecurity
-
-log = logging.getLogger("relayline.coordinator")
 
 # Of a slice that a host measures: more than caches hold, so that weights come from memory, and little enough that steps
 # of many rows fit the time on a slow machine.
@@ -168,7 +164,7 @@ def _plan(manifest: Manifest, model: Path, reports: dict[str, HostReport]) -> tu
 
 
 async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:
-    directory = split_dir or await asyncio.to_thread(split_place, model, None, cuts)
+    directory = split_dir if split_dir is not None else await asyncio.to_thread(split_place, model, None, cuts)
     tell({"event": "splitting", "message": f"splitting {model.name}"})
     where = ("--cuts", ",".join(map(str, cuts)), "--out", str(directory))
     if error := await split_apart(str(model), *where):
@@ -182,20 +178,3 @@ def told_of(manifest: Manifest, model: Path) -> dict[str, Any]:
     instance = instance_of(manifest, facts, known=known)
     cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
     return told(instance, ranges(facts.n_layers, cuts), known)
-
-
-def write_plan(path: Path, said: dict[str, Any]) -> None:
-    """Keep what is told of a plan. A disk that is full is no error."""
-    try:
-        path.write_text(json.dumps(said, indent=1) + "\n")
-    except OSError as error:
-        log.warning("%s: cannot be written: %s", path, error.strerror)
-
-
-def read_plan(path: Path | None) -> dict[str, Any] | None:
-    """Return what was told of a plan; None where nothing was kept."""
-    try:
-        found = json.loads(path.read_text()) if path is not None else None
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -8,7 +8,6 @@ layers on a GPU, the type of the KV cache, and how many of the pipeline's stages
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import os
@@ -154,16 +153,15 @@ def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:
         n_cores=who.n_cores,
         memory_bytes=who.memory_bytes,
         memory_available_bytes=who.memory_available_bytes,
-        samples=tuple(_Sample(**_fields(sample)) for sample in report.samples[:SAMPLES_MAX]),
+        samples=tuple(map(_kept, report.samples[:SAMPLES_MAX])),
         in_service=report.in_service,
         round_trip_ns=None if report.link is None else report.link.round_trip_ns,
         bytes_per_s=0.0 if report.link is None else report.link.bytes_per_s,
     )
 
 
-def _fields(sample: Sample) -> dict[str, object]:
-    points = {"decode": list(sample.decode), "prefill": list(sample.prefill)}
-    return dataclasses.asdict(sample) | points
+def _kept(sample: Sample) -> _Sample:
+    return _Sample(sample.layer_bytes, sample.head_bytes, list(sample.decode), list(sample.prefill))
 
 
 def _store(path: Path, known: KnownHost) -> None:

@@ -1,4 +1,4 @@
-"""A first start over hosts that nobody knows: real processes over loopback, one host four times as fast as the other."""
+"""A first start over hosts that nobody knows: real processes over loopback, one host four times as fast."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import json
 import os
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benches.hosts import SLOWED, local_command, manifest_text
 from relayline.coordinator.model.inspection import inspect_model
+from relayline.deploy.launch.prepare import planned_cuts
+from relayline.deploy.launch.survey import wants_survey
+from relayline.deploy.manifest import load_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.deploy.testing.slow_hosts import SLOWED, local_command, manifest_text
 from relayline.wire.common.child_command import module_command
 
 pytestmark = pytest.mark.slow  # real processes
 
-LAYER_MS = {"laptop": 4.0, "server": 1.0}
+LAYER_MS = {"laptop": 40.0, "server": 10.0}  # so long that a busy machine adds little
 STOP_S = 20.0
 
 
@@ -63,26 +65,29 @@ class Up:
             process.terminate()
         for process in (self._up, *self._stages):
             process.wait(STOP_S)
+        assert self._up.stdout is not None
+        self._up.stdout.close()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == kind]
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    (tmp_path / "manifest.yaml").write_text(manifest_text(DEMO_MODEL, list(LAYER_MS), 4))
-    yield tmp_path
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "manifest.yaml").write_text(manifest_text(DEMO_MODEL, list(LAYER_MS), 4, calibrates=False))
+    return tmp_path
 
 
-def test_the_first_start_plans_from_what_hosts_measure_and_the_next_one_at_once(directory: Path) -> None:
+def test_the_first_start_plans_from_what_hosts_measure_and_the_next_one_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n_layers = inspect_model(DEMO_MODEL).n_layers
     with Up(directory) as up:
         (planned,) = up.of("planned")
         plan = planned["plan"]
         assert plan["from"] == "measured"
         (slow, fast) = plan["stages"]
-        assert fast["relative_speed"] == pytest.approx(4.0, rel=0.35)
-        assert slow["relative_speed"] == 1.0
+        assert fast["relative_speed"] > 2 * slow["relative_speed"]
         n_fast = fast["layers"][1] - fast["layers"][0]
         assert n_fast > n_layers / 2, "the faster host has more layers"
         assert plan["tok_s"] > plan["equal_tok_s"]
@@ -94,8 +99,9 @@ def test_the_first_start_plans_from_what_hosts_measure_and_the_next_one_at_once(
             described = json.load(answer)
         assert described["planned"]["stages"] == plan["stages"], "and it is shown for as long as the pipeline runs"
         assert [stage["layers"] for stage in described["stages"]] == [stage["layers"] for stage in plan["stages"]]
-    with Up(directory) as again:
-        (planned,) = again.of("planned")
-        assert "survey_s" not in planned["plan"], "nobody measured anything"
-        assert [stage["layers"] for stage in planned["plan"]["stages"]] == [stage["layers"] for stage in plan["stages"]]
-        assert again.events.index(planned) < again.events.index(again.of("remote")[0]), "before any host has joined"
+    state, cache = directory / "xdg-state", directory / "cache"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    manifest = load_manifest(directory / "manifest.yaml")
+    assert not wants_survey(manifest, DEMO_MODEL, measure=None), "the next start plans at once"
+    assert planned_cuts(manifest, DEMO_MODEL) == (slow["layers"][1],), "and to the same layers"

@@ -1,4 +1,4 @@
-"""Makes this process's native steps take as long as they would on a slower host, in processes of `benches.hosts`.
+"""Makes this process's native steps take as long as they would on a slower host, for `deploy.testing.slow_hosts`.
 
 Python imports it at its start where PYTHONPATH names this folder. SLOWED_LAYER_MS is the time of a step of one row for
 each layer; a head counts like one layer. The rest of that time is slept, so that several such hosts fit one machine.

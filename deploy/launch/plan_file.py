@@ -1,0 +1,27 @@
+"""The file that keeps who got which layers and why, for as long as a pipeline runs: plan.json of its state."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("relayline.up")
+
+
+def write_plan(path: Path, said: dict[str, Any]) -> None:
+    """Keep what is told of a plan. A disk that is full is no error."""
+    try:
+        path.write_text(json.dumps(said, indent=1) + "\n")
+    except OSError as error:
+        log.warning("%s: cannot be written: %s", path, error.strerror)
+
+
+def read_plan(path: Path | None) -> dict[str, Any] | None:
+    """Return what was told of a plan; None where nothing was kept."""
+    try:
+        found = json.loads(path.read_text()) if path is not None else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -9,7 +9,7 @@ import functools
 import logging
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,8 +30,10 @@ from relayline.coordinator.text.chat import ChatTemplate, read_template
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import run
+from relayline.wire.common.tasks import end_task
 from relayline.wire.links.security import address_of, check_connects
 from relayline.wire.links.tls_server import server_context
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
@@ -67,6 +69,8 @@ class ServeConfig:
     """Splits the model again where layers are to move; None: this process has no model file."""
     on_moved: Callable[[tuple[int, ...]], None] | None = None
     """Gets the cuts whenever layers have moved, on a thread of its own."""
+    on_curves: Callable[[Sequence[StageCurves]], None] | None = None
+    """Gets what the stages' steps cost with the layers that they have, once all serve; on a thread of its own."""
     planned: dict[str, Any] | None = None
     """Who got which layers and why, as GET /v1/pipeline tells it; None: nobody has said."""
     join: JoinConfig | None = None
@@ -94,6 +98,17 @@ class Joinable:
     url: str
     names: tuple[str, ...]  # of the stages that are waited for, in layer order
     enrol_address: str = ""  # host:port where hosts get their certificates; empty: nowhere
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageCurves:
+    """What native steps of one stage cost with the layers that it has."""
+
+    name: str
+    layers: tuple[int, int]
+    decode: tuple[tuple[int, float], ...]
+    """(rows, ns), ascending; every row wants logits on the last stage."""
+    prefill: tuple[tuple[int, float], ...]
 
 
 def run_coordinator(
@@ -185,13 +200,15 @@ async def _serve(
             app[FACTS]["join"] = address
             names = tuple(stage.name for stage in config.join.stages)
             on_joinable(Joinable(address, url, names, enrol_address))
-        await _drive(
-            pipeline,
-            stopping,
-            lambda: on_ready(
-                Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, chat.source is not None)
-            ),
-        )
+
+        def ready() -> None:
+            has_chat = chat.source is not None
+            on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, has_chat))
+            if config.on_curves is not None:
+                telling = asyncio.create_task(_tell_curves(pipeline, config.on_curves))
+                stack.push_async_callback(end_task, telling)
+
+        await _drive(pipeline, stopping, ready)
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
@@ -244,6 +261,24 @@ def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:
         return template(read_template(path))
     of_tools = template(tokenizer.tool_template) if tokenizer.tool_template else None
     return template(tokenizer.chat_template, for_tools=of_tools)
+
+
+async def _tell_curves(pipeline: Pipeline, on_curves: Callable[[Sequence[StageCurves]], None]) -> None:
+    """Hand over what the stages' steps cost, if all of them have measured it."""
+    names, file = pipeline.config.stage_names, pipeline.file
+    statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in pipeline.stages))
+    found = [
+        StageCurves(str(name), (held.layer_start, held.layer_end), _points(status.decode_curve),
+                    _points(status.prefill_curve))
+        for name, held, status in zip(names, file.stages, statuses, strict=False)
+        if status is not None and status.decode_curve
+    ]  # fmt: skip
+    if len(found) == len(file.stages):
+        await asyncio.to_thread(on_curves, found)
+
+
+def _points(points: Iterable[pb.CostPoint]) -> tuple[tuple[int, float], ...]:
+    return tuple((point.n_rows, float(point.cost_ns)) for point in points)
 
 
 async def _drive(pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:

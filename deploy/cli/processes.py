@@ -221,7 +221,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
-    from relayline.deploy.cli.survey import announce_survey, planned_from_hosts
+    from relayline.deploy.cli.survey import announce_survey, planned_from_hosts, refiner
     from relayline.deploy.launch.plan_file import read_plan
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
@@ -258,6 +258,7 @@ def serve_command(**given: Any) -> None:
         telemetry=telemetry,
         push_level=is_given("trace_level"),
         planned=read_plan(given["plan_file"]),
+        on_curves=refiner(given["manifest"]),
     )
     run_coordinator(config, *_announcers(as_json=given["as_json"]))
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from relayline.coordinator.engine.membership import Place
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.join_flags import coordinator_join, member_event
 from relayline.deploy.cli.options import security_from
 from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
 from relayline.deploy.launch.survey import Planned, survey_and_plan
+from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import host_of
+
+if TYPE_CHECKING:
+    from relayline.coordinator.serve import StageCurves
+    from relayline.deploy.manifest import Manifest
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -70,6 +77,28 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     given["join_listen"] = (given["join_listen"][0], _port(planned.join))
     if given["enrol_listen"] is not None:
         given["enrol_listen"] = (given["enrol_listen"][0], _port(planned.enrol))
+
+
+def refiner(manifest: Manifest | None) -> Callable[[Sequence[StageCurves]], None] | None:
+    """Return what keeps the stages' own measurements for the next plan; None without a manifest and its model."""
+    model = manifest.model_path if manifest is not None else None
+    if manifest is None or model is None:
+        return None
+
+    def keep(curves: Sequence[StageCurves]) -> None:
+        facts = inspect_model(model)
+        served = {
+            each.name: Sample(
+                layer_bytes=sum(facts.layer_bytes[slice(*each.layers)]),
+                head_bytes=facts.head_bytes if each.layers[1] == facts.n_layers else 0,
+                decode=each.decode,
+                prefill=each.prefill,
+            )
+            for each in curves
+        }
+        refine_hosts(manifest, model, served)
+
+    return keep
 
 
 def _port(address: str) -> int:

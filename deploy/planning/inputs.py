@@ -25,7 +25,7 @@ from relayline.coordinator.planner.whatif import explain
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.manifest.stage import Link as StageLink
-from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of
+from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
@@ -83,14 +83,7 @@ def threads_of(manifest: Manifest, known: Mapping[str, KnownHost] = NOBODY) -> t
 
     A host that nobody knows has as many cores as this one.
     """
-    found = []
-    for stage in manifest.stages:
-        cores = _cores_of(stage, known)
-        mates = [other for other in manifest.stages if place_of(other) == place_of(stage)]
-        n_open = sum(1 for other in mates if not other.threads)
-        left = cores - sum(other.threads for other in mates)
-        found.append(stage.threads or max(1, left // max(1, n_open)))
-    return tuple(found)
+    return tuple(threads_on(manifest, stage, _cores_of(stage, known)) for stage in manifest.stages)
 
 
 def _cores_of(stage: Stage, known: Mapping[str, KnownHost]) -> int:

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from relayline.coordinator.joining.survey import HostReport
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
+from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.common.places import state_dir
 
@@ -58,6 +59,8 @@ class KnownHost(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
     memory_available_bytes: int = 0
     samples: tuple[_Sample, ...] = ()
+    served: tuple[_Sample, ...] = ()
+    """What it measured later with layers that it served; the latest alone."""
     in_service: float = 0.0
     round_trip_ns: int | None = None
     """Of a small call to the coordinator; None: not measured."""
@@ -66,7 +69,8 @@ class KnownHost(msgspec.Struct, frozen=True):
     @property
     def speed(self) -> Speed | None:
         """How fast it is; None where that was not measured."""
-        samples = [Sample(each.layer_bytes, each.head_bytes, each.decode, each.prefill) for each in self.samples]
+        kept = (*self.samples, *self.served)
+        samples = [Sample(each.layer_bytes, each.head_bytes, each.decode, each.prefill) for each in kept]
         found = from_samples(samples)
         return found.seen_in_service(self.in_service) if found is not None else None
 
@@ -93,8 +97,18 @@ def place_of(stage: Stage) -> str:
     return "localhost" if stage.is_local else stage.host
 
 
+def threads_on(manifest: Manifest, stage: Stage, cores: int) -> int:
+    """Return a stage's threads on a host of so many cores: what its mates leave is divided among those left open."""
+    mates = [other for other in manifest.stages if place_of(other) == place_of(stage)]
+    n_open = sum(1 for other in mates if not other.threads)
+    left = cores - sum(other.threads for other in mates)
+    return stage.threads or max(1, left // max(1, n_open))
+
+
 def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
-    settings = (stage.threads, stage.gpu_layers_used, manifest.engine.kv_type, mates_of(manifest, stage))
+    # Here the launcher writes down what it chose, and a host elsewhere chooses for itself.
+    threads = threads_on(manifest, stage, machine.cores()) if stage.is_local else stage.threads
+    settings = (threads, stage.gpu_layers_used, manifest.engine.kv_type, mates_of(manifest, stage))
     # Stages of one host may keep to other cores each, so each is known by its name.
     parts = (VERSION, place_of(stage), stage.name, model_key, settings)
     return state_dir() / HOSTS_DIR / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
@@ -135,6 +149,21 @@ def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport
         except OSError as error:
             log.warning("what %s told is not kept: %s; the next start measures it again", stage.name, error)
     return found
+
+
+def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) -> None:
+    """Keep what stages measured with the layers that they serve, of hosts that are known. A full disk is no error.
+
+    Those with the head are left out: of them nobody can tell what the layers cost.
+    """
+    key = content_key(model)
+    for stage in manifest.stages:
+        known, sample = known_hosts(manifest, model).get(stage.name), served.get(stage.name)
+        if known is not None and sample is not None and not sample.head_bytes:
+            try:
+                _store(_path(manifest, stage, key), msgspec.structs.replace(known, served=(_kept(sample),)))
+            except OSError as error:
+                log.warning("what %s measured is not kept: %s", stage.name, error)
 
 
 def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:

@@ -190,7 +190,8 @@ def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
     assert plan.join == ("0.0.0.0", 50_050)
     assert plan.http == ("0.0.0.0", 9_000)
     assert plan.serve_arguments == (
-        "--manifest", str(tmp_path / "settled.json"), "--keep-layers", str(tmp_path / "layers.json"), "--verbose",
+        "--manifest", str(tmp_path / "settled.json"), "--keep-layers", str(tmp_path / "layers.json"),
+        "--plan-file", str(tmp_path / "plan.json"), "--settle", str(tmp_path / "settled.json"), "--verbose",
     )  # fmt: skip
     assert here.arguments[:4] == ("--listen", "0.0.0.0:0", "--advertise", "head")
     assert ("--tls", str(tmp_path / "tls" / "here")) == here.arguments[6:8], "not the coordinator's"

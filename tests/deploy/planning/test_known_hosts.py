@@ -12,10 +12,18 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.memory import HEADROOM, stage_memory
 from relayline.coordinator.planner.speed import Sample
+from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.survey import told_of, unknown_hosts, wants_survey
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning.inputs import best_for, instance_of, load_of, shape_of
-from relayline.deploy.planning.known_hosts import CALL_NS, HOSTS_DIR, forget_hosts, known_hosts, remember_hosts
+from relayline.deploy.planning.known_hosts import (
+    CALL_NS,
+    HOSTS_DIR,
+    forget_hosts,
+    known_hosts,
+    refine_hosts,
+    remember_hosts,
+)
 from relayline.deploy.planning.told import lines_of, told
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.places import state_dir
@@ -103,6 +111,16 @@ def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop", "server"]
 
 
+def test_what_was_told_to_a_settled_manifest_is_known_to_the_one_that_people_wrote() -> None:
+    written = parse_manifest(
+        MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="").replace("203.0.113.1", "localhost").encode(), "manifest"
+    )
+    whole = settled(written, DEMO_MODEL, [None, None])
+    assert whole.stages[0].threads
+    remember_hosts(whole, DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    assert unknown_hosts(written, DEMO_MODEL) == []
+
+
 def test_a_file_that_cannot_be_read_is_measured_again() -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0)])
     (path,) = (state_dir() / HOSTS_DIR).iterdir()
@@ -115,6 +133,21 @@ def test_a_host_that_could_not_be_measured_is_asked_again_and_its_memory_counts(
     assert "laptop" in unknown_hosts(manifest(), DEMO_MODEL)
     instance = instance_of(manifest(), inspect_model(DEMO_MODEL))
     assert (instance.hosts[0].speed.source, instance.hosts[0].machine.memory_bytes) == ("estimated", 8 * GIB)
+
+
+def test_what_stages_measure_with_their_own_layers_makes_the_next_plan_better() -> None:
+    remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0)])
+    facts = inspect_model(DEMO_MODEL)
+    layer_bytes = sum(facts.layer_bytes[:4])
+    twice = [(rows, 2 * ns * layer_bytes / MIB) for rows, ns in report("laptop", 4.0).samples[0].decode]
+    before = known_hosts(manifest(), DEMO_MODEL)["laptop"].speed
+    refine_hosts(manifest(), DEMO_MODEL, {name: Sample(layer_bytes, 0, twice) for name in ("laptop", "server")})
+    known = known_hosts(manifest(), DEMO_MODEL)
+    assert list(known) == ["laptop"], "a host that nobody surveyed stays unknown"
+    after = known["laptop"].speed
+    assert before is not None
+    assert after is not None
+    assert after.layer_ns(4) == pytest.approx(2 * before.layer_ns(4), rel=0.01)
 
 
 def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_choose() -> None:

@@ -438,6 +438,6 @@ def _parse(message: Any) -> pb.JoinRequest | None:
     if not isinstance(message, bytes):
         return None
     report = messages.read(pb.JoinRequest, message, "report", who="a stage")
-    is_long = report.HasField("failure") or report.prepared.HasField("failure")
+    is_long = any(each.HasField("failure") for each in (report, report.prepared, report.measured))
     tidy(report, bounds.PEER_TEXT_CHARS_MAX if is_long else bounds.PEER_NAME_CHARS_MAX)
     return report

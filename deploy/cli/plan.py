@@ -190,9 +190,8 @@ def _variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[V
 
 def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
     from relayline.coordinator.planner.memory import MIB, usual_lanes
-    from relayline.wire.settings.table import EngineSettings
-
     from relayline.deploy.planning.shared import gpu_sharing
+    from relayline.wire.settings.table import EngineSettings
 
     notes = []
     sources = {host.speed.source for host in instance.hosts}

@@ -40,8 +40,8 @@ from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.launch.survey import told_of, wants_survey
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.deploy.planning.known_hosts import forget_hosts
-from relayline.deploy.planning.told import lines_of
 from relayline.deploy.planning.shared import gpu_sharing
+from relayline.deploy.planning.told import lines_of
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.process import first_of
 from relayline.wire.links.roles import Role

@@ -104,7 +104,8 @@ def instance_of(
     """Return the planning problem of a manifest.
 
     With is_running the pipeline is up already, so this machine counts with all its memory, not only the free part.
-    `known`: the hosts' own reports, by stage; without it their earlier ones. Raises UsageError for an unusable calibration file.
+    `known`: the hosts' own reports, by stage; without it their earlier ones. Raises UsageError for an unusable
+    calibration file.
     """
     if known is None:
         known = NOBODY if ignore_measured else known_hosts(manifest, facts.path)
@@ -163,9 +164,9 @@ def _link_of(declared: StageLink) -> Link:
 def _links(manifest: Manifest, known: Mapping[str, KnownHost]) -> list[Link]:
     """Return the links from the coordinator round to it again; within a machine a link costs nothing to speak of.
 
-    Between two hosts it is as the manifest says. Otherwise it is as slow as the slower of their links to the coordinator,
-    if both are known. The manifest does not describe the link from the coordinator to the first stage: it counts as equal
-    to the link back.
+    Between two hosts it is as the manifest says. Otherwise it is as slow as the slower of their links to the
+    coordinator, if both are known. The manifest does not describe the link from the coordinator to the first stage: it
+    counts as equal to the link back.
     """
     stages = manifest.stages
     places = [manifest.spec.coordinator.host, *(stage.host for stage in stages)]

@@ -72,6 +72,7 @@ class StampingEngine:
         self._logits = np.linspace(0, 1, N_VOCAB, dtype=np.float32)
         self.begin_ns = self.ready_ns = 0
         self.micro_batches: tuple[int, ...] = ()
+        self.hidden = None
 
     def decode(self, n_rows: int) -> None:
         """Take the time; the output rows are what they always are."""

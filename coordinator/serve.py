@@ -242,6 +242,7 @@ def _limits(config: ServeConfig) -> HttpLimits:
         limits,
         connections_max=limits.connections_max + serving.queue,
         connections_per_address_max=serving.connections_per_address,
+        pooling=serving.pooling,
         strict_max_tokens=serving.strict_max_tokens,
         model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
         any_model_name=serving.any_model_name,

@@ -24,6 +24,7 @@ from relayline.coordinator.engine.instructions import (
     Instruction,
     Log,
     Lose,
+    Progressed,
     Replayed,
     Send,
     Started,
@@ -41,6 +42,7 @@ from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers, sharing_key
 from relayline.coordinator.sessions.session import OutFrame, Session, State, take_score
 from relayline.coordinator.sessions.silence import SILENT_S
+from relayline.coordinator.sessions.slots import progress_of
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
 from relayline.coordinator.sessions.turnover import Turnover, holdings
@@ -141,7 +143,8 @@ class Conductor:
         key = sharing_key(request) if self._config.share else request.request_id
         if (session := self.readers.join(key)) is not None:
             return Opened(session.session_id, is_joined=True), self._instructions()
-        acceptance = None if request.wants_logits else self._acceptance
+        is_whole = request.wants_logits or request.sampling.number("pooling")
+        acceptance = None if is_whole else self._acceptance
         session = Session(next(self._session_ids), request, self._is_end, acceptance=acceptance, admitted_ns=now_ns)
         has_lane = self.admission.admit(session, lambda: self._wait_s(now_ns))
         self.readers.add(session, key)
@@ -244,6 +247,7 @@ class Conductor:
         session.started_ns = session.started_ns or now_ns
         frames = self.prefixes.start(session)
         self._out.append(Started(session.session_id, session.n_copied))
+        self._out += _progress(session, session.n_copied)
         self.scheduler.control(frames)
         self.scheduler.prompt(session)
         self._want_dispatch()
@@ -284,6 +288,7 @@ class Conductor:
             self.scheduler.passed(passed.session_id, passed.position, now_ns)
             session = self.readers.get(passed.session_id)
             if session is not None and session.state is State.PREFILL:
+                self._out += _progress(session, passed.position)
                 self._start_all(self.suspects.passed(passed.session_id, passed.position), now_ns)
         tells: list[Tell] = []
         try:
@@ -324,8 +329,10 @@ class Conductor:
             return
         logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
         top = tuple((entry.token, entry.logprob) for entry in sample.top)
-        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits)
+        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits, sample.embedding)
         if event is not None:
+            if session.n_generated == 1:
+                self._out += _progress(session, len(session.request.prompt_tokens))
             tells.append(Tell(session_id, event))
             self._out.append(Generated(session_id, sample.position, event.finish_reason, event.is_drafted))
             self._start_all(self.suspects.cleared(session), now_ns)
@@ -398,3 +405,8 @@ class Conductor:
         for following in self.admission.leave(session):
             self._start_all(self.suspects.joining(following), now_ns)
         self._start_all(self.suspects.cleared(session), now_ns)
+
+
+def _progress(session: Session, n_read: int) -> list[Instruction]:
+    progress = progress_of(session, n_read)
+    return [] if progress is None else [Progressed(session.session_id, progress)]

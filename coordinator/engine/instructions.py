@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from relayline.coordinator.sessions.frame import Frame
-from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent
 from relayline.wire.common.errors import RelaylineError
 
 
@@ -26,6 +26,13 @@ class Tell(NamedTuple):
 
     session_id: int
     event: TokenEvent | RelaylineError
+
+
+class Progressed(NamedTuple):
+    """Tell every reader of a session how far its prompt has been read."""
+
+    session_id: int
+    progress: PromptProgress
 
 
 class Lose(NamedTuple):
@@ -85,4 +92,6 @@ class Log(NamedTuple):
     """An exception that nobody expected; its traceback belongs into the log."""
 
 
-Instruction: TypeAlias = "Send | Tell | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"
+Instruction: TypeAlias = (
+    "Send | Tell | Progressed | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"
+)

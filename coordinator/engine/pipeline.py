@@ -24,6 +24,7 @@ from relayline.coordinator.engine.instructions import (
     Instruction,
     Log,
     Lose,
+    Progressed,
     Replayed,
     Send,
     Started,
@@ -37,8 +38,9 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.observe.description import describe_pipeline, describe_stages, overlap_since
 from relayline.coordinator.observe.observer import Observer
-from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StreamRecord
+from relayline.coordinator.sessions.slots import slots_of
 from relayline.coordinator.sessions.streams import Audience, SessionStream
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase as Phase
@@ -119,6 +121,10 @@ class Pipeline:
     def check_room(self) -> None:
         """Raise OverloadedError where the line is full."""
         self.conductor.check_room(time.monotonic_ns())
+
+    def slots(self) -> list[Slot]:
+        """Return what each lane does."""
+        return slots_of(self.conductor.admission, may_draft=self.config.serving.draft != 0)
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> SessionStream:
         """Admit and start a request; see Generator.open."""
@@ -225,6 +231,9 @@ class Pipeline:
                     self.epochs.send(frames)
                 case Tell(session_id, event):
                     self._tell(session_id, event)
+                case Progressed(session_id, progress):
+                    if (audience := self._audiences.get(session_id)) is not None:
+                        audience.progressed(progress)
                 case Dispatch():
                     loop.call_soon(self.dispatch)
                 case Lose(error):

@@ -115,7 +115,6 @@ def _routes(handlers: Handlers, telemetry: TelemetryHandlers, feed: LiveFeed) ->
         web.get("/tokenizer_info", handlers.tokenizer_info),
         web.post("/apply-template", handlers.apply_template),
         web.get("/props", handlers.props),
-        web.post("/v1/embeddings", handlers.embeddings),
     ]
 
 

@@ -143,6 +143,7 @@ class GenerationBody(_Sampler, kw_only=True):
     t_max_predict_ms: Any = None
     prompt_logprobs: LogprobCount | None = None  # as vLLM has it
     timings_per_token: bool | None = None  # as llama-server has it, like the next
+    return_progress: bool | None = None
     n_predict: Annotated[int, Meta(ge=-2)] | None = None  # llama-server's max_tokens
     tools: list[Any] | None = None
     functions: list[Any] | None = None
@@ -206,13 +207,6 @@ class DetokenizeBody(Struct, kw_only=True):
     """POST /detokenize, as llama-server and vLLM have it."""
 
     tokens: Tokens
-
-
-class EmbeddingsBody(Struct):
-    """POST /v1/embeddings, which is refused."""
-
-    input: Any
-    model: str | None = None
 
 
 class TelemetryBody(Struct, forbid_unknown_fields=True):

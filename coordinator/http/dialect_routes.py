@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from relayline.coordinator.http.embeddings.handlers import EmbeddingHandlers
+from relayline.coordinator.http.llama.handlers import LlamaHandlers
 from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.messages.handlers import MessageHandlers
 from relayline.coordinator.http.openapi import add_openapi
@@ -25,6 +27,7 @@ def add_dialects(app: web.Application, service: Service) -> frozenset[str]:
 
 def _routes(service: Service) -> list[web.RouteDef]:
     responses, messages = ResponseHandlers(service, ResponseStore()), MessageHandlers(service)
+    llama, embeddings = LlamaHandlers(service), EmbeddingHandlers(service)
     return [
         web.post("/v1/responses", responses.create),
         web.post("/v1/responses/input_tokens", responses.count),
@@ -32,6 +35,11 @@ def _routes(service: Service) -> list[web.RouteDef]:
         web.delete("/v1/responses/{id}", responses.delete),
         web.get("/v1/responses/{id}/input_items", responses.input_items),
         web.post("/v1/responses/{id}/cancel", responses.cancel),
+        web.post("/v1/embeddings", embeddings.create),
+        web.post("/embedding", embeddings.create_plain),
+        web.post("/completion", llama.completion),
+        web.post("/infill", llama.infill),
+        web.get("/slots", llama.slots),
         web.post("/v1/messages", messages.create),
         web.post("/v1/messages/count_tokens", messages.count),
     ]

@@ -14,7 +14,7 @@ from relayline.coordinator.http.choice import LOGPROB_MIN, FinishReason, Growth,
 from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.shapes import Timings, Usage
 from relayline.coordinator.http.sse import DONE, data_frame
-from relayline.coordinator.sessions.generation import PromptScore
+from relayline.coordinator.sessions.generation import PromptProgress, PromptScore
 from relayline.wire.common.errors import RelaylineError
 
 
@@ -72,6 +72,7 @@ class OpenAIStream:
     """
 
     so_far: Callable[[], SoFar] = SoFar  # called for each event, and for a reply
+    begun_ns: int = 0  # when the request was admitted; of the monotonic clock
 
     def frame(self, event: bytes) -> bytes:
         """Return the lines of an event."""
@@ -84,6 +85,10 @@ class OpenAIStream:
     def failure_event(self, error: RelaylineError) -> bytes:
         """Return the event that makes OpenAI's clients raise."""
         return shapes.encode(error_body(error))
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, where its reader has asked for that."""
+        return None
 
 
 class CompletionDialect(OpenAIStream):
@@ -103,6 +108,12 @@ class CompletionDialect(OpenAIStream):
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for one token."""
         return self._event([self._choice(index, growth, None)])
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, as llama-server has it."""
+        body = self._body([shapes.CompletionChoice("", index)], None if self._header.include_usage else UNSET)
+        body.prompt_progress = shapes.PromptProgress.of(progress, time_ms)
+        return shapes.encode(body)
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice."""
@@ -191,6 +202,21 @@ class ChatDialect(OpenAIStream):
         )
         ids = _token_ids(self._header, growth)
         return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, as llama-server has it."""
+        header = self._header
+        return shapes.encode(
+            shapes.ChatChunk(
+                header.id,
+                header.created,
+                header.model,
+                header.fingerprint,
+                [shapes.ChunkChoice(index, shapes.Delta())],
+                None if header.include_usage else UNSET,
+                prompt_progress=shapes.PromptProgress.of(progress, time_ms),
+            )
+        )
 
     def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
         """Return the event that ends a choice: an empty delta."""

@@ -11,7 +11,7 @@ from aiohttp import web
 from relayline.coordinator.http import shapes, validation
 from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, Header
-from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.llama.settings import default_settings
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
 from relayline.coordinator.http.preparing import Prepared, unpacked
@@ -120,7 +120,11 @@ class Handlers:
         """GET /props: what llama-server tells of the model it serves."""
         service = self._service
         fields = {
-            "default_generation_settings": {"n_ctx": service.generator.ctx_tokens},
+            "default_generation_settings": {"params": default_settings(), "n_ctx": service.generator.ctx_tokens},
+            "total_slots": len(service.generator.slots()),
+            "endpoint_slots": True,
+            "endpoint_props": True,
+            "endpoint_metrics": True,
             "model_alias": service.model_id,
             "chat_template": service.conversation.template_text or "",
             "bos_token": service.tokenizer.bos_text,
@@ -129,11 +133,6 @@ class Handlers:
             "build_info": service.fingerprint,
         }
         return json_response(msgspec.json.encode(fields))
-
-    async def embeddings(self, _request: web.Request) -> web.StreamResponse:
-        """POST /v1/embeddings: refused with 501; no stage returns hidden rows to clients."""
-        text = "embeddings are not served; ask a server that runs an embedding model"
-        return json_response(shapes.encode(plain_body(501, text, "not_implemented")), 501)
 
     async def _job(
         self,

@@ -44,6 +44,7 @@ _OF_CHATS = {
     "prediction",
     "prompt_logprobs",
     "timings_per_token",
+    "return_progress",
 }
 _PASSED = frozenset(ChatBody.__struct_encode_fields__) - _OF_CHATS
 

@@ -31,6 +31,7 @@ class HttpLimits:
     close_timeout_s: float = 10.0  # for bytes written as a connection closes; a client that reads none is cut off
     connections_max: int = 4_096  # fewer where the system allows fewer open files
     connections_per_address_max: int = 512  # 0: no bound; none for loopback, where everybody behind a proxy comes from
+    pooling: str = "auto"  # of hidden rows to an embedding: a name of sampler_fields.POOLINGS, or the model's
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
     model_aliases: tuple[str, ...] = ()  # further names of the model
     any_model_name: bool = False  # answer to any model name, for clients with fixed names

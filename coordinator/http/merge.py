@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
-from relayline.coordinator.sessions.generation import TokenEvent, TokenStream
+from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
 
 log = logging.getLogger("relayline.http")
@@ -31,6 +31,15 @@ class Arrival:
     index: int
     event: TokenEvent | None = None  # None: the stream has ended
     error: RelaylineError | None = None
+    progress: PromptProgress | None = None  # in place of an event: how far the prompt has been read
+
+
+@runtime_checkable
+class Progressing(Protocol):
+    """A stream that tells how far its prompt has been read."""
+
+    def follow(self, read: Callable[[PromptProgress], None]) -> None:
+        """Have this called now, where something is known, and from now on."""
 
 
 @runtime_checkable
@@ -59,6 +68,8 @@ class Merge:
 
     async def __aenter__(self) -> Merge:
         for index, stream in enumerate(self._streams):
+            if isinstance(stream, Progressing):
+                stream.follow(functools.partial(self._read, index))
             if isinstance(stream, Forwarding):
                 stream.forward(functools.partial(self._take, index))
             else:
@@ -108,6 +119,9 @@ class Merge:
         self._put(Arrival(index, event))
         if event.finish_reason is not None:
             self._put(Arrival(index))
+
+    def _read(self, index: int, progress: PromptProgress) -> None:
+        self._put(Arrival(index, progress=progress))
 
     def _put(self, arrival: Arrival) -> None:
         self._ready.append(arrival)

@@ -24,6 +24,10 @@ RECORD = web.RequestKey("record", RequestRecord)
 OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/completion": "text_completion",
+    "/infill": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/embedding": "embeddings",
     "/v1/responses": "chat",
     "/v1/messages": "chat",
 }

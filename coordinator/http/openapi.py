@@ -15,7 +15,9 @@ import msgspec
 from aiohttp import hdrs, web
 
 from relayline.coordinator.http import bodies, shapes
+from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
 from relayline.coordinator.http.errors import ErrorBody
+from relayline.coordinator.http.llama.asking import InfillBody, LlamaBody
 from relayline.coordinator.http.messages.asking import MessagesBody
 from relayline.coordinator.http.page import HEADERS
 from relayline.coordinator.http.responses.bodies import ResponsesBody
@@ -33,17 +35,21 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/tokenize"): bodies.TokenizeBody,
     ("POST", "/detokenize"): bodies.DetokenizeBody,
     ("POST", "/apply-template"): bodies.ChatBody,
-    ("POST", "/v1/embeddings"): bodies.EmbeddingsBody,
+    ("POST", "/completion"): LlamaBody,
+    ("POST", "/infill"): InfillBody,
+    ("POST", "/v1/embeddings"): EmbeddingsBody,
+    ("POST", "/embedding"): EmbeddingsBody,
     ("PUT", "/v1/telemetry"): bodies.TelemetryBody,
 }
 # The same -> the type of what status 200 brings, where it has one.
 _REPLIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/completions"): shapes.Completion,
     ("POST", "/v1/chat/completions"): shapes.ChatCompletion,
+    ("POST", "/v1/embeddings"): shapes.Embeddings,
     ("GET", "/v1/models"): shapes.ModelList,
     ("GET", "/v1/models/{id}"): shapes.Model,
 }
-_STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+_STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/completion", "/infill"}
 _PLAIN = {"/metrics"}  # text, not JSON
 _REF = "#/components/schemas/{name}"
 _ERRORS = {

@@ -24,8 +24,10 @@ from relayline.coordinator.answers.template import Conversation, ToolStyle
 from relayline.coordinator.http import shapes, validation
 from relayline.coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
 from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.embeddings import asking as embeddings_asking
 from relayline.coordinator.http.inner_form import Inner
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.llama import asking as llama_asking
 from relayline.coordinator.http.messages import asking as messages_asking
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
@@ -37,7 +39,18 @@ from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
 OtherChat = Literal["responses", "messages", "counted"]
 Route = Literal[
-    "style", "completions", "chat", OtherChat, "references", "tokenize", "detokenize", "template", "grammar"
+    "style",
+    "completions",
+    "embeddings",
+    "llama",
+    "infill",
+    "chat",
+    OtherChat,
+    "references",
+    "tokenize",
+    "detokenize",
+    "template",
+    "grammar",
 ]
 # Other dialects' bodies as chats, and errors about the chat as errors about the body.
 _CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
@@ -156,9 +169,11 @@ class Shop:
             return self._detokenized(raw)
         if asked.route == "references":
             return responses_asking.references(raw)
+        if asked.route == "embeddings":
+            return msgspec.msgpack.encode(self._embedded(raw, ctx_tokens, enter))
         if asked.route in _CHATS:
             return msgspec.msgpack.encode(self._of_other_dialect(asked, raw, ctx_tokens, enter))
-        prepare = self._chat if asked.route == "chat" else self._completion
+        prepare = {"chat": self._chat, "completions": self._completion}.get(asked.route, self._llama)
         return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
 
     def _style(self) -> Style:
@@ -177,12 +192,43 @@ class Shop:
     def _completion(
         self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
     ) -> Prepared:
-        limits, tokenizer = self._setting.limits, self._tokenizer
+        limits = self._setting.limits
         body = decode_body(raw, CompletionBody)
-        model = validation.check_model(body.model, self._setting.model_id, limits)
-        plan = self._with_tokens(validation.plan_completion(body, limits, asked.seed))
+        plan = validation.plan_completion(body, limits, asked.seed)
+        sent: Sequence[str | list[int]] = validation.split_prompt(body.prompt, plan.n, limits)
+        if body.suffix and isinstance(body.prompt, str):
+            enter("tokens")
+            sent = [llama_asking.filled_in(self._tokenizer, body.prompt, body.suffix, param="prompt")]
+        return self._prepared_completion(asked, body, plan, sent, ctx_tokens, enter)
+
+    def _llama(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        """Read a body in llama-server's own form."""
+        limits, tokenizer = self._setting.limits, self._tokenizer
+        if asked.route == "infill":
+            found = llama_asking.read_infill(raw, tokenizer, ctx_tokens)
+        else:
+            found = llama_asking.read(raw, tokenizer, limits)
+        plan = validation.plan_completion(found.body, limits, asked.seed)
+        # Its answers always have timings, and go on for as long as they like.
+        plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
+        prepared = self._prepared_completion(asked, found.body, plan, found.prompts, ctx_tokens, enter)
+        texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
+        prepared.said = llama_asking.said(found, plan, texts or [""] * len(prepared.prompts))
+        return prepared
+
+    def _prepared_completion(
+        self,
+        asked: Asked,
+        body: CompletionBody,
+        plan: Plan,
+        sent: Sequence[str | list[int]],
+        ctx_tokens: int,
+        enter: Callable[[Phase], None],
+    ) -> Prepared:
+        tokenizer = self._tokenizer
+        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
+        plan = self._with_tokens(plan)
         self._check_shape(plan)
-        sent = validation.split_prompt(body.prompt, plan.n, limits)
         enter("tokens")
         start_ns = time.monotonic_ns()
         _check_fit([len(each) for each in sent if not isinstance(each, str)], ctx_tokens)
@@ -210,6 +256,30 @@ class Shop:
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
+        )
+
+    def _embedded(self, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        tokenizer = self._tokenizer
+        body = embeddings_asking.read(raw)
+        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        prompts = embeddings_asking.inputs_of(body, tokenizer, ctx_tokens)
+        _check_fit(list(map(len, prompts)), ctx_tokens)
+        for prompt in prompts:
+            validation.check_tokens(prompt, tokenizer.n_vocab, "input")
+        return Prepared(
+            model=model,
+            plan=validation.NO_PLAN,
+            prompts=list(map(_packed, prompts)),
+            echoes=[],
+            prediction=b"",
+            is_thinking=False,
+            grammar_task=b"",
+            input_json="",
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+            said=msgspec.msgpack.encode(embeddings_asking.said(body)),
         )
 
     def _of_other_dialect(

@@ -33,6 +33,8 @@ async def run(request: web.Request, service: Service, job: Job, dialect: Dialect
     if isinstance(request, Request):
         request.body_done()  # all that it says is in the job
     states = job.choice_states(service)
+    if isinstance(dialect, OpenAIStream):
+        dialect.begun_ns = time.monotonic_ns()
     if isinstance(dialect, OpenAIStream) and (job.plan.continuous_usage or job.plan.shows_timings):
         dialect.so_far = functools.partial(_so_far, job, states, time.monotonic_ns())
     async with Merge(streams, service.limits.backlog_events_max) as merge:
@@ -132,6 +134,8 @@ def _events(
     arrival: Arrival,
     grown: list[list[Growth]] | None,
 ) -> list[bytes]:
+    if arrival.progress is not None:
+        return _progress_events(dialect, states, arrival)
     growth = _advance(job, states, merge, arrival)
     if growth is None:
         return []
@@ -144,10 +148,18 @@ def _events(
     return events
 
 
+def _progress_events(dialect: Dialect, states: Sequence[ChoiceState], arrival: Arrival) -> list[bytes]:
+    if arrival.progress is None or not isinstance(dialect, OpenAIStream) or states[arrival.index].is_finished():
+        return []
+    time_ms = (time.monotonic_ns() - dialect.begun_ns) // 1_000_000
+    event = dialect.progress_event(arrival.index, arrival.progress, time_ms)
+    return [] if event is None else [event]
+
+
 def _advance(job: Job, states: Sequence[ChoiceState], merge: Merge, arrival: Arrival) -> Growth | None:
     """Give an arrival to its choice. None: the choice had finished. Raises the error that ended a stream too soon."""
     state = states[arrival.index]
-    if state.is_finished():
+    if state.is_finished() or arrival.progress is not None:
         return None  # tokens computed after a stop string, or the end of a stream that said why before
     if arrival.event is None:
         raise arrival.error or InternalError("generation ended without a reason; this is a bug of the server")

@@ -27,6 +27,7 @@ from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
 
 YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
+OtherForm = Literal["responses", "messages", "counted", "llama", "infill", "embeddings"]
 CLIENT = web.RequestKey("client", str)  # by the key that it has shown
 
 
@@ -55,12 +56,8 @@ class Service:
         answer = await self.pool.ask(client_of(request), asked, raw)
         return msgspec.msgpack.decode(answer, type=Prepared)
 
-    async def read_in(
-        self, route: Literal["responses", "messages", "counted"], request: web.Request, raw: bytes, n_context: int = 0
-    ) -> Prepared:
-        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
-        refers to.
-        """
+    async def read_in(self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0) -> Prepared:
+        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are what it refers to."""
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.
         ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
@@ -190,6 +187,7 @@ def make_job(
                     cache_prompt=plan.cache_prompt and not plan.scores_prompt,
                     prediction=prediction,
                     scores_prompt=plan.scores_prompt,
+                    wants_progress=plan.shows_progress,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from relayline.coordinator.http.choice import FinishReason
+from relayline.coordinator.sessions import generation
 
 encode = msgspec.json.Encoder().encode
 
@@ -70,6 +71,44 @@ class Timings(Struct):
     predicted_per_second: float
 
 
+class Embedding(Struct):
+    """The vector of one input."""
+
+    embedding: list[float] | str  # base64 of little-endian f32, where that was asked for
+    index: int
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(Struct):
+    """Token counts of /v1/embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Struct):
+    """Reply of /v1/embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+class PromptProgress(Struct):
+    """How far a prompt has been read, as llama-server has it."""
+
+    total: int
+    cache: int  # tokens that were copied
+    processed: int  # tokens that have been read, copied ones included
+    time_ms: int  # since the request was admitted
+
+    @classmethod
+    def of(cls, progress: generation.PromptProgress, time_ms: int) -> PromptProgress:
+        """Write what the pipeline tells."""
+        return cls(progress.n_total, progress.n_cached, progress.n_read, time_ms)
+
+
 class CompletionChoice(Struct):
     """One choice of a completion, or the part that one event adds to it."""
 
@@ -93,6 +132,7 @@ class Completion(Struct):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET  # of an event with `return_progress`
 
 
 class TopLogprob(Struct):
@@ -163,6 +203,7 @@ class ChatChunk(Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     timings: Timings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first event
+    prompt_progress: PromptProgress | UnsetType = UNSET  # with `return_progress`
 
 
 class AssistantMessage(Struct):

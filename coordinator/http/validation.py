@@ -80,6 +80,7 @@ class Plan:
     n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
     continuous_usage: bool = False  # each event of a stream carries the usage so far
     shows_timings: bool = False
+    shows_progress: bool = False  # of the prompt, in a stream
 
     @property
     def scores_prompt(self) -> bool:
@@ -94,14 +95,30 @@ class Plan:
         return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64, numbers=numbers)
 
 
+NO_PLAN = Plan(
+    n=1,
+    max_tokens=1,
+    max_tokens_default=None,
+    sampling=SamplingParams(temperature=0.0),
+    stops=(),
+    ignore_eos=False,
+    stream=False,
+    include_usage=False,
+    echo=False,
+    return_token_ids=False,
+    cache_prompt=True,
+)
+"""Of a body that asks for no tokens."""
+
+
 def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
     """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none."""
     n = _choices(body, limits)
     _refuse(body, NEUTRAL_OF_COMPLETIONS)
     if body.best_of not in (None, 1, n):
         raise _unsupported("best_of", "only 1 or the value of n")
-    if body.suffix:
-        raise _unsupported("suffix", "only an empty one")
+    if body.suffix and (body.echo or not isinstance(body.prompt, str)):
+        raise InvalidRequestError("suffix: only with one prompt of text, and without echo", param="suffix")
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     if body.echo and n_logprobs >= 0 and body.stream:
         raise InvalidRequestError("stream: not together with echo and logprobs", param="stream")
@@ -274,6 +291,7 @@ def _plan(
         n_prompt_logprobs=n_prompt_logprobs,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         shows_timings=bool(body.timings_per_token),
+        shows_progress=bool(body.return_progress and body.stream),
     )
 
 

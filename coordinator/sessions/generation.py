@@ -7,11 +7,11 @@ nothing checks it again. The pipeline side turns it into frames and answers with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from relayline.wire.common.phase import Phase
-from relayline.wire.common.sampler_fields import BY_NAME
+from relayline.wire.common.sampler_fields import BY_NAME, POOLINGS
 
 if TYPE_CHECKING:
     from relayline.coordinator.sessions.request_log import RequestRecord
@@ -48,6 +48,11 @@ class SamplingParams:
         return self.number("repetition_penalty") != 1.0
 
     @property
+    def reads_all(self) -> bool:
+        """Whether each row of the prompt is pooled, so that none may be copied."""
+        return self.number("pooling") == POOLINGS["mean"]
+
+    @property
     def has_lists(self) -> bool:
         """Whether stages need lists of tokens besides the generated ones."""
         return bool(self.looks_at_prompt or self.allowed_tokens or self.held_back_tokens or self.bad_words)
@@ -74,8 +79,32 @@ class GenerationRequest:
     ignore_eos: bool = False  # go on past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
-    prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
-    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
+    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
+    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then nothing of it is copied
+    wants_progress: bool = False  # its reader is told how far the prompt has been read
+
+
+class PromptProgress(NamedTuple):
+    """How far a prompt has been read, in tokens."""
+
+    n_total: int
+    n_cached: int  # that were copied
+    n_read: int  # that have passed the last stage, copied ones included
+
+
+class Slot(NamedTuple):
+    """What one lane does."""
+
+    lane: int
+    state: str  # "idle", or the session's own word
+    is_busy: bool = False
+    may_draft: bool = False
+    task: int = -1  # the session; -1: none
+    n_prompt: int = 0
+    n_read: int = 0  # of the prompt, rows that have left for the stages
+    n_cached: int = 0  # of the prompt, copied
+    n_generated: int = 0
+    n_left: int = -1  # tokens that may still be generated
 
 
 class PromptScore(NamedTuple):
@@ -100,6 +129,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     is_end_token: bool = False
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
+    embedding: bytes = b""  # f32 per value of a hidden row, not normalised; where the prompt is pooled, not continued
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
     is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
     is_drafted: bool = False  # it was guessed, and its row had left before it was sampled
@@ -143,6 +173,9 @@ class Generator(Protocol):
 
     def check_room(self) -> None:
         """Raise OverloadedError if every request would be refused now. Called before a body is read."""
+
+    def slots(self) -> Sequence[Slot]:
+        """Return what each lane does, in their order."""
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         """Return the JSON-ready topology and live counters shown by GET /v1/pipeline.

@@ -24,6 +24,7 @@ from relayline.coordinator.sessions.generation import FinishReason, GenerationRe
 from relayline.wire.common import bounds
 from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
+from relayline.wire.common.sampler_fields import POOLINGS
 from relayline.wire.envelopes.frames import Flag
 
 REPLAYS_MAX = 3  # replays of one session after failures of its own before it is given up
@@ -180,8 +181,9 @@ class Session:
         self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
         # If one stage gave its cells away, others may still hold theirs, and would refuse a copy into that lane.
         is_there = self.n_there > 0 and self.state is not State.WAITING
-        if self.request.scores_prompt and n_there > len(self.scores):
-            n_there, is_there = 0, True  # rows whose scores were lost are read again
+        is_lost = self.request.scores_prompt and n_there > len(self.scores)
+        if is_lost or (n_there and self.request.sampling.number("pooling")):
+            n_there, is_there = 0, True  # rows whose scores were lost, or that are pooled, are read again
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.n_copied = self.copied_from = 0
@@ -234,9 +236,10 @@ class Session:
         flags = Flag.PREFILL
         followers: tuple[int, ...] = ()
         n_prompt = len(self.request.prompt_tokens)
-        if self.request.scores_prompt and at < n_prompt - 1:
+        if _is_looked_at(self.request, at) and at < n_prompt - 1:
             # The last row scores nothing: what follows it is the answer.
-            end = min(end, at + bounds.SCORED_ROWS_MAX, n_prompt - (len(self.history) > n_prompt))
+            rows_max = bounds.SCORED_ROWS_MAX if self.request.sampling.number("pooling") != POOLINGS["cls"] else 1
+            end = min(end, at + rows_max, n_prompt - (len(self.history) > n_prompt))
             flags, followers = Flag.SCORED, tuple(self.history[at + 1 : end + 1])
         tokens = tuple(self.history[at:end])
         self.n_sent += len(tokens)
@@ -257,6 +260,7 @@ class Session:
         logprob: float | None = None,
         top: tuple[tuple[int, float], ...] = (),
         logits: bytes = b"",
+        embedding: bytes = b"",
     ) -> tuple[TokenEvent | None, list[OutFrame]]:
         """Take a sampled token. Returns the event for the client and the frames that follow from it.
 
@@ -279,6 +283,7 @@ class Session:
         is_predicted = self._drafter is not None and self._drafter.said(token)
         scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
+        event = dataclasses.replace(event, embedding=embedding) if embedding else event
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:
@@ -348,3 +353,9 @@ def take_score(session: Session, position: int, score: PromptScore) -> bool:
     if position == len(session.scores) + 1:  # else an echo
         session.scores.append(score)
     return True
+
+
+def _is_looked_at(request: GenerationRequest, at: int) -> bool:
+    """Return whether the last stage looks at more of a prompt's chunk from here on than its last row."""
+    is_first = at == 0 and request.sampling.number("pooling") == POOLINGS["cls"]
+    return request.scores_prompt or request.sampling.reads_all or is_first

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from relayline.coordinator.sessions.generation import TokenEvent
+from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent
 from relayline.wire.common.errors import RelaylineError
 
 
@@ -19,6 +19,21 @@ class SessionStream:
         self._leave = leave
         self._take: Callable[[TokenEvent | RelaylineError], None] | None = None
         self._ended = False
+        self._progress: PromptProgress | None = None  # the latest, until somebody follows it
+        self._read: Callable[[PromptProgress], None] | None = None
+
+    def progressed(self, progress: PromptProgress) -> None:
+        """Say how far the prompt has been read."""
+        if self._read is None:
+            self._progress = progress
+        else:
+            self._read(progress)
+
+    def follow(self, read: Callable[[PromptProgress], None]) -> None:
+        """Have `read` called with how far the prompt has been read, now and from now on."""
+        self._read = read
+        if self._progress is not None:
+            read(self._progress)
 
     def put(self, event: TokenEvent | RelaylineError) -> None:
         """Hand an event over; an error is the last."""
@@ -76,6 +91,12 @@ class Audience:
         for event in self._past:
             stream.put(event)
         self.streams.append(stream)
+
+    def progressed(self, progress: PromptProgress) -> None:
+        """Tell every stream that takes it how far the prompt has been read."""
+        for stream in self.streams:
+            if isinstance(stream, SessionStream):
+                stream.progressed(progress)
 
     def put(self, event: TokenEvent | RelaylineError) -> None:
         """Hand an event to every stream."""

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 
@@ -31,6 +31,16 @@ _USER_DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _LSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
 _RSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 _META_TEXT_BYTES_MAX = 4096
+
+
+class FillIn(NamedTuple):
+    """The tokens that stand around a gap in a text, of a vocabulary that has them."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None  # before the name of a project
+    file: int | None = None  # before the name of a file of it
 
 
 class _LogSink:
@@ -75,7 +85,11 @@ class Tokenizer:
         self.bos = _token_or_none(llama_cpp.llama_vocab_bos(vocab))
         self.eos = _token_or_none(llama_cpp.llama_vocab_eos(vocab))
         self.adds_bos = self.bos is not None and bool(llama_cpp.llama_vocab_get_add_bos(vocab))
+        self.fill_in = _fill_in(vocab)
         self._names_bos = bool(_meta_text(model, b"tokenizer.ggml.bos_token_id"))
+        architecture = _meta_text(model, b"general.architecture")
+        # How the model's makers turn hidden rows into one embedding: llama.cpp's number, None where they say nothing.
+        self.pooling = _whole_or_none(_meta_text(model, f"{architecture}.pooling_type".encode()))
         self.name = _meta_text(model, b"general.name")
         self.chat_template = self._template(model, None)
         # For chats with tools, where the file has a separate template for these (Hermes 2, Command R).
@@ -253,6 +267,23 @@ class Tokenizer:
 
     def _special_text(self, token: int | None) -> str:
         return "" if token is None else self.piece(token, special=True).decode("utf-8", errors="replace")
+
+
+def _fill_in(vocab: Any) -> FillIn | None:
+    """Return the tokens around a gap, None where one of the three that are needed is missing."""
+    prefix, suffix, middle = (
+        _token_or_none(find(vocab))
+        for find in (llama_cpp.llama_vocab_fim_pre, llama_cpp.llama_vocab_fim_suf, llama_cpp.llama_vocab_fim_mid)
+    )
+    if prefix is None or suffix is None or middle is None:
+        return None
+    repository = _token_or_none(llama_cpp.llama_vocab_fim_rep(vocab))
+    file = _token_or_none(llama_cpp.llama_vocab_fim_sep(vocab))
+    return FillIn(prefix, suffix, middle, repository, file)
+
+
+def _whole_or_none(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _token_or_none(token: int) -> int | None:

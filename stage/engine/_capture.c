@@ -69,6 +69,9 @@ static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_t
         return CAPTURE_NOT_F32;
     }
     const uint64_t n_bytes = capture->nbytes(tensor), n_floats = n_bytes / sizeof(float);
+    if (n_floats == 0 && capture->stop == 0) { /* a micro-batch of which no row is wanted */
+        return CAPTURE_OK;
+    }
     if (n_floats == 0 || n_bytes % sizeof(float) != 0 || capture->row_floats == 0 || n_floats % capture->row_floats != 0) {
         return CAPTURE_NOT_WHOLE_ROWS;
     }

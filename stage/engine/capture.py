@@ -33,6 +33,8 @@ _REASONS = {
 }
 
 
+_OF_TARGET_MAX = 3  # errors up to this are about the tensor that is copied
+
 # llama_model_step35::graph gives the last layer's output a second name, which replaces the first.
 _OTHER_NAMES = {"step35": "h_nextn"}
 # Families that have a word of their own for what leaves a layer (llama_model_nemotron_h::graph).
@@ -107,21 +109,32 @@ class RowCapture:
     sources of the entries.
     """
 
-    def __init__(self, tensor_name: str, destination: npt.NDArray[np.float32], entries: Sequence[Entry] = ()) -> None:
-        """Without a tensor's name nothing is copied, and the graph is computed to its end."""
+    def __init__(
+        self,
+        tensor_name: str,
+        destination: npt.NDArray[np.float32],
+        entries: Sequence[Entry] = (),
+        *,
+        stops: bool = True,
+    ) -> None:
+        """Without a tensor's name nothing is copied, and the graph is computed to its end. `stops`: nothing behind the
+        tensor is computed.
+        """
         self._library = _library()
         self._destination, self._sources = destination, tuple(entries)
         self.tensor_name = tensor_name
         self._entries = (_Entry * len(self._sources))(
             *(_Entry(name=entry.name.encode(), source=entry.source.ctypes.data) for entry in self._sources)
         )
+        self.is_armed = True
+        """Whether the next decodes copy the tensor. Only one that does not stop may be disarmed."""
         self._spare: npt.NDArray[np.float32] | None = None  # made once, where steps are cut
         self._state = _State(
             target=tensor_name.encode() or None,
             destination=destination.ctypes.data,
             capacity=destination.size,
             row_floats=destination.shape[1],
-            stop=1,
+            stop=int(stops),
             get_name=ggml.address_of("ggml_get_name"),
             nbytes=ggml.address_of("ggml_nbytes"),
             element_size=ggml.address_of("ggml_element_size"),
@@ -150,13 +163,20 @@ class RowCapture:
         for entry, state in zip(self._sources, self._entries, strict=True):
             state.source_floats = n_rows * entry.source.shape[1]
             state.consumed = 0
+        if not self._state.stop:
+            self._state.target = self.tensor_name.encode() if self.is_armed else None
         self._state.written = 0
         self._state.n_calls = 0
         self._state.error = 0
 
+    @property
+    def n_written(self) -> int:
+        """Rows that the last decode has delivered; 0 where it could not."""
+        return 0 if self._state.error else int(self._state.written // self._state.row_floats)
+
     def check(self, n_rows: int, n_parts: int = 1) -> None:
         """Raise NativeError unless the decode delivered exactly `n_rows` rows, in that many micro-batches."""
-        if self._state.error:
+        if self._state.error and (self._state.stop or self._state.error > _OF_TARGET_MAX):
             reason = _REASONS.get(self._state.error, f"code {self._state.error}")
             raise NativeError(f"cannot capture tensor {self.tensor_name or self._sources[0].name}: {reason}")
         for entry, state in zip(self._sources, self._entries, strict=True):
@@ -165,7 +185,7 @@ class RowCapture:
                     f"tensor {entry.name} took {state.consumed} floats where {state.source_floats} came in: "
                     "this architecture does not take its rows under that name"
                 )
-        if not self.tensor_name:
+        if not self.tensor_name or not self._state.stop:
             return
         n_expected = n_rows * self._state.row_floats
         if self._state.written != n_expected:

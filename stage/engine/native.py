@@ -22,6 +22,7 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
+from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import (
@@ -107,6 +108,7 @@ class NativeEngine:
         self._model: Any = None
         self._context: Any = None
         self._capture: RowCapture | None = None
+        self.hidden: HiddenRows | None = None  # of the last stage, where it can give them
         self._greedy: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
@@ -146,7 +148,7 @@ class NativeEngine:
             raise NativeError(f"{self.artifact.path}: vocabulary of {n_vocab}, but its metadata states {self.n_vocab}")
 
     def _allocate(self) -> None:
-        n_rows = self.max_rows
+        n_rows, settings = self.max_rows, self.config.settings
         self.input_rows = np.zeros((n_rows, self.artifact.width_in), np.float32)
         self.positions = np.zeros(n_rows, np.int32)
         self.seq_ids = np.zeros(n_rows, np.int32)
@@ -157,14 +159,16 @@ class NativeEngine:
             self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
         rows, positions, lanes, wants = self._batch_arrays
         parts = self._parts = RowParts(self.artifact, rows, self.output_rows, entry_name(self.artifact))
-        if not self.is_last or parts.entries:
+        if self.is_last and (settings.embeddings or not settings.gpu_layers or not llama.llama_supports_gpu_offload()):
+            self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
+            self._capture = self.hidden.capture
+        elif not self.is_last or parts.entries:
             target = "" if self.is_last else output_name(self.artifact)
             self._capture = RowCapture(target, parts.hidden, parts.entries)
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
         lane_counts = np.ones(n_rows, np.int32)
         lane_addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp))
-        self._lane_first = np.empty(self.config.n_sequences, np.int32)
         self._batch = llama.llama_batch(
             n_tokens=0,
             token=None,
@@ -215,6 +219,8 @@ class NativeEngine:
             raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")
         self.saved.measure(0)
         self.clear(0)
+        if self.hidden is not None and not gives_hidden(self, self.hidden):
+            self.hidden = None  # its capture stays, and is never armed
         self.input_rows[0] = 0.0
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -253,6 +259,8 @@ class NativeEngine:
             self._drop_batch(n_rows)
             raise
         self.copies_wait = False
+        if self.hidden is not None:
+            self.hidden.note(self.wants[:n_rows], self._step_cut)
         if self._step_cut and not self.is_last and capture is not None:
             capture.put_in_order(self._step_cut.computed)
         self._parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
@@ -296,8 +304,7 @@ class NativeEngine:
         raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
 
     def _drop_batch(self, n_rows: int) -> None:
-        first = self._lane_first
-        first.fill(np.iinfo(np.int32).max)
+        first = np.full(self.config.n_sequences, np.iinfo(np.int32).max, np.int32)
         lanes = self.seq_ids[:n_rows]
         known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])

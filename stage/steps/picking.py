@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
 from relayline.stage.steps.placement import Placed
-from relayline.stage.steps.step_types import Engine
+from relayline.stage.steps.step_types import Engine, Hidden
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -55,6 +56,22 @@ def score(item: Placed, engine: Engine, sampler: SessionSampler) -> Iterator[pb.
     for row in range(frame.n_rows - (frame.flags & Flag.WANTS_SAMPLE != 0)):
         position, logits = frame.position + row + 1, engine.logits(item.row + row)
         yield _sampled(frame, position, sampler.score(logits, position, frame.draft_tokens[row]))
+
+
+def pooled(item: Placed, hidden: Hidden, pool: Pool) -> pb.Sampled | None:
+    """Pool the hidden rows of a computed frame; returns the embedding behind the prompt's last row.
+
+    Raises NativeError, NumericError, PositionGapError.
+    """
+    frame = item.frame
+    if is_scored(frame):
+        pool.add(frame.position, hidden.rows(item.row, frame.n_rows))
+    elif frame.flags & Flag.WANTS_SAMPLE:
+        pool.add(frame.position + frame.n_rows - 1, hidden.rows(item.row + frame.n_rows - 1, 1))
+    if not frame.flags & Flag.WANTS_SAMPLE:
+        return None
+    position = frame.position + frame.n_rows
+    return pb.Sampled(session_id=frame.session_id, position=position, embedding=pool.take().tobytes())
 
 
 def is_scored(frame: QueuedFrame) -> bool:

@@ -15,11 +15,12 @@ from llguidance import LLMatcher, LLTokenizer
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.constraint import begin
 from relayline.stage.sampling.penalties import biases_of
+from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.step_types import Engine
-from relayline.wire.common.errors import InvalidRequestError, RelaylineError, SessionError
+from relayline.wire.common.errors import InvalidRequestError, NotServedError, RelaylineError, SessionError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -34,6 +35,7 @@ class Sessions:
         self.states = states or LaneStates(engine, None, None)
         self.samplers: dict[tuple[int, int], SessionSampler] = {}
         self.wants_logits: set[tuple[int, int]] = set()
+        self.pools: dict[tuple[int, int], Pool] = {}  # of sessions that sample nothing: their prompts become embeddings
         self.cancelled: set[tuple[int, int]] = set()  # their close has arrived; the event loop adds, a close removes
         # Reported sessions: what follows a fault in the pipeline cannot fit either, and is dropped without a word until
         # the session begins again. Bounded by SESSIONS_PER_LINK_MAX; past it every frame is reported.
@@ -98,6 +100,7 @@ class Sessions:
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
         sampler = self._sampler(options)  # first, because it may refuse
+        pool = self._pool(int(sampler.options.number("pooling"))) if sampler is not None else None
         if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
             self.close((kept.route_id, kept.session_id))
         try:
@@ -113,6 +116,9 @@ class Sessions:
         if previous := self.samplers.pop(key, None):
             previous.close()
         self.samplers[key] = sampler
+        self.pools.pop(key, None)
+        if pool is not None:
+            self.pools[key] = pool
         self.wants_logits.discard(key)
         if options.wants_logits:
             self.wants_logits.add(key)
@@ -139,6 +145,15 @@ class Sessions:
             return None
         return SessionSampler(sampling, self._engine.n_vocab, options.said, self._vocabulary, options.read)
 
+    def _pool(self, kind: int) -> Pool | None:
+        """Return what pools a session's hidden rows, None for one that samples. Raises NotServedError."""
+        if not kind:
+            return None
+        if self._engine.hidden is None:
+            text = "this model's last stage gives no hidden rows; on a GPU it does with --embeddings, on a CPU always"
+            raise NotServedError(f"embeddings: {text}, if its architecture has them at all")
+        return Pool(kind, self._engine.n_embd)
+
     def close(self, key: tuple[int, int]) -> None:
         """Give a session's lane and sampler back; it need not be open."""
         lane = self._lanes.close(key[1], key[0])
@@ -150,6 +165,7 @@ class Sessions:
         if sampler := self.samplers.pop(key, None):
             sampler.close()
         self.cancelled.discard(key)
+        self.pools.pop(key, None)
         self.wants_logits.discard(key)
         self.broken.discard(key)
 

@@ -22,12 +22,28 @@ from relayline.stage.speed.curves import shape_of
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
-from relayline.stage.steps.picking import count_wanted, drafts_of, is_guessed_wrong, is_scored, pick, score, wanted_rows
+from relayline.stage.steps.picking import (
+    count_wanted,
+    drafts_of,
+    is_guessed_wrong,
+    is_scored,
+    pick,
+    pooled,
+    score,
+    wanted_rows,
+)
 from relayline.stage.steps.placement import Placed, heads_of, run_length
 from relayline.stage.steps.sessions import Sessions
 from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import NumericError, PositionGapError, ProtocolError, RelaylineError, SessionError
+from relayline.wire.common.errors import (
+    InternalError,
+    NumericError,
+    PositionGapError,
+    ProtocolError,
+    RelaylineError,
+    SessionError,
+)
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import BufferPool, with_extras
 from relayline.wire.envelopes.frames import Flag
@@ -63,6 +79,7 @@ class StepExecutor:
         self.mark: Callable[[list[QueuedFrame]], bytes] = lambda members: trace_context.NONE
         self.usage = LaneUsage()  # of the lanes, after the latest controls or change of a route
         self._n_decodes = 0
+        self._gives_hidden = False  # whether the last step gave hidden rows
         self._embeddings, self._close_engine, self._padding = embeddings, close, padding
         # By memoryview: with cold caches numpy takes several times as long to take a single number.
         self._positions, self._seq_ids = engine.positions.data, engine.seq_ids.data
@@ -113,6 +130,9 @@ class StepExecutor:
         if padding is not None:
             result.padded_rows = padding.pad(self.engine, members, n_rows)
             n_rows += result.padded_rows
+        if self.engine.hidden is not None and (self.sessions.pools or self._gives_hidden):
+            self._gives_hidden = any(frame.session_key in self.sessions.pools for frame in members)
+            self.engine.hidden.want(wanted=self._gives_hidden)
         result.started_ns = time.monotonic_ns()
         try:
             self.engine.decode(n_rows)
@@ -314,6 +334,9 @@ class StepExecutor:
             frame = item.frame
             if frame.session_key in self.sessions.cancelled:
                 continue
+            if frame.session_key in self.sessions.pools:
+                self._pool(outputs, item)
+                continue
             if not frame.flags & (Flag.WANTS_SAMPLE | Flag.DRAFTED):
                 self._passed(outputs, frame)
                 continue
@@ -331,6 +354,21 @@ class StepExecutor:
                 continue
             if samples[-1].position != item.position_after:
                 self._passed(outputs, frame)
+
+    def _pool(self, outputs: dict[int, RouteOutput], item: Placed) -> None:
+        """Pool a frame's hidden rows; behind the last of its prompt, answer with the embedding."""
+        frame, hidden = item.frame, self.engine.hidden
+        try:
+            if hidden is None:
+                raise InternalError("a session pools hidden rows at a stage that has none")
+            sample = pooled(item, hidden, self.sessions.pools[frame.session_key])
+        except RelaylineError as error:
+            self._fault(outputs, frame, error)
+            return
+        if sample is None:
+            self._passed(outputs, frame)
+        else:
+            self._output(outputs, frame.route_id).samples.append(sample)
 
     def _passed(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> None:
         """Say that the frame has been dealt with, where no sample behind its last row does."""

@@ -14,6 +14,13 @@ from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
+class Hidden(Protocol):
+    """The last stage's hidden rows; see stage.engine.hidden.HiddenRows."""
+
+    def want(self, *, wanted: bool) -> None: ...  # noqa: D102
+    def rows(self, first: int, n_rows: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
+
+
 class Engine(Protocol):
     """The part of the native engine that a step uses; see stage.engine.native.NativeEngine for the meaning of each
     member.
@@ -30,6 +37,8 @@ class Engine(Protocol):
     wants: npt.NDArray[np.int8]
     output_rows: npt.NDArray[np.float32]
 
+    @property
+    def hidden(self) -> Hidden | None: ...  # noqa: D102
     @property
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(self, n_rows: int) -> None: ...  # noqa: D102

@@ -46,6 +46,7 @@ class FakeEngine:
         self.wants = np.ones(max_rows, np.int8)
         self.output_rows = np.zeros((0 if is_last else max_rows, n_embd), np.float32)
         self.micro_batches: tuple[int, ...] = ()
+        self.hidden = None
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken

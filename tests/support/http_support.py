@@ -11,7 +11,7 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
-from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -116,6 +116,9 @@ class FakeGenerator:
     def check_room(self) -> None:
         if self.full is not None:
             raise self.full
+
+    def slots(self) -> list[Slot]:
+        return [Slot(0, "prefill", True, task=7, n_prompt=9, n_read=4, n_left=5), Slot(1, "idle")]
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         return {"stages": [{"index": 0, "rows_per_step": {"1": 3}}], "asked_since_ns": since_ns}

@@ -138,6 +138,12 @@ class ResponseNotFoundError(InvalidRequestError):
     label = "response_not_found"
 
 
+class NotServedError(RelaylineError):
+    """The request asks for what this model, or the stages that serve it, cannot give."""
+
+    label, fault = "not_implemented", Fault.OPERATOR
+
+
 class OverloadedError(RelaylineError):
     """All lanes and queue places are taken now. `retry_after_s` says when to come back (whole seconds)."""
 
@@ -247,6 +253,7 @@ STATUS: dict[str, tuple[str, int]] = {
     ContextLengthError.label: ("INVALID_ARGUMENT", 400),
     ModelNotFoundError.label: ("NOT_FOUND", 404),
     ResponseNotFoundError.label: ("NOT_FOUND", 404),
+    NotServedError.label: ("UNIMPLEMENTED", 501),
     OverloadedError.label: ("RESOURCE_EXHAUSTED", 429),
     NotReadyError.label: ("UNAVAILABLE", 503),
     ProtocolError.label: ("INVALID_ARGUMENT", 502),

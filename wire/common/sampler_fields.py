@@ -48,8 +48,11 @@ FIELDS = (
     SamplerField(name="xtc_probability", neutral=0.0, low=0.0, high=1.0),
     SamplerField(name="xtc_threshold", neutral=0.1, low=0.0, high=1.0),
     # Tokens that are held back are not picked before this position.
+    # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
+    SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),
 )
+POOLINGS = {"mean": 1, "cls": 2, "last": 3}  # llama.cpp's numbers
 BY_NAME = {field.name: field for field in FIELDS}
 HTTP_FIELDS = {name: field for field in FIELDS if field.is_public for name in (field.name, *field.aliases)}
 

@@ -68,6 +68,14 @@ class EngineSettings(Settings):
         reader=STAGE,
         host_wins=True,
     )
+    embeddings: bool = setting(
+        False,
+        "Whether a last stage on a GPU gives embeddings, which slows its steps. On a CPU it always does.",
+        flag="--embeddings",
+        flag_doc="Give embeddings on a GPU too, where this is the last stage: slower steps. A CPU always gives them.",
+        place="stages[].embeddings",
+        reader=STAGE,
+    )
     gpu_layers: int = setting(
         0,
         "Layers on the GPU; -1 for all.",
@@ -395,6 +403,14 @@ class ServingSettings(Settings):
         flag="--any-model-name",
         flag_doc="Take any model name in requests; answers carry the name that was asked for.",
         place="coordinator.anyModelName",
+        reader=COORDINATOR,
+    )
+    pooling: str = setting(
+        "auto",
+        "How a prompt's hidden rows become one embedding: mean, last, cls; auto: as the model says, else last.",
+        choices=("auto", "mean", "last", "cls"),
+        flag="--pooling",
+        place="coordinator.pooling",
         reader=COORDINATOR,
     )
     cors: str = setting(

@@ -73,6 +73,7 @@ class ModelEngine:
         self.wants = np.ones(ROWS_MAX, np.int8)
         self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
         self.micro_batches: tuple[int, ...] = ()
+        self.hidden = None
         self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
         self._checkpoints = Checkpoints() if keeps_state else None
         self._layers, self._empty = layers, (0,) * len(layers)

@@ -170,7 +170,7 @@ PREDICTIONS = [
         (completion_plan, {"prompt_logprobs": 1, "stream": True}, "stream"),
         (completion_plan, {"prompt_logprobs": -1}, "prompt_logprobs"),
         (completion_plan, {"best_of": 2}, "best_of"),
-        (completion_plan, {"suffix": "end"}, "suffix"),
+        (completion_plan, {"suffix": "end", "echo": True}, "suffix"),
         (completion_plan, {"stream": "yes"}, "stream"),
         (completion_plan, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         (completion_plan, {"frequency_penalty": 2.5}, "frequency_penalty"),

@@ -36,7 +36,10 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/tokenize", {"content": "hi"}),
     ("POST", "/detokenize", {"tokens": [1]}),
     ("POST", "/apply-template", CHAT),
-    ("POST", "/v1/embeddings", {"input": "hi"}),
+    ("POST", "/v1/embeddings", {"input": []}),
+    ("POST", "/completion", {"prompt": "hi", "n_probs": 1}),
+    ("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    ("GET", "/slots", None),
     ("GET", "/tokenizer_info", None),
     ("GET", "/props", None),
 ]

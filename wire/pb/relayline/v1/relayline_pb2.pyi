@@ -442,20 +442,22 @@ class Progress(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits")
+    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "embedding")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     position: int
     token: int
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     logits: bytes
-    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob")

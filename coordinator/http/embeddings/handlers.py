@@ -1,0 +1,102 @@
+"""The routes of embeddings: each input is a prompt that the stages read and do not go on with."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.embeddings.asking import Said
+from relayline.coordinator.http.embeddings.vectors import llama_reply, openai_reply
+from relayline.coordinator.http.handlers import Handlers
+from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.observe import RECORD, note_prompts
+from relayline.coordinator.http.preparing import Prepared
+from relayline.coordinator.http.service import unpacked_prompts
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenStream
+from relayline.wire.common.errors import ContextLengthError, InternalError, OverloadedError
+from relayline.wire.common.sampler_fields import POOLINGS
+
+OPEN_MAX = 16  # inputs of one body that are read at once: others get lanes too
+_DEFAULT = "last"  # where neither a flag nor the model says more; of a causal model only its last row has seen all
+
+
+class EmbeddingHandlers(Handlers):
+    """The handlers of one application."""
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/embeddings: the pooled hidden rows of each input, normed."""
+        prepared, rows, said = await self._rows(request)
+        n_tokens = prepared.n_tokens
+        return json_response(await asyncio.to_thread(openai_reply, prepared.model, rows, said, n_tokens))
+
+    async def create_plain(self, request: web.Request) -> web.StreamResponse:
+        """POST /embedding: the same in llama-server's own form."""
+        _, rows, said = await self._rows(request)
+        return json_response(await asyncio.to_thread(llama_reply, rows, said))
+
+    async def _rows(self, request: web.Request) -> tuple[Prepared, list[bytes], Said]:
+        self._check_taken(request)
+        service = self._service
+        prepared = await service.read_in("embeddings", request, await request.read())
+        said = msgspec.msgpack.decode(prepared.said, type=Said)
+        prompts = [prompt.tokens for prompt in await unpacked_prompts(prepared)]
+        record = request[RECORD]
+        record.model, record.completion_id = prepared.model, f"embd-{secrets.token_hex(16)}"
+        note_prompts(request, prepared.start_ns, prepared.end_ns, list(map(len, prompts)))
+        service.generator.check_ready()
+        ctx_tokens = service.generator.ctx_tokens
+        longest = max(map(len, prompts))
+        if longest >= ctx_tokens:
+            raise ContextLengthError.of_prompt(ctx_tokens - 1, f"{longest} tokens", "input")
+        pooling = self._pooling()
+        sampling = SamplingParams(0.0, numbers=(("pooling", float(pooling)),))
+        may_copy = pooling == POOLINGS["last"]  # else rows that are copied would be missing in the pool
+        name = record.completion_id
+        wanted = [
+            GenerationRequest(f"{name}-{at}", tokens, 1, sampling, ignore_eos=True, cache_prompt=may_copy)
+            for at, tokens in enumerate(prompts)
+        ]
+        return prepared, await self._read_all(wanted, request), said
+
+    def _pooling(self) -> int:
+        """Return how rows are pooled: as the flag says, else as the model does."""
+        asked, own = self._service.limits.pooling, self._service.tokenizer.pooling
+        if asked != "auto":
+            return POOLINGS[asked]
+        return own if own in POOLINGS.values() else POOLINGS[_DEFAULT]
+
+    async def _read_all(self, wanted: Sequence[GenerationRequest], request: web.Request) -> list[bytes]:
+        """Return the pooled row of each prompt, with a few of them under way at once. Raises what any meets."""
+        rows: list[bytes] = []
+        left = collections.deque(wanted)
+        streams: collections.deque[TokenStream] = collections.deque()
+        try:
+            while left or streams:
+                while left and len(streams) < OPEN_MAX:
+                    try:
+                        streams.append(self._service.generator.open(left[0], request[RECORD]))
+                    except OverloadedError:
+                        if not streams:
+                            raise
+                        break  # one of ours ends first
+                    left.popleft()
+                rows.append(await _row(streams[0]))
+                await streams.popleft().aclose()
+        finally:
+            for stream in streams:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await stream.aclose()
+        return rows
+
+
+async def _row(stream: TokenStream) -> bytes:
+    async for event in stream:
+        if event.embedding:
+            return event.embedding
+    raise InternalError("a prompt was read, and no embedding came of it; this is a bug of the server")

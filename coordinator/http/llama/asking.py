@@ -1,0 +1,255 @@
+"""From the body of POST /completion or /infill to a completion. For a body's worker.
+
+Fields that llama-server has and that would change an answer are taken, or refused in one line. What is left out has
+llama-server's default, which is not OpenAI's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from relayline.coordinator.http.bodies import (
+    CompletionBody,
+    LogprobCount,
+    Positive,
+    decode_body,
+)
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLERS, generation_settings
+from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import InvalidRequestError, NotServedError
+
+PROMPTS_MAX = 1_024  # in one body; fewer fit its choices
+RESPONSE_FIELDS_MAX = 64
+EXTRA_MAX = 1_024  # chunks of `input_extra`
+RANDOM_SEED = (1 << 32) - 1  # llama.cpp's LLAMA_DEFAULT_SEED
+_SNIPPET = "\n\n--- snippet ---\n\n"  # between chunks where the vocabulary has no token for it
+# What each sampler of `samplers` does nothing with, by the names of the body's fields.
+_OFF: dict[str, dict[str, Any]] = {
+    "penalties": {
+        "repeat_penalty": None,
+        "repetition_penalty": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    },
+    "dry": {"dry_multiplier": None},
+    "top_n_sigma": {"top_n_sigma": None},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": None, "typ_p": None},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": None},
+    "temperature": {"temperature": 1.0},
+}
+# Fields that say something of another server's insides, or that change nothing at these values.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "post_sampling_probs": (),
+    "min_keep": (),
+    "n_indent": (),
+    "adaptive_target": (-1,),
+    "reasoning_budget_tokens": (-1,),
+}
+
+
+class Chunk(Struct, kw_only=True):
+    """One entry of `input_extra`."""
+
+    text: str
+    filename: str | None = None
+
+
+class LlamaBody(CompletionBody, kw_only=True):
+    """POST /completion."""
+
+    prompt: Any = None  # text, token ids, a mixture, {"prompt_string": ...}, or a list of these
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    n_probs: LogprobCount | None = None
+    n_cmpl: Positive | None = None
+    return_tokens: bool | None = None
+    response_fields: Annotated[list[str], Meta(max_length=RESPONSE_FIELDS_MAX)] | None = None
+    samplers: list[str] | None = None
+    post_sampling_probs: Any = None
+    min_keep: Any = None
+    n_indent: Any = None
+    adaptive_target: Any = None
+    reasoning_budget_tokens: Any = None
+
+
+class InfillBody(LlamaBody, kw_only=True):
+    """POST /infill."""
+
+    prompt: str | None = None  # stands behind the prefix
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[Chunk], Meta(max_length=EXTRA_MAX)] | None = None
+
+
+class Said(Struct):
+    """What an answer repeats of its body."""
+
+    settings: dict[str, Any]
+    texts: list[str]  # of the prompts
+    stream: bool
+    timings_per_token: bool
+    return_tokens: bool
+    response_fields: list[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """A body as a completion, with its prompts as the worker takes them."""
+
+    body: CompletionBody
+    prompts: Sequence[str | list[int]]
+    wants: LlamaBody
+
+
+def read(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits) -> Read:
+    """Return the body of /completion. Raises InvalidRequestError."""
+    sent = decode_body(raw, LlamaBody)
+    if sent.prompt is None:
+        raise InvalidRequestError("prompt: required field is missing", param="prompt")
+    body = _with_defaults(sent)
+    prompts = [_prompt(each, tokenizer) for each in _prompts(sent.prompt)]
+    _check_count(prompts, body.n or 1, limits)
+    return Read(body, prompts, sent)
+
+
+def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, ctx_tokens: int) -> Read:
+    """Return the body of /infill. Raises InvalidRequestError, NotServedError for a vocabulary without its tokens."""
+    fill_in = tokenizer.fill_in
+    if fill_in is None:
+        text = "this model's vocabulary has no tokens around a gap (fim_pre, fim_suf, fim_mid); use /completion"
+        raise NotServedError(f"infill: {text}")
+    sent = decode_body(raw, InfillBody)
+    body = _with_defaults(sent)
+    extra = _extra(sent.input_extra or [], tokenizer, fill_in)
+    around = filled_in(tokenizer, sent.input_prefix, sent.input_suffix, sent.prompt or "")
+    begin = [tokenizer.bos] if tokenizer.adds_bos and tokenizer.bos is not None else []
+    n_more = body.max_tokens or (body.n_predict if body.n_predict and body.n_predict > 0 else 1)
+    room = max(0, ctx_tokens - len(begin) - len(around) - n_more)
+    kept = extra[max(0, len(extra) - room) :] if room else []  # the end of it stands nearest to the gap
+    return Read(body, [[*kept, *begin, *around]], sent)
+
+
+def filled_in(tokenizer: Tokenizer, prefix: str, suffix: str, more: str = "", param: str = "input_prefix") -> list[int]:
+    """Return the prompt that asks for what stands between two texts. Raises NotServedError, ContextLengthError."""
+    tokens = tokenizer.fill_in
+    if tokens is None:
+        raise NotServedError("suffix: this model's vocabulary has no tokens around a gap; send none")
+
+    def plain(text: str, where: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False, parse_special=False, param=where) if text else []
+
+    before = [*plain(prefix, param), *(tokenizer.encode(more, add_special=False) if more else [])]
+    return [tokens.prefix, *before, tokens.suffix, *plain(suffix, "suffix"), tokens.middle]
+
+
+def said(read_: Read, plan: Plan, texts: list[str]) -> bytes:
+    """Return what the answer repeats, as msgpack."""
+    sent = read_.wants
+    settings = generation_settings(plan, sent, read_.body)
+    return msgspec.msgpack.encode(
+        Said(
+            settings,
+            texts,
+            plan.stream,
+            bool(sent.timings_per_token),
+            bool(sent.return_tokens),
+            sent.response_fields or [],
+        )
+    )
+
+
+def _with_defaults(sent: LlamaBody) -> CompletionBody:
+    """Return the body as a completion: llama-server's names and defaults as those of a completion."""
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(sent, name)
+        if value and value not in neutral:
+            allowed = f"only {neutral[0]}" if neutral else "send none"
+            raise InvalidRequestError(f"{name}: not supported by this server yet; {allowed}", param=name)
+    fields = {name: getattr(sent, name) for name in CompletionBody.__struct_fields__}
+    for name, value in DEFAULTS.items():
+        if fields[name] is None:
+            fields[name] = value
+    if sent.samplers is not None:
+        fields |= _without(sent.samplers)
+    n_probs = sent.n_probs if sent.n_probs is not None else sent.logprobs
+    fields["logprobs"] = n_probs or None
+    fields["n"] = sent.n_cmpl or sent.n
+    fields["return_token_ids"] = True
+    if sent.seed == RANDOM_SEED:
+        fields["seed"] = -1
+    if sent.n_predict == 0:  # as llama-server does it: the first token is always picked
+        fields["max_tokens"] = 1
+    return CompletionBody(**(fields | {"prompt": ""}))
+
+
+def _without(samplers: list[str]) -> dict[str, Any]:
+    """Return the fields that turn off what `samplers` leaves out. Raises InvalidRequestError for another order."""
+    order = [SAMPLERS.index(name) if name in SAMPLERS else -1 for name in samplers]
+    if -1 in order or order != sorted(set(order)):
+        raise InvalidRequestError(f"samplers: only some of {', '.join(SAMPLERS)}, in this order", param="samplers")
+    return {field: off for name in SAMPLERS if name not in samplers for field, off in _OFF[name].items()}
+
+
+def _prompts(sent: Any) -> list[Any]:
+    """Return the prompts of a body: a list with a number in it is one prompt."""
+    if not isinstance(sent, list) or any(isinstance(part, int) for part in sent):
+        return [sent]
+    if not 0 < len(sent) <= PROMPTS_MAX:
+        raise InvalidRequestError(f"prompt: a list has 1 to {PROMPTS_MAX} prompts", param="prompt")
+    return sent
+
+
+def _prompt(sent: Any, tokenizer: Tokenizer) -> str | list[int]:
+    if isinstance(sent, dict):
+        if sent.get("multimodal_data"):
+            raise InvalidRequestError("prompt: multimodal_data is not served; send text", param="prompt")
+        sent = sent.get("prompt_string")
+    if isinstance(sent, str):
+        return sent
+    if isinstance(sent, list) and sent and len(sent) <= CTX_TOKENS_MAX:
+        ids: list[int] = []
+        for at, part in enumerate(sent):
+            if isinstance(part, str):
+                ids += tokenizer.encode(part, add_special=at == 0)
+            elif type(part) is int and abs(part) < 1 << 31:
+                ids.append(part)
+            else:
+                break
+        else:
+            return ids
+    text = "must be text, token ids, a mixture of both, an object with prompt_string, or a list of these"
+    raise InvalidRequestError(f"prompt: {text}", param="prompt")
+
+
+def _check_count(prompts: Sequence[str | list[int]], n: int, limits: HttpLimits) -> None:
+    if len(prompts) * n > limits.choices_max:
+        text = f"{len(prompts)} prompts with n_cmpl={n} are {len(prompts) * n} answers; at most {limits.choices_max}"
+        raise InvalidRequestError(f"prompt: {text}", param="prompt")
+
+
+def _extra(chunks: Sequence[Chunk], tokenizer: Tokenizer, fill_in: FillIn) -> list[int]:
+    """Return what stands before the gap's file, as the models' makers have it (arXiv 2409.12186)."""
+
+    def plain(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False, parse_special=False, param="input_extra") if text else []
+
+    found = [fill_in.repository, *plain("myproject\n")] if fill_in.repository is not None else []
+    for chunk in chunks:
+        if fill_in.file is None:
+            found += plain(_SNIPPET)
+        else:
+            found += [fill_in.file, *plain(f"{chunk.filename or 'tmp'}\n")]
+        found += plain(chunk.text)
+    if fill_in.file is not None:
+        found += [fill_in.file, *plain("filename\n")]
+    return [token for token in found if token is not None]

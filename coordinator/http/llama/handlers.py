@@ -1,0 +1,70 @@
+"""The routes of llama-server's own API."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.handlers import Handlers
+from relayline.coordinator.http.llama.asking import Said
+from relayline.coordinator.http.llama.dialect import LlamaDialect
+from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.reply import run
+from relayline.wire.common.errors import OverloadedError
+
+
+class LlamaHandlers(Handlers):
+    """The handlers of one application."""
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        """POST /completion: a completion in llama-server's own form, with its defaults."""
+        return await self._answer("llama", request)
+
+    async def infill(self, request: web.Request) -> web.StreamResponse:
+        """POST /infill: what stands between two texts, for models whose vocabulary has tokens for that."""
+        return await self._answer("infill", request)
+
+    async def slots(self, request: web.Request) -> web.StreamResponse:
+        """GET /slots: what each lane does; 503 with `?fail_on_no_slot=1` where none is free."""
+        slots, n_ctx = self._service.generator.slots(), self._service.generator.ctx_tokens
+        if request.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
+            raise OverloadedError("no lane is free")
+        return json_response(
+            msgspec.json.encode(
+                [
+                    {
+                        "id": slot.lane,
+                        "n_ctx": n_ctx,
+                        "speculative": slot.may_draft,
+                        "is_processing": slot.is_busy,
+                        "id_task": slot.task,
+                        "n_prompt_tokens": slot.n_prompt,
+                        "n_prompt_tokens_processed": slot.n_read,
+                        "n_prompt_tokens_cache": slot.n_cached,
+                        "state": slot.state,
+                        "next_token": [
+                            {"has_next_token": slot.is_busy, "n_remain": slot.n_left, "n_decoded": slot.n_generated}
+                        ],
+                    }
+                    for slot in slots
+                ]
+            )
+        )
+
+    async def _answer(self, route: Literal["llama", "infill"], request: web.Request) -> web.StreamResponse:
+        service = self._service
+        self._check_taken(request)
+        prepared = await service.read_in(route, request, await request.read())
+        plan = await service.shaped(prepared, request)
+        name = f"cmpl-{secrets.token_hex(16)}"
+        header = Header(name, int(time.time()), prepared.model, service.fingerprint, False, True)
+        job = await self._job(request, prepared, plan, header, "prompt", None)
+        said = msgspec.msgpack.decode(prepared.said, type=Said)
+        n_prompts = [len(prompt.tokens) for prompt in job.prompts]
+        dialect = LlamaDialect(header, service.speller, plan.n_logprobs, said, n_prompts)
+        return await run(request, service, job, dialect.of_choices(len(job.requests)))

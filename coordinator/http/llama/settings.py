@@ -1,0 +1,106 @@
+"""llama-server's sampling settings: its defaults, its names, and what was used for an answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from relayline.coordinator.http.bodies import CompletionBody
+from relayline.coordinator.http.validation import REPEAT_LAST_DEFAULT, Plan
+
+# llama-server's defaults, of the fields where they are not what a completion of OpenAI's has.
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "n_predict": -1}
+)
+# In the order in which they act here, which is llama-server's default.
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+DRY_BREAKERS = ("\n", ":", '"', "*")
+# What this server does not do, as llama-server tells of it.
+_FIXED: Mapping[str, Any] = MappingProxyType(
+    {
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
+        "n_keep": 0,
+        "n_discard": 0,
+        "min_keep": 0,
+        "grammar_lazy": False,
+        "grammar_triggers": (),
+        "preserved_tokens": (),
+        "chat_format": "Content-only",
+        "reasoning_format": "none",
+        "reasoning_in_content": False,
+        "generation_prompt": "",
+        "samplers": SAMPLERS,
+        "speculative.types": "none",
+        "post_sampling_probs": False,
+        "backend_sampling": False,
+        "lora": (),
+    }
+)
+
+
+def default_settings() -> dict[str, Any]:
+    """Return the settings of a body that says none, for GET /props."""
+    return {
+        "seed": -1,
+        "temperature": DEFAULTS["temperature"],
+        "top_k": DEFAULTS["top_k"],
+        "top_p": DEFAULTS["top_p"],
+        "min_p": DEFAULTS["min_p"],
+        "top_n_sigma": -1.0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "typical_p": 1.0,
+        "repeat_last_n": REPEAT_LAST_DEFAULT,
+        "repeat_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "dry_multiplier": 0.0,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": REPEAT_LAST_DEFAULT,
+        "max_tokens": -1,
+        "n_predict": -1,
+        "ignore_eos": False,
+        "stream": False,
+        "n_probs": 0,
+        "timings_per_token": False,
+        **_FIXED,
+    }
+
+
+def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) -> dict[str, Any]:
+    """Return what was used: of a checked plan, the body as it was sent, and as it was understood."""
+    sampling, numbers = plan.sampling, dict(plan.sampling.numbers)
+    n_predict = -1 if plan.max_tokens is None else plan.max_tokens
+    return default_settings() | {
+        "seed": sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "top_n_sigma": numbers.get("top_n_sigma", -1.0),
+        "xtc_probability": numbers.get("xtc_probability", 0.0),
+        "xtc_threshold": numbers.get("xtc_threshold", 0.1),
+        "typical_p": numbers.get("typical_p", 1.0),
+        "repeat_last_n": int(numbers.get("repeat_last_n", REPEAT_LAST_DEFAULT)),
+        "repeat_penalty": numbers.get("repetition_penalty", 1.0),
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": plan.stops,
+        "max_tokens": n_predict,
+        "n_predict": n_predict,
+        "ignore_eos": plan.ignore_eos,
+        "stream": plan.stream,
+        "logit_bias": [{"bias": bias, "token": token} for token, bias in sampling.logit_bias],
+        "n_probs": max(0, plan.n_logprobs),
+        "grammar": body.grammar or "",
+        "samplers": getattr(sent, "samplers", None) or SAMPLERS,
+        "timings_per_token": bool(sent.timings_per_token),
+    }

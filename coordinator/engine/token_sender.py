@@ -178,6 +178,10 @@ def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
         read=opening.read,
         allowed_tokens=sampling.allowed_tokens,
         held_back_tokens=sampling.held_back_tokens,
+        dry_breaker_steps=[
+            token - before for before, token in zip((0, *sampling.dry_breakers), sampling.dry_breakers, strict=False)
+        ],
+        dry_sequences=[pb.TokenList(tokens=each) for each in sampling.dry_sequences],
         bad_words=[pb.TokenList(tokens=word) for word in sampling.bad_words],
     )
     # Telemetry takes what room is left: no request fails for it.

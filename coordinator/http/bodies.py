@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     class _Sampler(Struct):
         repeat_penalty: float | None
         repeat_last_n: float | None
+        dry_penalty_last_n: float | None
 else:
     _Sampler = msgspec.defstruct("_Sampler", [(name, float | None, None) for name in HTTP_FIELDS], kw_only=True)
 
@@ -126,7 +127,7 @@ class GenerationBody(_Sampler, kw_only=True):
     # Of other servers; see validation.NEUTRAL.
     mirostat: Any = None
     mirostat_mode: Any = None
-    dry_multiplier: Any = None
+    dry_sequence_breakers: list[str] | None = None
     dynatemp_range: Any = None
     smoothing_factor: Any = None
     truncate_prompt_tokens: Any = None

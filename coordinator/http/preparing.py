@@ -33,6 +33,7 @@ from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
 from relayline.coordinator.http.validation import Plan
 from relayline.coordinator.text.chat import CallForm, ChatTemplate, content_text
+from relayline.coordinator.text.dry import breakers_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
@@ -355,6 +356,10 @@ class Shop:
 
         Raises InvalidRequestError.
         """
+        if plan.dry_texts and self._tokenizer.has_text:
+            found = breakers_of(self._tokenizer, plan.dry_texts)
+            sampling = dataclasses.replace(plan.sampling, dry_breakers=found.whole, dry_sequences=found.sequences)
+            plan = dataclasses.replace(plan, sampling=sampling, dry_texts=())
         if not (plan.min_tokens or plan.bad_words or plan.bias_texts):
             return plan
         n_vocab = self._tokenizer.n_vocab

@@ -29,7 +29,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "mirostat": (),  # its effect depends on all earlier logits, which no stage has after a loss
     "mirostat_mode": (),
-    "dry_multiplier": (),
     "dynatemp_range": (),
     "smoothing_factor": (),
     "truncate_prompt_tokens": (),
@@ -44,7 +43,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # Fields of which false is what would change something.
 NEUTRAL_IF_TRUE = ("skip_special_tokens",)
-REPEAT_LAST_DEFAULT = 64  # tokens that llama-server's `repeat_penalty` looks at; vLLM's `repetition_penalty`: all
+# Tokens that llama-server's `repeat_penalty` and DRY look at; vLLM's `repetition_penalty`: all
+REPEAT_LAST_DEFAULT = 64
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
 
 NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"tools": (), "tool_choice": ("none", "auto")}
 REASONING_FORMATS = ("auto", "deepseek", "none")
@@ -75,6 +76,7 @@ class Plan:
     stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, and are not shown
     shows_stop: bool = False  # what ended an answer is shown, a string or a token
     bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
+    dry_texts: tuple[str, ...] = ()  # sequence breakers, where repetitions cost; their tokens go into `sampling`
     bias_texts: tuple[tuple[str, float], ...] = ()  # whose tokens have that bias; they go into `sampling`
     n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
     n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
@@ -287,6 +289,9 @@ def _plan(
         shows_stop=bool(body.include_stop_str_in_output),
         bad_words=tuple(body.bad_words or ()),
         bias_texts=bias_texts,
+        dry_texts=tuple(DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
+        if any(name == "dry_multiplier" for name, _ in sampling.numbers)
+        else (),
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
@@ -389,6 +394,11 @@ def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
         found.pop("repeat_last_n", None)
     elif body.repeat_penalty is not None and body.repeat_last_n is None:
         found["repeat_last_n"] = REPEAT_LAST_DEFAULT
+    if "dry_multiplier" not in found:
+        for name in ("dry_base", "dry_allowed_length", "dry_penalty_last_n"):
+            found.pop(name, None)
+    elif body.dry_penalty_last_n is None:
+        found["dry_penalty_last_n"] = REPEAT_LAST_DEFAULT
     if "xtc_probability" not in found:
         found.pop("xtc_threshold", None)
     return tuple(sorted(found.items()))

@@ -38,14 +38,17 @@ class SamplingParams:
     held_back_tokens: tuple[int, ...] = ()  # not picked before the number `held_back_until`, a position
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of none is picked behind its others
 
+    dry_breakers: tuple[int, ...] = ()  # ascending: tokens over which no repetition reaches
+    dry_sequences: tuple[tuple[int, ...], ...] = ()  # a token that begins such a break, and those that must follow it
+
     def number(self, name: str) -> float:
         """Return one of the numbers, its neutral value where it is not said."""
         return dict(self.numbers).get(name, BY_NAME[name].neutral)
 
     @property
     def looks_at_prompt(self) -> bool:
-        """Whether a pick depends on the prompt's tokens as well as the logits."""
-        return self.number("repetition_penalty") != 1.0
+        """Whether a pick depends on the prompt's tokens beside the logits."""
+        return self.number("repetition_penalty") != 1.0 or self.number("dry_multiplier") != 0.0
 
     @property
     def reads_all(self) -> bool:

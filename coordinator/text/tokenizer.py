@@ -156,6 +156,25 @@ class Tokenizer:
         before, after = self._around if add_special else ([], [])
         return [*before, *ids, *after]
 
+    def encode_bytes(self, raw: bytes) -> list[int]:
+        """Return the token ids of some bytes of a text, with no special token among or around them."""
+        return self._encode(raw, add_special=False, parse_special=False)
+
+    @functools.cached_property
+    def words(self) -> list[bytes]:
+        """Each token as a text of its own. Found out when first asked for: some 0.3 s for 128,000."""
+        return [self._read_word(token) for token in range(self.n_vocab)] if self.has_text else []
+
+    def _read_word(self, token: int) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            one = (ctypes.c_int32 * 1)(token)
+            size_bytes = int(llama_cpp.llama_detokenize(self._vocab, one, 1, buffer, room, False, True))
+            if size_bytes >= 0:
+                return buffer.raw[:size_bytes]
+            room = -size_bytes
+
     def check_size(self, text: str, ctx_tokens: int, param: str) -> None:
         """Raise ContextLengthError for a text that no tokens could fit into `ctx_tokens`."""
         # No character has less than one byte, and no token covers more than the longest does.

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.sampling.bans import Bans
+from relayline.stage.sampling.dry import Dry
 from relayline.wire.common.bounds import LOGIT_BIAS_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import InternalError, ProtocolError
 
@@ -55,12 +56,13 @@ class Penalties:
         n_vocab: int,
         repetition: Repetition | None = None,
         bans: Bans | None = None,
+        dry: Dry | None = None,
     ) -> None:
         """Raise ProtocolError for tokens outside the vocabulary, or too many."""
         self._repetition = repetition or Repetition()
         if max(self._repetition.read, default=0) >= n_vocab or len(self._repetition.read) > PENALTY_TOKENS_MAX:
             raise ProtocolError("the end of a prompt is too long, or has tokens outside the vocabulary")
-        self._bans = bans
+        self._bans, self._dry = bans, dry
         tokens = [token for token, _ in biases]
         if len(tokens) > LOGIT_BIAS_MAX or len(said) > PENALTY_TOKENS_MAX:
             raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens said before are too many")
@@ -85,17 +87,22 @@ class Penalties:
             out[tokens] -= (self._frequency * counts + self._presence).astype(np.float32)
         if not self._repetition.is_neutral:
             self._repeat(out)
+        if self._dry is not None:
+            self._dry.apply(out, self._latest(self._dry.n_latest))
         if self._bans is not None:
             self._bans.apply(out, position, self._said[max(0, len(self._said) - self._bans.looks_back) :])
 
     def _repeat(self, out: npt.NDArray[np.float32]) -> None:
-        n_latest = self._repetition.n_latest
+        tokens = np.unique(np.array(self._latest(self._repetition.n_latest), np.int64))
+        logits, penalty = out[tokens], np.float32(self._repetition.penalty)
+        out[tokens] = np.where(logits > 0, logits / penalty, logits * penalty)
+
+    def _latest(self, n_latest: int) -> list[int]:
+        """Return the latest tokens of prompt and answer, the newest last."""
         latest = self._said[-n_latest:]
         if n_before := n_latest - len(latest):
             latest = [*self._repetition.read[-n_before:], *latest]
-        tokens = np.unique(np.array(latest, np.int64))
-        logits, penalty = out[tokens], np.float32(self._repetition.penalty)
-        out[tokens] = np.where(logits > 0, logits / penalty, logits * penalty)
+        return latest
 
     def said(self, token: int) -> None:
         """Record the token picked from the logits that `apply` wrote."""

@@ -26,6 +26,7 @@ from llguidance import LLTokenizer
 from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
@@ -55,6 +56,9 @@ class SamplingOptions:
     held_back_tokens: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
 
+    dry_breakers: tuple[int, ...] = ()  # see stage.sampling.dry, as the next
+    dry_sequences: tuple[tuple[int, ...], ...] = ()
+
     def number(self, name: str) -> float:
         """Return a number of the table of sampler fields, its neutral value where nobody has said it."""
         return self.numbers.get(name, BY_NAME[name].neutral)
@@ -65,6 +69,14 @@ class SamplingOptions:
             return None
         until = int(self.number("held_back_until"))
         return Bans(n_vocab, self.allowed_tokens, self.held_back_tokens, until, self.bad_words)
+
+    def dry(self, n_vocab: int) -> Dry | None:
+        """Return what repetitions cost, None for nothing. Raises ProtocolError."""
+        names = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n")
+        multiplier, base, allowed, n_latest = map(self.number, names)
+        if not multiplier or not n_latest:
+            return None
+        return Dry.of((multiplier, base, allowed, n_latest), self.dry_breakers, self.dry_sequences, n_vocab)
 
     @property
     def ranked(self) -> Filters | None:
@@ -147,8 +159,10 @@ class SessionSampler:
         self._penalties: Penalties | None = None
         repetition = Repetition(options.number("repetition_penalty"), int(options.number("repeat_last_n")), [*read])
         frequency, presence, bans = options.frequency_penalty, options.presence_penalty, options.bans(n_vocab)
-        if frequency or presence or options.logit_bias or bans is not None or not repetition.is_neutral:
-            self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans)
+        dry = options.dry(n_vocab)
+        is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
+        if is_changed or bans is not None or dry is not None:
+            self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
         self._ranked = options.ranked
         self._n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token

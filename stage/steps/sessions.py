@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+import itertools
 from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
@@ -139,6 +140,8 @@ class Sessions:
             numbers=dict(options.numbers),
             allowed_tokens=tuple(options.allowed_tokens),
             held_back_tokens=tuple(options.held_back_tokens),
+            dry_breakers=tuple(itertools.accumulate(options.dry_breaker_steps)),
+            dry_sequences=tuple(tuple(each.tokens) for each in options.dry_sequences),
             bad_words=tuple(tuple(word.tokens) for word in options.bad_words),
         )
         if not self._engine.is_last:

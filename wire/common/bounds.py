@@ -18,6 +18,7 @@ PENALTY_MAX = 2.0  # of frequency and presence, either way; as the OpenAI API ha
 BIAS_MAX = 100.0  # of a token's logit, either way; as the OpenAI API has it
 PENALTY_TOKENS_MAX = 1_024  # latest tokens of a stream that its penalties look at
 SAMPLER_TOKENS_MAX = 1_024  # tokens of each list that a session is sampled by: allowed, held back, of all bad words
+DRY_BREAKERS_MAX = 14_336  # tokens that break a repetition, of one session; they travel as steps of one or two bytes
 LOGIT_BIAS_MAX = 300  # tokens of one logit_bias; the OpenAI API's ceiling
 GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one KiB
 # Ways in which a grammar may be understood at once. The worst grammars cost their cube for a token: 300 some 12 ms. An
@@ -27,8 +28,8 @@ GRAMMAR_STEP_ITEMS_MAX = 5_000  # of the same for all tokens that may come next:
 GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
-OPTIONS_BYTES_MAX = 224 * 1024  # of any session
-OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; further frames go into another
+OPTIONS_BYTES_MAX = 256 * 1024  # of any session
+OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
 STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
@@ -103,6 +104,8 @@ assert HEADERS_BYTES_MAX >= FRAMES_PER_ENVELOPE_MAX * 256 + OPTIONS_PER_ENVELOPE
 assert PLAIN_OPTIONS_BYTES_MAX >= 4 * PENALTY_TOKENS_MAX + 8 * LOGIT_BIAS_MAX + 512
 # The end of the prompt, and three lists of tokens; of bad words each is a message.
 LISTS_BYTES_MAX = 4 * PENALTY_TOKENS_MAX + 3 * 4 * SAMPLER_TOKENS_MAX + 4 * SAMPLER_TOKENS_MAX
+# Breakers that stand closer than 128 apart take one byte; of a vocabulary of 2^20 few more than 8,192 do not.
+LISTS_BYTES_MAX += 8 * SAMPLER_TOKENS_MAX + 2 * DRY_BREAKERS_MAX
 assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + GRAMMAR_BYTES_MAX + LISTS_BYTES_MAX
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024

@@ -48,6 +48,19 @@ FIELDS = (
     SamplerField(name="xtc_probability", neutral=0.0, low=0.0, high=1.0),
     SamplerField(name="xtc_threshold", neutral=0.1, low=0.0, high=1.0),
     # Tokens that are held back are not picked before this position.
+    # What repeats costs dry_multiplier x dry_base ^ (its length - dry_allowed_length); see stage.sampling.dry.
+    SamplerField(name="dry_multiplier", neutral=0.0, low=0.0, high=100.0),
+    SamplerField(name="dry_base", neutral=1.75, low=1.0, high=100.0),
+    SamplerField(name="dry_allowed_length", neutral=2, low=0, high=PENALTY_TOKENS_MAX, is_whole=True),
+    # How many of the latest tokens it looks at.
+    SamplerField(
+        name="dry_penalty_last_n",
+        neutral=PENALTY_TOKENS_MAX,
+        low=0,
+        high=PENALTY_TOKENS_MAX,
+        off=(-1.0,),
+        is_whole=True,
+    ),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),

@@ -54,7 +54,8 @@ def inputs_of(body: EmbeddingsBody, tokenizer: Tokenizer, ctx_tokens: int) -> li
     """Return the prompts of a body as token ids, unchecked where they came as such. Raises InvalidRequestError."""
     name = "input" if body.content is None else "content"
     sent = body.input if body.content is None else body.content
-    several = sent if isinstance(sent, list) and not all(type(part) is int for part in sent) else [sent]
+    is_one = not isinstance(sent, list) or (sent and all(type(part) is int for part in sent))
+    several = [sent] if is_one else sent
     if not 0 < len(several) <= INPUTS_MAX:
         raise InvalidRequestError(f"{name}: a list has 1 to {INPUTS_MAX} inputs, got {len(several)}", param=name)
     n_kept = body.truncate_prompt_tokens

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from relayline.coordinator.http.bodies import CompletionBody
-from relayline.coordinator.http.validation import REPEAT_LAST_DEFAULT, Plan
+from relayline.coordinator.http.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT, Plan
 
 # llama-server's defaults, of the fields where they are not what a completion of OpenAI's has.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -15,7 +15,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 # In the order in which they act here, which is llama-server's default.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-DRY_BREAKERS = ("\n", ":", '"', "*")
 # What this server does not do, as llama-server tells of it.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {
@@ -93,6 +92,11 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
         "repeat_penalty": numbers.get("repetition_penalty", 1.0),
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "dry_multiplier": numbers.get("dry_multiplier", 0.0),
+        "dry_base": numbers.get("dry_base", 1.75),
+        "dry_allowed_length": int(numbers.get("dry_allowed_length", 2)),
+        "dry_penalty_last_n": int(numbers.get("dry_penalty_last_n", REPEAT_LAST_DEFAULT)),
+        "dry_sequence_breakers": DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers,
         "stop": plan.stops,
         "max_tokens": n_predict,
         "n_predict": n_predict,

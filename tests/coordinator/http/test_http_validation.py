@@ -440,7 +440,7 @@ def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, An
         ({"repeat_last_n": 1.5}, "repeat_last_n: must be a whole number"),
         ({"typical_p": 1.5}, "typical_p: must be a number"),
         ({"mirostat": 2}, "mirostat: not supported"),
-        ({"dry_multiplier": 0.8}, "dry_multiplier: not supported"),
+        ({"dry_multiplier": -1}, "dry_multiplier: must be a number between 0 and 100"),
         ({"skip_special_tokens": False}, "skip_special_tokens: not supported by this server yet; only true"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: more than max_tokens"),
         ({"min_tokens": 5, "guided_regex": "a"}, "min_tokens: not together with guided_regex"),

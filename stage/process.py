@@ -11,8 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as grpc_health_aio
+from grpc_health.v1 import health_pb2
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.config import StageConfig
@@ -201,8 +200,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     served.begin(listener.guard)
     server = listener.server
     server.add_generic_rpc_handlers((handlers(lambda: served.service),))
-    health = grpc_health_aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health = listener.add_health()
     try:
         port = listener.add_port(config.host, config.port)
         async with metrics(config, served, listener.guard.revocations) as served.metrics_address:

@@ -6,7 +6,7 @@ import time
 import uuid
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from relayline.coordinator.http import shapes, validation
 from relayline.coordinator.http.chat_form import ChatForm
@@ -58,8 +58,8 @@ class Handlers:
         since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
         return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
 
-    async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        """GET /metrics, for Prometheus."""
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """GET /metrics, for Prometheus; OpenMetrics and gzip for who accepts them."""
         observer = self._service.observer
         telemetry = {
             "exported_spans": observer.telemetry.exported_spans,
@@ -67,8 +67,13 @@ class Handlers:
             "level": int(observer.telemetry.level),
         }
         described = await self._service.generator.describe() | {"telemetry": telemetry}
-        text = metrics.render(described) + observer.metrics.render()
-        return web.Response(body=text, headers={"Content-Type": metrics.CONTENT_TYPE})
+        accept = request.headers.get(hdrs.ACCEPT, "")
+        text, content_type = metrics.render(described, observer.metrics.registry, accept)
+        headers = {hdrs.CONTENT_TYPE: content_type, hdrs.VARY: f"{hdrs.ACCEPT}, {hdrs.ACCEPT_ENCODING}"}
+        response = web.Response(body=text, headers=headers)
+        if "gzip" in request.headers.get(hdrs.ACCEPT_ENCODING, ""):
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from relayline.wire.telemetry import names
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Description:
@@ -22,12 +21,17 @@ class _Description:
         return [*_pipeline(self._described), *_stages(self._described["stages"])]
 
 
-def render(described: dict[str, Any]) -> bytes:
-    """Return the exposition text of one `Generator.describe()`."""
+def render(described: dict[str, Any], requests: CollectorRegistry | None = None, accept: str = "") -> tuple[bytes, str]:
+    """Return the exposition of one `Generator.describe()`, with the metrics of requests, and its content type.
+
+    `accept` is what the client's header of this name says: who names OpenMetrics gets it.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Description(described))
-    text: bytes = generate_latest(registry)
-    return text
+    if requests is not None:
+        registry.register(requests)
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
 
 
 def _pipeline(described: dict[str, Any]) -> list[Metric]:

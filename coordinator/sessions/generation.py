@@ -132,11 +132,11 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     is_end_token: bool = False
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
-    embedding: bytes = b""  # f32 per value of a hidden row, not normalised; where the prompt is pooled, not continued
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
     is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
     is_drafted: bool = False  # it was guessed, and its row had left before it was sampled
     prompt_scores: tuple[PromptScore, ...] = ()  # of a stream's first event, if asked for: one less than prompt tokens
+    embedding: bytes = b""  # f32 per value of a hidden row, not normalised; where the prompt is pooled, not continued
 
 
 class TokenStream(Protocol):

@@ -58,7 +58,7 @@ GAUGES: tuple[Figure, ...] = (  # of Gauges
     Figure(names.METRIC_QUEUED_FRAMES, "Frames waiting for a step, controls included", "queued_frames"),
     Figure(names.METRIC_LANES_USED, "Lanes of sessions that somebody waits for", "lanes_used"),
     Figure(names.METRIC_LANES_KEPT, "Lanes that keep what ended sessions computed", "lanes_kept"),
-    Figure(names.METRIC_LANES_TOTAL, "Sessions that this stage can hold", "lanes_total"),
+    Figure(names.METRIC_LANES_LIMIT, "Sessions that this stage can hold", "lanes_total"),
     Figure(
         names.METRIC_TIER_BYTES,
         "Bytes of what lanes held, kept for prompts that begin alike",

@@ -13,11 +13,13 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2_grpc
 
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import OverloadedError, ProtocolError, StartError, UnauthenticatedError, grpc_status
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
+from relayline.wire.links.health import Health
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
 from relayline.wire.links.roles import HEALTH_PREFIX, Identity
 from relayline.wire.links.security import LinkSecurity, address_of, check_listen, is_loopback, warn_listen
@@ -66,6 +68,12 @@ class Listener:
         self.server = grpc.aio.server(
             interceptors=(_Gate(self),), options=(*SERVER_OPTIONS, rpc.receive_limit(receive_bytes_max))
         )
+
+    def add_health(self) -> Health:
+        """Answer the standard health service on this port; returns what is told what to answer."""
+        health = Health()
+        health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
+        return health
 
     def add_port(self, host: str, port: int) -> int:
         """Listen on host:port (0 takes a free port); return the port. For a host "unix:PATH" the port means nothing.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.coordinator.observe.metrics import render
@@ -24,7 +26,7 @@ DESCRIBED = {
 def test_every_figure_is_there_under_its_name() -> None:
     found = {
         (sample.name, *sorted(sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(render(DESCRIBED).decode())
+        for family in text_string_to_metric_families(render(DESCRIBED)[0].decode())
         for sample in family.samples
     }
     assert found["relayline_num_requests_running", "m"] == 3
@@ -47,5 +49,20 @@ def test_every_figure_is_there_under_its_name() -> None:
 
 
 def test_a_certificates_end_is_told() -> None:
-    text = render(DESCRIBED | {"certificate_expires_unix_s": 1_800_000_000.0}).decode()
+    text = render(DESCRIBED | {"certificate_expires_unix_s": 1_800_000_000.0})[0].decode()
     assert 'relayline_certificate_expires_timestamp_seconds{model_name="m"} 1.8e+09' in text
+
+
+def test_open_metrics_for_who_accepts_it_with_those_of_requests() -> None:
+    requests = CollectorRegistry()
+    Counter("requests_seen", "Requests", registry=requests).inc(3)
+    text, content_type = render(DESCRIBED, requests, "application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    assert text.endswith(b"# EOF\n")
+    assert text.count(b"# EOF") == 1
+    found = {family.name: family for family in open_metrics_families(text.decode())}
+    assert found["requests_seen"].samples[0].value == 3
+    assert "relayline_lanes" in found
+    plain, content_type = render(DESCRIBED, requests, "*/*")
+    assert content_type.startswith("text/plain")
+    assert b"requests_seen_total 3.0" in plain

@@ -142,7 +142,7 @@ def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
         (names.METRIC_QUEUED_FRAMES, {}, 8),
         (names.METRIC_LANES_USED, {}, 3),
         (names.METRIC_LANES_KEPT, {}, 1),
-        (names.METRIC_LANES_TOTAL, {}, 4),
+        (names.METRIC_LANES_LIMIT, {}, 4),
         (names.METRIC_LINK_IN_FLIGHT, {}, 1_000),
         (names.METRIC_LINK_WINDOW, {}, 64_000),
         (names.METRIC_TELEMETRY_LEVEL, {}, 2),
@@ -205,7 +205,7 @@ async def test_metrics_over_http(tmp_path: Path) -> None:
             assert reply.headers["Content-Type"].startswith("text/plain")
             text = await reply.text()
         found = samples(text)
-        assert plain(found, names.METRIC_LANES_TOTAL) == 4
+        assert plain(found, names.METRIC_LANES_LIMIT) == 4
         assert plain(found, "process_resident_memory_bytes") > 1_000_000
         assert 'stage="0"' in text
         openmetrics = {"Accept": "application/openmetrics-text; version=1.0.0"}

@@ -248,3 +248,30 @@ def _before(rules: Rules, is_thinking: bool) -> str:
     end = f"{rules.until('<|end|>')} {rules.text('<|start|>assistant')}"
     channel = " | ".join(rules.text(f"<|channel|>{name}{_MESSAGE}") for name in ("analysis", "commentary"))
     return f"{end if is_thinking else ''} (({channel}) {end}){{0,{THOUGHTS_MAX}}}"
+
+
+def cleaned(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn of the assistant that came back raw, with its channels in the text, as one whose parts are told.
+
+    Clients keep such turns from completions without a chat. The model's template refuses them.
+    """
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str) or "<|channel|>" not in content:
+        return message
+    reader = HarmonyReader(CallReading(syntax=HARMONY, types={}), splits_reasoning=True)
+    said = (reader.push(content), reader.finish())
+    found = {**message, "content": "".join(each.text for each in said)}
+    thought = "".join(each.reasoning for each in said)
+    if thought and not message.get("reasoning_content"):
+        found["reasoning_content"] = thought
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for part in (part for each in said for part in each.calls):
+        names[part.index] = names.get(part.index, "") + part.name
+        arguments[part.index] = arguments.get(part.index, "") + part.arguments
+    if names and not message.get("tool_calls"):
+        found["tool_calls"] = [
+            {"id": f"call_{at}", "type": "function", "function": {"name": name, "arguments": arguments[at]}}
+            for at, name in names.items()
+        ]
+    return found

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayline.coordinator.answers.harmony import HARMONY, HARMONY_EFFORTS, THOUGHT, is_harmony, with_thoughts
+from relayline.coordinator.answers.harmony import HARMONY, HARMONY_EFFORTS, THOUGHT, cleaned, is_harmony, with_thoughts
 from relayline.coordinator.answers.marks import control_marks
 from relayline.coordinator.answers.reader import AnswerReader, CallReading
 from relayline.coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
@@ -98,6 +98,8 @@ class Conversation:
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any]) -> str:
         """Return the prompt. Raises InvalidRequestError (param `messages`) where the template refuses the chat."""
         style = self.style
+        if self.is_harmony:
+            messages = [cleaned(message) for message in messages]
         if not tools and not any(_is_of_tools(message) for message in messages):
             return self._template.render(messages, variables)
         if not style.writes_calls:

@@ -18,6 +18,7 @@ from relayline.coordinator.answers.harmony import (
     HARMONY,
     HEADER_CHARS_MAX,
     HarmonyReader,
+    cleaned,
     harmony_answer_grammar,
     harmony_calls_grammar,
     with_thoughts,
@@ -348,3 +349,19 @@ async def test_what_is_said_and_the_shape_that_it_must_have(tmp_path: Path) -> N
         assert "final" in request.sampling.grammar
         with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
             await client.chat.completions.create(**plain, reasoning_effort="a lot")
+
+
+def test_raw_turns_come_back_clean(conversation: Conversation) -> None:
+    """As a client sends them that kept a completion's text; the makers' template refuses marks in a turn's text."""
+    raw = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"
+    chat = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": raw}]
+    rendered = conversation.render([*chat, {"role": "user", "content": "And?"}], [], {})
+    assert "<|start|>assistant<|channel|>final<|message|>Rome.<|end|><|start|>user" in rendered
+    assert "Think." not in rendered  # of a turn that is over
+    found = cleaned(chat[1])
+    assert (found["content"], found["reasoning_content"]) == ("Rome.", "Think.")
+    call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+    (told,) = cleaned({"role": "assistant", "content": call})["tool_calls"]
+    assert told["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    for untouched in ({"role": "user", "content": raw}, {"role": "assistant", "content": "Rome."}):
+        assert cleaned(untouched) is untouched

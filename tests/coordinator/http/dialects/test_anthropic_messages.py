@@ -286,3 +286,13 @@ async def test_a_key_may_come_in_a_header_of_its_own(tokenizer: Tokenizer, tmp_p
                 assert (await reply.json())["error"] == {"type": "authentication_error", "message": "incorrect API key"}
     finally:
         await runner.cleanup()
+
+
+async def test_a_last_turn_of_the_assistant_is_gone_on_with(tokenizer: Tokenizer) -> None:
+    """As Anthropic does it: the answer is what follows, and does not say the beginning again."""
+    async with serving(tokenizer, FakeGenerator(says(b"me."))) as served, aiohttp.ClientSession() as session:
+        ask = Asker(served, session, tokenizer)
+        status, found = await ask(messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "Ro"}]}])
+        assert status == 200
+        assert ask.prompt.endswith("<|im_start|>assistant\nRo")
+        assert found["content"] == [{"type": "text", "text": "me."}]

@@ -187,8 +187,8 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
     fields["return_token_ids"] = True
     if sent.seed == RANDOM_SEED:
         fields["seed"] = -1
-    if sent.n_predict == 0:  # as llama-server does it: the first token is always picked
-        fields["max_tokens"] = 1
+    if sent.n_predict is not None:  # its first name for this counts most; the first token is always picked
+        fields["max_tokens"] = max(1, sent.n_predict) if sent.n_predict >= 0 else None
     return CompletionBody(**(fields | {"prompt": ""}))
 
 

@@ -97,6 +97,7 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
         "dry_allowed_length": int(numbers.get("dry_allowed_length", 2)),
         "dry_penalty_last_n": int(numbers.get("dry_penalty_last_n", REPEAT_LAST_DEFAULT)),
         "dry_sequence_breakers": DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers,
+        "reasoning_format": "deepseek",
         "stop": plan.stops,
         "max_tokens": n_predict,
         "n_predict": n_predict,

@@ -69,7 +69,7 @@ class EmbeddingHandlers(Handlers):
         asked, own = self._service.limits.pooling, self._service.tokenizer.pooling
         if asked != "auto":
             return POOLINGS[asked]
-        return own if own in POOLINGS.values() else POOLINGS[_DEFAULT]
+        return own if own is not None and own in POOLINGS.values() else POOLINGS[_DEFAULT]
 
     async def _read_all(self, wanted: Sequence[GenerationRequest], request: web.Request) -> list[bytes]:
         """Return the pooled row of each prompt, with a few of them under way at once. Raises what any meets."""

@@ -289,10 +289,10 @@ def test_an_open_tells_all_that_was_said() -> None:
 
 
 def test_opens_with_grammars_leave_in_envelopes_that_fit() -> None:
-    for grammar, per_envelope in ((GRAMMAR, 9), ("", 292)):
+    for grammar, per_envelope in ((GRAMMAR, 8), ("", 292)):
         frames = [OutFrame(session_of(grammar), 0, (), Flag.OPEN).leave() for _ in range(per_envelope + 1)]
         assert [len(envelope) for envelope in within_bounds(frames)] == [per_envelope, 1]
-    assert bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX == 9
+    assert bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX // bounds.OPTIONS_BYTES_MAX == 8
 
 
 def test_a_step_takes_no_more_opens_than_its_envelope_holds() -> None:

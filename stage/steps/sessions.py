@@ -7,8 +7,8 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer

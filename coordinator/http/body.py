@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CODINGS = "gzip, deflate"
+SMALL_BYTES_MAX = 16 * 1024  # of a body of a few fields
 _IDENTITY = ("", "identity")
 _PIECE_BYTES = 64 * 1024  # packed bytes per call of the decompressor; for each gzip member the rest of them is copied
 _UNPACKED_BYTES = 256 * 1024  # of unpacked bytes that are made at once
@@ -107,24 +108,25 @@ class Request(web.Request):
 
     async def read(self) -> bytes:
         """Return the body, unpacked; once, since nobody else keeps it. Raises HttpRefusal, RequestPayloadError."""
-        limits = self._link.limits
+        return await self.read_at_most(self._link.limits.body_bytes_max)
+
+    async def read_at_most(self, n_max: int) -> bytes:
+        """Return the body as `read` does, but refuse one of more than `n_max` bytes."""
         coding = self._coding()
-        if (self.content_length or 0) > limits.body_bytes_max:
-            raise self._too_large()
+        if (self.content_length or 0) > n_max:
+            raise _too_large(n_max)
         if self.expects and self.version >= (1, 1) and not self.content.is_eof() and self.transport is not None:
             self.transport.write(CONTINUE)
         self._link.waits(for_client=True)
         try:
-            parts, n_bytes = await self._parts()
+            parts, n_bytes = await self._parts(n_max)
         finally:
             self._link.waits(for_client=False)
         if coding in _IDENTITY:
             return await _joined(parts, n_bytes)
-        unpacked = await asyncio.get_running_loop().run_in_executor(
-            self._link.unpacking, unpack, parts, coding, limits.body_bytes_max
-        )
+        unpacked = await asyncio.get_running_loop().run_in_executor(self._link.unpacking, unpack, parts, coding, n_max)
         if unpacked is None:
-            raise self._too_large()
+            raise _too_large(n_max)
         self._count(len(unpacked))
         return unpacked
 
@@ -142,7 +144,7 @@ class Request(web.Request):
         if self.expects and self.version >= (1, 1) and self.expects.strip().lower() != "100-continue":
             raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not known here", "expectation_failed")
 
-    async def _parts(self) -> tuple[list[bytes], int]:
+    async def _parts(self, n_max: int) -> tuple[list[bytes], int]:
         limits, loop = self._link.limits, asyncio.get_running_loop()
         begun_s, n_bytes = loop.time(), 0
         parts: list[bytes] = []
@@ -157,8 +159,8 @@ class Request(web.Request):
                 return parts, n_bytes
             parts.append(part)
             n_bytes += len(part)
-            if n_bytes > limits.body_bytes_max:
-                raise self._too_large()
+            if n_bytes > n_max:
+                raise _too_large(n_max)
             self._count(n_bytes)
             if self._link.body_wire_bytes > n_bytes * _FRAMED_SHARE_MAX + _FRAMED_FREE_BYTES:
                 raise HttpRefusal(400, "the body comes in chunks of a few bytes; send larger ones", "bad_body")
@@ -175,8 +177,15 @@ class Request(web.Request):
     def _count(self, n_bytes: int) -> None:
         self._n_counted = self._link.room.grown(self._n_counted, n_bytes)
 
-    def _too_large(self) -> HttpRefusal:
-        return HttpRefusal(413, f"the body is larger than {self._link.limits.body_bytes_max} bytes", "body_too_large")
+
+async def read_small(request: web.Request) -> bytes:
+    """Return the body of a request that has a few fields: it is decoded on the event loop. Raises as `Request.read`."""
+    assert isinstance(request, Request)
+    return await request.read_at_most(SMALL_BYTES_MAX)
+
+
+def _too_large(n_max: int) -> HttpRefusal:
+    return HttpRefusal(413, f"the body is larger than {n_max} bytes", "body_too_large")
 
 
 async def _joined(parts: list[bytes], n_bytes: int) -> bytes:

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http.bodies import LayersBody, decode_body
+from relayline.coordinator.http.body import read_small
 from relayline.coordinator.http.middleware import json_response
 
 PATH = "/v1/pipeline/layers"
@@ -33,8 +34,8 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
         return json_response(msgspec.json.encode(control.describe()))
 
     async def move(request: web.Request) -> web.StreamResponse:
-        """PUT /v1/pipeline/layers: begin a change; 202, and GET shows its progress."""
-        control.move(decode_body(await request.read(), LayersBody).cuts)
+        """PUT /v1/pipeline/layers: begin a change; 202, for GET tells what comes of it."""
+        control.move(decode_body(await read_small(request), LayersBody).cuts)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
     return [web.get(PATH, described), web.put(PATH, move)]

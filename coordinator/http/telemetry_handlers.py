@@ -9,6 +9,7 @@ from aiohttp import web
 
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.bodies import TelemetryBody, decode_body
+from relayline.coordinator.http.body import read_small
 from relayline.coordinator.http.errors import plain_body
 from relayline.coordinator.http.middleware import json_response
 
@@ -40,5 +41,5 @@ class TelemetryHandlers:
 
     async def change(self, request: web.Request) -> web.StreamResponse:
         """PUT /v1/telemetry: change level or sample ratio, here and at every stage."""
-        body = decode_body(await request.read(), TelemetryBody)
+        body = decode_body(await read_small(request), TelemetryBody)
         return json_response(msgspec.json.encode(await self._control.change(body.level, body.sample_ratio)))

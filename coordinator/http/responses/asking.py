@@ -60,6 +60,9 @@ class Said(Struct):
     previous_response_id: str | None
 
 
+REFERENCES_MAX = 4_096  # items of one body, each of which is looked up on the event loop
+
+
 class _Referring(Struct):
     previous_response_id: str | None = None
     input: Any = None
@@ -70,6 +73,8 @@ def references(raw: bytes | bytearray) -> bytes:
     sent = decode_body(raw, _Referring)
     items = sent.input if isinstance(sent.input, list) else []
     ids = [item.get("id") for item in items if isinstance(item, Mapping) and item.get("type") == "item_reference"]
+    if len(ids) > REFERENCES_MAX:
+        raise InvalidRequestError(f"input: {len(ids)} item references, at most {REFERENCES_MAX} are looked up", "input")
     found = References(sent.previous_response_id, [each for each in ids if isinstance(each, str)])
     return msgspec.msgpack.encode(found)
 

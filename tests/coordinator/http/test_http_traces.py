@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator, Sequence
 
@@ -13,6 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl, greet
+from relayline.coordinator.http.body import SMALL_BYTES_MAX
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
@@ -290,6 +292,15 @@ async def test_the_level_is_changed_here_and_at_every_stage(tokenizer: Tokenizer
             async with session.put("/v1/telemetry", json=wrong) as reply:
                 assert reply.status == 400, wrong
                 assert "\n" not in (await reply.json())["error"]["message"]
+        async with session.put("/v1/telemetry", json={"level": "x" * 10_000}) as reply:
+            assert len((await reply.json())["error"]["message"]) < 200, "what was sent is not told back at its length"
+        long = {"level": "off", "more": "x" * SMALL_BYTES_MAX}
+        async with session.put("/v1/telemetry", json=long) as reply:
+            assert reply.status == 413, "it is decoded on the event loop, so that it has a bound of its own"
+        packed, gzipped = gzip.compress(json.dumps(long).encode()), {"Content-Encoding": "gzip"}
+        async with session.put("/v1/telemetry", data=packed, headers=gzipped) as reply:
+            assert reply.status == 413
+            assert str(SMALL_BYTES_MAX) in (await reply.json())["error"]["message"]
     assert world.kept.telemetry.level is Level.FRAMES
     assert world.observer.tracing.sampler_ratio == 1.0
     late = FakeStage()

@@ -13,10 +13,11 @@ import aiohttp
 import openai
 import pytest
 
+from relayline.coordinator.http.responses.asking import REFERENCES_MAX, references
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
-from relayline.wire.common.errors import OverloadedError, StageLostError
+from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
 
 # A template that has thoughts, and calls as Hermes writes them.
@@ -319,3 +320,11 @@ def test_the_store_shows_a_response_to_its_owner_only() -> None:
     assert not store.delete("a", "you")
     assert store.delete("a", "me")
     assert (len(store), store.n_bytes) == (0, 0)
+
+
+def test_the_items_that_a_body_refers_to_are_bounded() -> None:
+    """Each is looked up on the event loop."""
+    item = {"type": "item_reference", "id": "msg_1"}
+    assert references(json.dumps({"input": [item] * REFERENCES_MAX}).encode())
+    with pytest.raises(InvalidRequestError, match=f"{REFERENCES_MAX + 1} item references, at most {REFERENCES_MAX}"):
+        references(json.dumps({"input": [item] * (REFERENCES_MAX + 1)}).encode())

@@ -16,7 +16,9 @@ from relayline.wire.common.errors import (
     RelaylineError,
     http_status,
 )
+from relayline.wire.common.texts import printable
 
+MESSAGE_CHARS_MAX = 2_000  # of an error: it may quote what was sent, and the client has that already
 RETRY_AFTER_S = 1  # for retryable errors that name no time of their own: a lane or a recovery takes about that long
 _RETRY_AFTER_LOADING_S = 2
 
@@ -61,13 +63,17 @@ def error_body(error: RelaylineError) -> ErrorBody:
     kind = "invalid_request_error" if error.fault is Fault.CLIENT else _TYPES.get(status, "server_error")
     after_s = retry_after_s(error)
     again = msgspec.UNSET if after_s is None else after_s
-    return ErrorBody(ErrorDetail(error.message, kind, param, _CODES.get(error.label, error.label), again))
+    return ErrorBody(ErrorDetail(_line(error.message), kind, param, _CODES.get(error.label, error.label), again))
 
 
 def plain_body(status: int, message: str, code: str) -> ErrorBody:
     """Return the body of an error that the web server itself found (no such route, body too large)."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return ErrorBody(ErrorDetail(message, kind, None, code))
+    return ErrorBody(ErrorDetail(_line(message), kind, None, code))
+
+
+def _line(message: str) -> str:
+    return printable(message, MESSAGE_CHARS_MAX)
 
 
 def retry_after_s(error: RelaylineError) -> int | None:

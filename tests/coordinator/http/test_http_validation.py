@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from relayline.coordinator.http import validation
 from relayline.coordinator.http.bodies import ChatBody, CompletionBody, decode_body
+from relayline.coordinator.http.errors import MESSAGE_CHARS_MAX, error_body, plain_body
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.validation import Plan
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -495,3 +496,10 @@ def test_what_is_asked_of_a_chat_and_not_done_is_refused(fields: dict[str, Any],
     with pytest.raises(InvalidRequestError) as caught:
         chat_plan(**fields)
     assert caught.value.param == param
+
+
+def test_what_was_sent_is_not_told_back_at_its_length() -> None:
+    long = "\x1b[31m" + "x" * 100_000
+    for body in (error_body(InvalidRequestError(long)), plain_body(404, long, "route_not_found")):
+        assert len(body.error.message) < MESSAGE_CHARS_MAX + 100
+        assert body.error.message.isprintable()

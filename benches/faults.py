@@ -237,15 +237,22 @@ def requests_of(case: Case, n_streams: int) -> list[Request]:
 
 
 def kept(measured: Mapping[str, Any], rows: Sequence[Row], commit: str, date: str) -> dict[str, Any]:
-    """Return the content of faults.json with these rows put in place of those of the same cases. Pure."""
-    fresh = {f"{row.case}_{'killed' if row.n_kills else 'crowd'}": row for row in rows}
-    entries = []
-    for entry in measured["rows"]:
-        row = fresh.get(entry.get("id", ""))
-        if row is not None:
-            values = [row.n_kills or None, row.n_streams, row.n_complete, row.n_equal]
-            entry = entry | {"values": values, "longest pause": f"{row.pause_s:.1f} s", "measured": f"{date}, {commit}"}
-        entries.append(entry)
+    """Return the content of faults.json with these rows in place of those of the same cases, or behind all. Pure."""
+    entries = list(measured["rows"])
+    for row in rows:
+        row_id = f"{row.case}_{'killed' if row.n_kills else 'crowd'}"
+        known = next((at for at, entry in enumerate(entries) if entry.get("id") == row_id), None)
+        what = "stage killed" if row.n_kills else "in a crowd, nothing killed"
+        new = {"id": row_id, "label": f"{what}: {CASES[row.case].label}", "seen with": "`python -m benches.faults`"}
+        figures = {
+            "values": [row.n_kills or None, row.n_streams, row.n_complete, row.n_equal],
+            "longest pause": f"{row.pause_s:.1f} s",
+            "measured": f"{date}, {commit}",
+        }
+        if known is None:
+            entries.append(new | figures)
+        else:
+            entries[known] = entries[known] | figures
     return {**measured, "rows": entries}
 
 

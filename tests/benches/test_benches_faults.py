@@ -80,6 +80,14 @@ def test_figures_take_the_place_of_those_of_their_case_and_of_no_other() -> None
     fresh = [Row("greedy", 9, 144, 144, 143, 7.5, (1,), ()), Row("greedy", 0, 16, 16, 16, 0.5, (), ())]
     found = kept(measured, fresh, "abc", "2026-11-27")
     figures = {"values": [9, 144, 144, 143], "longest pause": "7.5 s", "measured": "2026-11-27, abc"}
-    assert found["rows"] == [rows[0] | figures, rows[1]]
+    crowd = {
+        "id": "greedy_crowd",
+        "label": "in a crowd, nothing killed: greedy",
+        "seen with": "`python -m benches.faults`",
+        "values": [None, 16, 16, 16],
+        "longest pause": "0.5 s",
+        "measured": "2026-11-27, abc",
+    }
+    assert found["rows"] == [rows[0] | figures, rows[1], crowd], "one that was not there comes behind all"
     assert found["command"] == "c"
     assert dataclasses.asdict(fresh[0])["n_kills"] == 9

@@ -59,10 +59,13 @@ class Zygote:
         self._lock = threading.Lock()  # one at a time: each waits for its answer
         self._control = control
         self._began_with = dict(os.environ)
+        self._owner_pid = os.getpid()  # the parent of every fork: nobody else could wait for one
 
     def fits(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Whether a fork would do what a new process with this command line does."""
         known = (COMMAND, *WORKERS)
+        if os.getpid() != self._owner_pid:
+            return False
         if not sys.platform.startswith("linux") or [*words[:3]] != module_command("")[:3] or words[3] not in known:
             return False
         return self._control is None or _at_start(self._began_with) == _at_start(environment)

@@ -73,6 +73,14 @@ def test_other_commands_take_a_process_of_their_own() -> None:
         assert not is_fork(process.pid)
 
 
+def test_what_a_test_forks_off_starts_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent of a fork is the owner of the server, so nobody else could wait for it."""
+    zygote = Zygote()
+    assert zygote.fits([*COMMAND, "status"], os.environ)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert not zygote.fits([*COMMAND, "status"], os.environ)
+
+
 def test_a_fork_is_a_child_with_the_command_line_session_and_end_that_were_asked_for() -> None:
     command = module_command("relayline.coordinator.text.grammar_worker")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:

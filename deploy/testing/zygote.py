@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ COMMAND = "relayline.deploy.cli"  # run by name, as a process of its own would b
 WORKERS = (
     "relayline.coordinator.http.fork_server",
     "relayline.coordinator.text.grammar_worker",
+    "relayline.deploy.certify.whole_process",
     "relayline.stage.engine.probe",
 )
 FORK_SERVER = b"relayline-forks"  # the command line of one below the first
@@ -176,6 +178,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
         os.environ.clear()
         arguments = words[4:] if words[3] == COMMAND else []
         os.environ.update(environment_of(arguments, request["environment"]))  # else it would start anew for that
+        tempfile.tempdir = None  # it is looked up in the environment once
         os.chdir(request["directory"])
         sys.argv, sys.orig_argv = [words[3], *words[4:]], words
         _show(words)

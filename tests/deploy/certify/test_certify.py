@@ -25,6 +25,7 @@ from relayline.deploy.certify.workload import Script
 from relayline.deploy.cli.main import main
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import stage_child
+from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.envelopes.envelope import DTYPE_F32
 from relayline.wire.model_files.gguf_header import read_header
@@ -42,7 +43,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "relayline.deploy.cli", "certify", *map(str, arguments)]
+    return module_command("relayline.deploy.cli", "certify", *map(str, arguments))
 
 
 def environment(scratch: Path) -> dict[str, str]:

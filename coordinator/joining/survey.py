@@ -41,6 +41,8 @@ class HostReport:
     """Costs of the slices; empty where none were asked for, or they could not be measured."""
     in_service: float = 0.0
     """How long a step usually takes, as a multiple of the quickest; 0.0: not measured."""
+    is_doubtful: bool = False
+    """Whether the host was too busy with other work to tell: good for one plan, and measured again for the next."""
     link: Link | None = None
     """To the coordinator; None: not measured."""
     problem: str = ""
@@ -138,7 +140,7 @@ def report_of(who: Introduction, found: pb.HostMeasured, slices: Sequence[pb.Sur
             for order, costs in zip(slices, found.slices, strict=True)
         )
     in_service = found.in_service if 0 < found.in_service < float("inf") else 0.0
-    return HostReport(who, samples, in_service, link, problem, found.took_ns)
+    return HostReport(who, samples, in_service, found.is_doubtful, link, problem, found.took_ns)
 
 
 def _points(who: Introduction, points: Sequence[pb_wire.CostPoint]) -> tuple[tuple[int, float], ...]:

@@ -62,6 +62,8 @@ class KnownHost(msgspec.Struct, frozen=True):
     served: tuple[_Sample, ...] = ()
     """What it measured later with layers that it served; the latest alone."""
     in_service: float = 0.0
+    is_doubtful: bool = False
+    """Whether it was too busy to tell when it was measured; then its samples are not kept."""
     round_trip_ns: int | None = None
     """Of a small call to the coordinator; None: not measured."""
     bytes_per_s: float = 0.0
@@ -144,8 +146,9 @@ def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport
     for report in reports:
         stage = stages[report.who.name]
         known = found[stage.name] = known_from(report, stage, model.name)
+        kept = msgspec.structs.replace(known, samples=()) if known.is_doubtful else known
         try:
-            _store(_path(manifest, stage, key), known)
+            _store(_path(manifest, stage, key), kept)
         except OSError as error:
             log.warning("what %s told is not kept: %s; the next start measures it again", stage.name, error)
     return found
@@ -159,7 +162,7 @@ def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) 
     key = content_key(model)
     for stage in manifest.stages:
         known, sample = known_hosts(manifest, model).get(stage.name), served.get(stage.name)
-        if known is not None and sample is not None and not sample.head_bytes:
+        if known is not None and known.samples and sample is not None and not sample.head_bytes:
             try:
                 _store(_path(manifest, stage, key), msgspec.structs.replace(known, served=(_kept(sample),)))
             except OSError as error:
@@ -184,6 +187,7 @@ def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:
         memory_available_bytes=who.memory_available_bytes,
         samples=tuple(map(_kept, report.samples[:SAMPLES_MAX])),
         in_service=report.in_service,
+        is_doubtful=report.is_doubtful,
         round_trip_ns=None if report.link is None else report.link.round_trip_ns,
         bytes_per_s=0.0 if report.link is None else report.link.bytes_per_s,
     )

@@ -86,6 +86,7 @@ def _facts(known: KnownHost | None) -> dict[str, Any]:
         "host_memory_bytes": known.memory_bytes,
         "engine_version": known.engine_version,
         "measured_unix_s": round(known.at_unix_s),
+        "is_doubtful": known.is_doubtful,
         "round_trip_ms": None if link is None else round(link.round_trip_ns / 1e6, 3),
         "bandwidth_gbps": None if link is None else round(link.bytes_per_s * 8 / 1e9, 3),
     }
@@ -120,6 +121,8 @@ def _why(stage: Mapping[str, Any]) -> str:
     parts.append(f"{memory}, which is what limits it" if stage["is_full"] else memory)
     if stage.get("round_trip_ms") is not None:
         parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
+    if stage.get("is_doubtful"):
+        parts.append("busy when it was measured: the next start measures it again")
     if stage["speed_source"] == "estimated":
         parts.append("its speed is only estimated")
     return ", ".join(parts)

@@ -43,6 +43,7 @@ class _Found(msgspec.Struct, frozen=True):
 
     slices: list[_Costs]
     in_service: float
+    is_doubtful: bool
 
 
 async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -> None:
@@ -110,7 +111,7 @@ async def _measure(
             arguments += [str(each.budget_ms / 1e3), str(path)]
         limit_s = sum(each.budget_ms / 1e3 + SLICE_S for each in slices)
         found = msgspec.json.decode(await _in_child(arguments, limit_s), type=_Found)
-    report.in_service = found.in_service
+    report.in_service, report.is_doubtful = found.in_service, found.is_doubtful
     for costs in found.slices:
         told = report.slices.add()
         for points, measured in ((told.decode, costs.decode), (told.prefill, costs.prefill)):

@@ -2,8 +2,9 @@
 BUDGET_S ARTIFACT [BUDGET_S ARTIFACT]...`.
 
 The slices may have no weights (stage.joining.survey). Prints one JSON object: `slices` with (rows, ns) of `decode` and
-`prefill`, and `in_service`, how long a step usually takes as a multiple of the quickest. A process of its own, because
-llama.cpp ends the one where an assertion of it fails, and keeps some memory for as long as that lives.
+`prefill`, `in_service`, how long a step usually takes as a multiple of the quickest, and `is_doubtful`, whether other
+programs kept its threads from their cores all the time. A process of its own, because llama.cpp ends the one where an
+assertion of it fails, and keeps some memory for as long as that lives.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ CTX_TOKENS = 64  # of one lane: the cache stays small
 DECODE_PART, PREFILL_PART = 0.65, 0.9  # of a slice's budget, until when each ladder is climbed
 
 
-def measure_slice(artifact: Path, settings: EngineSettings, budget_s: float) -> tuple[dict[str, Any], float]:
-    """Return the costs of one slice, and how long a step usually takes as a multiple of the quickest."""
+def measure_slice(artifact: Path, settings: EngineSettings, budget_s: float) -> tuple[dict[str, Any], float, bool]:
+    """Return the costs of one slice, how long a step usually takes as a multiple of the quickest, and any doubt."""
     settings = settings.of_architecture(open_artifact(artifact).architecture).resolved()
     is_unified, max_wanted = settings.kv_layout == "unified", min(LANES + PAD_SEARCH_ROWS, settings.max_rows)
     config = EngineConfig(artifact, settings, spare_lanes=1 if is_unified else 0, max_wanted=max_wanted)
     with NativeEngine(config) as engine:
         now_s = time.monotonic()
         until = (now_s + DECODE_PART * budget_s, now_s + PREFILL_PART * budget_s)
-        decode, prefill = row_costs(engine, step_times(engine), *until)
-        return {"decode": decode, "prefill": prefill}, usual_share(engine, now_s + budget_s)
+        times = step_times(engine)
+        decode, prefill = row_costs(engine, times, *until)
+        usual = usual_share(engine, now_s + budget_s)
+        return {"decode": decode, "prefill": prefill}, usual, times.are_doubtful
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +57,11 @@ def main(argv: list[str]) -> None:
         print(error.message, file=sys.stderr)
         sys.exit(1)
     # The first slice is the one of layers alone, of which most steps of a pipeline are.
-    told = {"slices": [costs for costs, _ in found], "in_service": found[0][1] if found else 0.0}
+    told = {
+        "slices": [costs for costs, _, _ in found],
+        "in_service": found[0][1] if found else 0.0,
+        "is_doubtful": any(is_doubtful for _, _, is_doubtful in found),
+    }
     print(msgspec.json.encode(told).decode())
 
 

@@ -54,7 +54,12 @@ async def test_a_survey_is_complete_when_every_host_with_something_to_measure_ha
         assert [len(member.order.survey.slices) for member in (known, unknown)] == [0, 1]
         assert not unknown.order.HasField("artifact"), "there is none yet"
         measured = pb.HostMeasured(
-            slices=[costs((1, 1_000), (4, 2_000))], round_trip_ns=5, bytes_per_s=1e6, in_service=1.1, took_ns=7
+            slices=[costs((1, 1_000), (4, 2_000))],
+            round_trip_ns=5,
+            bytes_per_s=1e6,
+            in_service=1.1,
+            is_doubtful=True,
+            took_ns=7,
         )
         await unknown.report_progress(pb.ARTIFACT_PHASE_MEASURING, 0, 0)
         await unknown.report(measured=measured)
@@ -63,6 +68,7 @@ async def test_a_survey_is_complete_when_every_host_with_something_to_measure_ha
         assert found.samples == (Sample(90, 0, ((1, 1_000.0), (4, 2_000.0))),)
         assert found.link is not None
         assert (found.link.round_trip_ns, found.link.bytes_per_s, found.in_service) == (5, 1e6, 1.1)
+        assert found.is_doubtful
         assert found.who.n_cores > 0 < found.who.memory_bytes
         assert ("box1", HostState.MEASURING) in port.states
         port.states.clear()

@@ -124,7 +124,8 @@ def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int 
 def test_who_is_missing_is_said_when_it_changes_and_not_again() -> None:
     waiting = Waiting(["desk", "mini", "server", "old"])
     assert said(waiting, "desk", "starting") == ["1 of 4 joined, waiting for mini, server, old"]
-    assert said(waiting, "desk", "loading") == []
+    for state in ("measuring", "starting", "loading"):  # it joins, is surveyed, and joins again for its layers
+        assert said(waiting, "desk", state) == []
     assert said(waiting, "mini", "starting") == ["2 of 4 joined, waiting for server, old"]
     assert said(waiting, "mini", "lost") == ["1 of 4 joined, waiting for mini, server, old"]
     assert said(waiting, "nobody", "starting") == []

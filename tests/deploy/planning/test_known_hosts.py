@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,18 @@ def test_what_stages_measure_with_their_own_layers_makes_the_next_plan_better() 
     assert before is not None
     assert after is not None
     assert after.layer_ns(4) == pytest.approx(2 * before.layer_ns(4), rel=0.01)
+
+
+def test_what_a_busy_host_measured_makes_one_plan_and_is_not_kept() -> None:
+    busy = dataclasses.replace(report("laptop", 4.0), is_doubtful=True)
+    told_now = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
+    instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=told_now)
+    assert {host.speed.source for host in instance.hosts} == {"measured"}
+    said = told(instance, best_for(instance).edges, told_now)
+    assert "busy when it was measured" in lines_of(said)[1]
+    assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop"], "the next start measures it again"
+    refine_hosts(manifest(), DEMO_MODEL, {"laptop": Sample(MIB, 0, [(1, 5e6)])})
+    assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop"]
 
 
 def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_choose() -> None:

@@ -12,7 +12,7 @@ from relayline.coordinator.joining.config import engine_message
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import hollow_slices, write_stages
 from relayline.deploy.planning.measure import slices_for
-from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.deploy.testing.paths import DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.joining import survey as survey_module
 from relayline.stage.joining.survey import survey
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -47,8 +47,9 @@ def surveyed(slices: list[pb.SurveySlice], cache: Path) -> pb.HostMeasured:
     return told
 
 
-def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path) -> None:
-    hollow = list(hollow_slices(DEMO_MODEL, slices_for(inspect_model(DEMO_MODEL))))
+@pytest.mark.parametrize("model", [DEMO_MODEL, HYBRID_DEMO_MODEL], ids=["attention", "recurrent"])
+def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path, model: Path) -> None:
+    hollow = list(hollow_slices(model, slices_for(inspect_model(model))))
     assert sum(len(each.header) for each in hollow) < 16_384, "no texts of tokens"
     slices = [
         pb.SurveySlice(header=each.header, size_bytes=each.size_bytes, layer_bytes=each.layer_bytes, budget_ms=50)

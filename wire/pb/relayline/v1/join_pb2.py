@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as relayline_dot_v1_dot_relayline__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relayline/v1/join.proto\x12\x0crelayline.v1\x1a\x1crelayline/v1/relayline.proto\"\xe0\x02\n\x0bJoinRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.relayline.v1.StageHelloH\x00\x12\x32\n\x08progress\x18\x02 \x01(\x0b\x32\x1e.relayline.v1.ArtifactProgressH\x00\x12-\n\x07serving\x18\x03 \x01(\x0b\x32\x1a.relayline.v1.StageServingH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.StageFailureH\x00\x12/\n\x08prepared\x18\x05 \x01(\x0b\x32\x1b.relayline.v1.StagePreparedH\x00\x12.\n\x08measured\x18\x06 \x01(\x0b\x32\x1a.relayline.v1.HostMeasuredH\x00\x12)\n\x05\x61live\x18\x0f \x01(\x0b\x32\x18.relayline.v1.StageAliveH\x00\x42\x08\n\x06report\"\xb9\x01\n\nStageHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12%\n\x04host\x18\x05 \x01(\x0b\x32\x17.relayline.v1.HostFacts\x12\r\n\x05moves\x18\x06 \x01(\x08\x12\x10\n\x08measures\x18\x07 \x01(\x08\x12\r\n\x05\x62\x65\x61ts\x18\x0f \x01(\x08\"\x0c\n\nStageAlive\"\x9f\x01\n\tHostFacts\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0e\n\x06system\x18\x02 \x01(\t\x12\x0f\n\x07n_cores\x18\x03 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1e\n\x16memory_available_bytes\x18\x05 \x01(\x04\x12\x11\n\tprocessor\x18\x06 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x07 \x01(\t\"G\n\x06Survey\x12)\n\x06slices\x18\x01 \x03(\x0b\x32\x19.relayline.v1.SurveySlice\x12\x12\n\nlink_bytes\x18\x02 \x01(\r\"m\n\x0bSurveySlice\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nhead_bytes\x18\x04 \x01(\x04\x12\x11\n\tbudget_ms\x18\x05 \x01(\r\"\xb6\x01\n\x0cHostMeasured\x12(\n\x06slices\x18\x01 \x03(\x0b\x32\x18.relayline.v1.SliceCosts\x12\x15\n\rround_trip_ns\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12+\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.StageFailure\x12\x0f\n\x07took_ns\x18\x05 \x01(\x04\x12\x12\n\nin_service\x18\x06 \x01(\x01\"_\n\nSliceCosts\x12\'\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x17.relayline.v1.CostPoint\x12(\n\x07prefill\x18\x02 \x03(\x0b\x32\x17.relayline.v1.CostPoint\"g\n\x10\x41rtifactProgress\x12*\n\x05phase\x18\x01 \x01(\x0e\x32\x1b.relayline.v1.ArtifactPhase\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"?\n\x0cStageServing\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\"\x87\x01\n\rStagePrepared\x12\x0e\n\x06\x63hange\x18\x01 \x01(\x04\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x12\n\ndone_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12+\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1a.relayline.v1.StageFailure\".\n\x0cStageFailure\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Y\n\x0bLayerChange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x04step\x18\x02 \x01(\x0e\x32\x1d.relayline.v1.LayerChangeStep\x12\r\n\x05keeps\x18\x03 \x01(\x08\"\x8b\x03\n\x0cJoinResponse\x12\x13\n\x0bstage_index\x18\x01 \x01(\r\x12\x13\n\x0bstage_count\x18\x02 \x01(\r\x12\x13\n\x0bpipeline_id\x18\x03 \x01(\t\x12,\n\x08\x61rtifact\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.ArtifactFile\x12\x15\n\rpipeline_json\x18\x05 \x01(\x0c\x12,\n\x06\x65ngine\x18\x06 \x01(\x0b\x32\x1c.relayline.v1.EngineSettings\x12/\n\ttelemetry\x18\x07 \x01(\x0b\x32\x1c.relayline.v1.TelemetryOrder\x12\x0e\n\x06ticket\x18\x08 \x01(\x0c\x12\x13\n\x0b\x63oordinator\x18\t \x01(\t\x12\x13\n\x0blisten_port\x18\x10 \x01(\r\x12)\n\x06\x63hange\x18\n \x01(\x0b\x32\x19.relayline.v1.LayerChange\x12$\n\x06survey\x18\x0b \x01(\x0b\x32\x14.relayline.v1.Survey\x12\r\n\x05\x62\x65\x61ts\x18\x0f \x01(\x08\"N\n\x0c\x41rtifactFile\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\"\xae\x02\n\x0e\x45ngineSettings\x12\x12\n\nctx_tokens\x18\x01 \x01(\r\x12\x0f\n\x07n_lanes\x18\x02 \x01(\r\x12\x11\n\tn_threads\x18\x03 \x01(\r\x12\x12\n\ngpu_layers\x18\x04 \x01(\x11\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\x14\n\x0cprefill_rows\x18\x06 \x01(\r\x12\x0f\n\x07kv_type\x18\x07 \x01(\t\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12\x11\n\tcalibrate\x18\t \x01(\x08\x12\x11\n\tkv_layout\x18\n \x01(\t\x12\x34\n\x04more\x18\x0b \x03(\x0b\x32&.relayline.v1.EngineSettings.MoreEntry\x1a+\n\tMoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x81\x01\n\x0eTelemetryOrder\x12+\n\x05level\x18\x01 \x01(\x0e\x32\x1c.relayline.v1.TelemetryLevel\x12\x15\n\rotlp_endpoint\x18\x02 \x01(\t\x12\x15\n\rsampler_ratio\x18\x03 \x01(\x01\x12\x14\n\x0cmetrics_port\x18\x04 \x01(\r\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"-\n\rFetchResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*\x86\x01\n\rArtifactPhase\x12\x1e\n\x1a\x41RTIFACT_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41RTIFACT_PHASE_FETCHING\x10\x01\x12\x1a\n\x16\x41RTIFACT_PHASE_LOADING\x10\x02\x12\x1c\n\x18\x41RTIFACT_PHASE_MEASURING\x10\x03*\x8d\x01\n\x0fLayerChangeStep\x12!\n\x1dLAYER_CHANGE_STEP_UNSPECIFIED\x10\x00\x12\x1d\n\x19LAYER_CHANGE_STEP_PREPARE\x10\x01\x12\x1c\n\x18LAYER_CHANGE_STEP_SWITCH\x10\x02\x12\x1a\n\x16LAYER_CHANGE_STEP_DROP\x10\x03\x32\x98\x01\n\x0fPipelineService\x12\x41\n\x04Join\x12\x19.relayline.v1.JoinRequest\x1a\x1a.relayline.v1.JoinResponse(\x01\x30\x01\x12\x42\n\x05\x46\x65tch\x12\x1a.relayline.v1.FetchRequest\x1a\x1b.relayline.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17relayline/v1/join.proto\x12\x0crelayline.v1\x1a\x1crelayline/v1/relayline.proto\"\xe0\x02\n\x0bJoinRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.relayline.v1.StageHelloH\x00\x12\x32\n\x08progress\x18\x02 \x01(\x0b\x32\x1e.relayline.v1.ArtifactProgressH\x00\x12-\n\x07serving\x18\x03 \x01(\x0b\x32\x1a.relayline.v1.StageServingH\x00\x12-\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.StageFailureH\x00\x12/\n\x08prepared\x18\x05 \x01(\x0b\x32\x1b.relayline.v1.StagePreparedH\x00\x12.\n\x08measured\x18\x06 \x01(\x0b\x32\x1a.relayline.v1.HostMeasuredH\x00\x12)\n\x05\x61live\x18\x0f \x01(\x0b\x32\x18.relayline.v1.StageAliveH\x00\x42\x08\n\x06report\"\xb9\x01\n\nStageHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nprocess_id\x18\x04 \x01(\t\x12%\n\x04host\x18\x05 \x01(\x0b\x32\x17.relayline.v1.HostFacts\x12\r\n\x05moves\x18\x06 \x01(\x08\x12\x10\n\x08measures\x18\x07 \x01(\x08\x12\r\n\x05\x62\x65\x61ts\x18\x0f \x01(\x08\"\x0c\n\nStageAlive\"\x9f\x01\n\tHostFacts\x12\x10\n\x08hostname\x18\x01 \x01(\t\x12\x0e\n\x06system\x18\x02 \x01(\t\x12\x0f\n\x07n_cores\x18\x03 \x01(\r\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1e\n\x16memory_available_bytes\x18\x05 \x01(\x04\x12\x11\n\tprocessor\x18\x06 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x07 \x01(\t\"G\n\x06Survey\x12)\n\x06slices\x18\x01 \x03(\x0b\x32\x19.relayline.v1.SurveySlice\x12\x12\n\nlink_bytes\x18\x02 \x01(\r\"m\n\x0bSurveySlice\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blayer_bytes\x18\x03 \x01(\x04\x12\x12\n\nhead_bytes\x18\x04 \x01(\x04\x12\x11\n\tbudget_ms\x18\x05 \x01(\r\"\xcb\x01\n\x0cHostMeasured\x12(\n\x06slices\x18\x01 \x03(\x0b\x32\x18.relayline.v1.SliceCosts\x12\x15\n\rround_trip_ns\x18\x02 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12+\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.StageFailure\x12\x0f\n\x07took_ns\x18\x05 \x01(\x04\x12\x13\n\x0bis_doubtful\x18\x07 \x01(\x08\x12\x12\n\nin_service\x18\x06 \x01(\x01\"_\n\nSliceCosts\x12\'\n\x06\x64\x65\x63ode\x18\x01 \x03(\x0b\x32\x17.relayline.v1.CostPoint\x12(\n\x07prefill\x18\x02 \x03(\x0b\x32\x17.relayline.v1.CostPoint\"g\n\x10\x41rtifactProgress\x12*\n\x05phase\x18\x01 \x01(\x0e\x32\x1b.relayline.v1.ArtifactPhase\x12\x12\n\ndone_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x03 \x01(\x04\"?\n\x0cStageServing\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\"\x87\x01\n\rStagePrepared\x12\x0e\n\x06\x63hange\x18\x01 \x01(\x04\x12\x10\n\x08is_ready\x18\x02 \x01(\x08\x12\x12\n\ndone_bytes\x18\x03 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12+\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1a.relayline.v1.StageFailure\".\n\x0cStageFailure\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"Y\n\x0bLayerChange\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x04step\x18\x02 \x01(\x0e\x32\x1d.relayline.v1.LayerChangeStep\x12\r\n\x05keeps\x18\x03 \x01(\x08\"\x8b\x03\n\x0cJoinResponse\x12\x13\n\x0bstage_index\x18\x01 \x01(\r\x12\x13\n\x0bstage_count\x18\x02 \x01(\r\x12\x13\n\x0bpipeline_id\x18\x03 \x01(\t\x12,\n\x08\x61rtifact\x18\x04 \x01(\x0b\x32\x1a.relayline.v1.ArtifactFile\x12\x15\n\rpipeline_json\x18\x05 \x01(\x0c\x12,\n\x06\x65ngine\x18\x06 \x01(\x0b\x32\x1c.relayline.v1.EngineSettings\x12/\n\ttelemetry\x18\x07 \x01(\x0b\x32\x1c.relayline.v1.TelemetryOrder\x12\x0e\n\x06ticket\x18\x08 \x01(\x0c\x12\x13\n\x0b\x63oordinator\x18\t \x01(\t\x12\x13\n\x0blisten_port\x18\x10 \x01(\r\x12)\n\x06\x63hange\x18\n \x01(\x0b\x32\x19.relayline.v1.LayerChange\x12$\n\x06survey\x18\x0b \x01(\x0b\x32\x14.relayline.v1.Survey\x12\r\n\x05\x62\x65\x61ts\x18\x0f \x01(\x08\"N\n\x0c\x41rtifactFile\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\x12\x0c\n\x04path\x18\x04 \x01(\t\"\xae\x02\n\x0e\x45ngineSettings\x12\x12\n\nctx_tokens\x18\x01 \x01(\r\x12\x0f\n\x07n_lanes\x18\x02 \x01(\r\x12\x11\n\tn_threads\x18\x03 \x01(\r\x12\x12\n\ngpu_layers\x18\x04 \x01(\x11\x12\x10\n\x08max_rows\x18\x05 \x01(\r\x12\x14\n\x0cprefill_rows\x18\x06 \x01(\r\x12\x0f\n\x07kv_type\x18\x07 \x01(\t\x12\x0e\n\x06policy\x18\x08 \x01(\t\x12\x11\n\tcalibrate\x18\t \x01(\x08\x12\x11\n\tkv_layout\x18\n \x01(\t\x12\x34\n\x04more\x18\x0b \x03(\x0b\x32&.relayline.v1.EngineSettings.MoreEntry\x1a+\n\tMoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x81\x01\n\x0eTelemetryOrder\x12+\n\x05level\x18\x01 \x01(\x0e\x32\x1c.relayline.v1.TelemetryLevel\x12\x15\n\rotlp_endpoint\x18\x02 \x01(\t\x12\x15\n\rsampler_ratio\x18\x03 \x01(\x01\x12\x14\n\x0cmetrics_port\x18\x04 \x01(\r\">\n\x0c\x46\x65tchRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"-\n\rFetchResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*\x86\x01\n\rArtifactPhase\x12\x1e\n\x1a\x41RTIFACT_PHASE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41RTIFACT_PHASE_FETCHING\x10\x01\x12\x1a\n\x16\x41RTIFACT_PHASE_LOADING\x10\x02\x12\x1c\n\x18\x41RTIFACT_PHASE_MEASURING\x10\x03*\x8d\x01\n\x0fLayerChangeStep\x12!\n\x1dLAYER_CHANGE_STEP_UNSPECIFIED\x10\x00\x12\x1d\n\x19LAYER_CHANGE_STEP_PREPARE\x10\x01\x12\x1c\n\x18LAYER_CHANGE_STEP_SWITCH\x10\x02\x12\x1a\n\x16LAYER_CHANGE_STEP_DROP\x10\x03\x32\x98\x01\n\x0fPipelineService\x12\x41\n\x04Join\x12\x19.relayline.v1.JoinRequest\x1a\x1a.relayline.v1.JoinResponse(\x01\x30\x01\x12\x42\n\x05\x46\x65tch\x12\x1a.relayline.v1.FetchRequest\x1a\x1b.relayline.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENGINESETTINGS_MOREENTRY']._loaded_options = None
   _globals['_ENGINESETTINGS_MOREENTRY']._serialized_options = b'8\001'
-  _globals['_ARTIFACTPHASE']._serialized_start=2730
-  _globals['_ARTIFACTPHASE']._serialized_end=2864
-  _globals['_LAYERCHANGESTEP']._serialized_start=2867
-  _globals['_LAYERCHANGESTEP']._serialized_end=3008
+  _globals['_ARTIFACTPHASE']._serialized_start=2751
+  _globals['_ARTIFACTPHASE']._serialized_end=2885
+  _globals['_LAYERCHANGESTEP']._serialized_start=2888
+  _globals['_LAYERCHANGESTEP']._serialized_end=3029
   _globals['_JOINREQUEST']._serialized_start=72
   _globals['_JOINREQUEST']._serialized_end=424
   _globals['_STAGEHELLO']._serialized_start=427
@@ -51,33 +51,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SURVEYSLICE']._serialized_start=863
   _globals['_SURVEYSLICE']._serialized_end=972
   _globals['_HOSTMEASURED']._serialized_start=975
-  _globals['_HOSTMEASURED']._serialized_end=1157
-  _globals['_SLICECOSTS']._serialized_start=1159
-  _globals['_SLICECOSTS']._serialized_end=1254
-  _globals['_ARTIFACTPROGRESS']._serialized_start=1256
-  _globals['_ARTIFACTPROGRESS']._serialized_end=1359
-  _globals['_STAGESERVING']._serialized_start=1361
-  _globals['_STAGESERVING']._serialized_end=1424
-  _globals['_STAGEPREPARED']._serialized_start=1427
-  _globals['_STAGEPREPARED']._serialized_end=1562
-  _globals['_STAGEFAILURE']._serialized_start=1564
-  _globals['_STAGEFAILURE']._serialized_end=1610
-  _globals['_LAYERCHANGE']._serialized_start=1612
-  _globals['_LAYERCHANGE']._serialized_end=1701
-  _globals['_JOINRESPONSE']._serialized_start=1704
-  _globals['_JOINRESPONSE']._serialized_end=2099
-  _globals['_ARTIFACTFILE']._serialized_start=2101
-  _globals['_ARTIFACTFILE']._serialized_end=2179
-  _globals['_ENGINESETTINGS']._serialized_start=2182
-  _globals['_ENGINESETTINGS']._serialized_end=2484
-  _globals['_ENGINESETTINGS_MOREENTRY']._serialized_start=2441
-  _globals['_ENGINESETTINGS_MOREENTRY']._serialized_end=2484
-  _globals['_TELEMETRYORDER']._serialized_start=2487
-  _globals['_TELEMETRYORDER']._serialized_end=2616
-  _globals['_FETCHREQUEST']._serialized_start=2618
-  _globals['_FETCHREQUEST']._serialized_end=2680
-  _globals['_FETCHRESPONSE']._serialized_start=2682
-  _globals['_FETCHRESPONSE']._serialized_end=2727
-  _globals['_PIPELINESERVICE']._serialized_start=3011
-  _globals['_PIPELINESERVICE']._serialized_end=3163
+  _globals['_HOSTMEASURED']._serialized_end=1178
+  _globals['_SLICECOSTS']._serialized_start=1180
+  _globals['_SLICECOSTS']._serialized_end=1275
+  _globals['_ARTIFACTPROGRESS']._serialized_start=1277
+  _globals['_ARTIFACTPROGRESS']._serialized_end=1380
+  _globals['_STAGESERVING']._serialized_start=1382
+  _globals['_STAGESERVING']._serialized_end=1445
+  _globals['_STAGEPREPARED']._serialized_start=1448
+  _globals['_STAGEPREPARED']._serialized_end=1583
+  _globals['_STAGEFAILURE']._serialized_start=1585
+  _globals['_STAGEFAILURE']._serialized_end=1631
+  _globals['_LAYERCHANGE']._serialized_start=1633
+  _globals['_LAYERCHANGE']._serialized_end=1722
+  _globals['_JOINRESPONSE']._serialized_start=1725
+  _globals['_JOINRESPONSE']._serialized_end=2120
+  _globals['_ARTIFACTFILE']._serialized_start=2122
+  _globals['_ARTIFACTFILE']._serialized_end=2200
+  _globals['_ENGINESETTINGS']._serialized_start=2203
+  _globals['_ENGINESETTINGS']._serialized_end=2505
+  _globals['_ENGINESETTINGS_MOREENTRY']._serialized_start=2462
+  _globals['_ENGINESETTINGS_MOREENTRY']._serialized_end=2505
+  _globals['_TELEMETRYORDER']._serialized_start=2508
+  _globals['_TELEMETRYORDER']._serialized_end=2637
+  _globals['_FETCHREQUEST']._serialized_start=2639
+  _globals['_FETCHREQUEST']._serialized_end=2701
+  _globals['_FETCHRESPONSE']._serialized_start=2703
+  _globals['_FETCHRESPONSE']._serialized_end=2748
+  _globals['_PIPELINESERVICE']._serialized_start=3032
+  _globals['_PIPELINESERVICE']._serialized_end=3184
 # @@protoc_insertion_point(module_scope)

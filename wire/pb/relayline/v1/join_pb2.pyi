@@ -113,20 +113,22 @@ class SurveySlice(_message.Message):
     def __init__(self, header: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., layer_bytes: _Optional[int] = ..., head_bytes: _Optional[int] = ..., budget_ms: _Optional[int] = ...) -> None: ...
 
 class HostMeasured(_message.Message):
-    __slots__ = ("slices", "round_trip_ns", "bytes_per_s", "failure", "took_ns", "in_service")
+    __slots__ = ("slices", "round_trip_ns", "bytes_per_s", "failure", "took_ns", "is_doubtful", "in_service")
     SLICES_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_NS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     TOOK_NS_FIELD_NUMBER: _ClassVar[int]
+    IS_DOUBTFUL_FIELD_NUMBER: _ClassVar[int]
     IN_SERVICE_FIELD_NUMBER: _ClassVar[int]
     slices: _containers.RepeatedCompositeFieldContainer[SliceCosts]
     round_trip_ns: int
     bytes_per_s: float
     failure: StageFailure
     took_ns: int
+    is_doubtful: bool
     in_service: float
-    def __init__(self, slices: _Optional[_Iterable[_Union[SliceCosts, _Mapping]]] = ..., round_trip_ns: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., took_ns: _Optional[int] = ..., in_service: _Optional[float] = ...) -> None: ...
+    def __init__(self, slices: _Optional[_Iterable[_Union[SliceCosts, _Mapping]]] = ..., round_trip_ns: _Optional[int] = ..., bytes_per_s: _Optional[float] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., took_ns: _Optional[int] = ..., is_doubtful: _Optional[bool] = ..., in_service: _Optional[float] = ...) -> None: ...
 
 class SliceCosts(_message.Message):
     __slots__ = ("decode", "prefill")

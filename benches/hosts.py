@@ -1,7 +1,7 @@
 """Four hosts, 1x, 1x, 2x and 4x as fast: a plan from what they measure, and equal shares. `python -m benches.hosts`.
 
 `relayline up` gets a manifest with four hosts of open layers, and this program starts their stages as somebody on each
-host would. All run on this machine. Their native steps are lengthened (deploy/testing/slowed): a step takes so many
+host would. All run on this machine. Their native steps are lengthened (benches/slowed): a step takes so many
 milliseconds for each layer, whatever else the machine does.
 
 The plan's tokens per second are compared with those of 8 streams in a closed loop. Then `relayline move` gives all

@@ -9,13 +9,13 @@ import functools
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from relayline.coordinator.engine.membership import Place
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
+from relayline.coordinator.engine.stage_curves import CurveTelling, OnCurves
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
@@ -23,17 +23,15 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.mover import CutModel, LayerMover, rebalancer_of
-from relayline.coordinator.joining.port import make_roster, serve_joining
+from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
 from relayline.coordinator.text.chat import ChatTemplate, read_template
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import run
-from relayline.wire.common.tasks import end_task
 from relayline.wire.links.security import address_of, check_connects
 from relayline.wire.links.tls_server import server_context
-from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
@@ -69,7 +67,7 @@ class ServeConfig:
     """Splits the model again where layers are to move; None: this process has no model file."""
     on_moved: Callable[[tuple[int, ...]], None] | None = None
     """Gets the cuts whenever layers have moved, on a thread of its own."""
-    on_curves: Callable[[Sequence[StageCurves]], None] | None = None
+    on_curves: OnCurves | None = None
     """Gets what the stages' steps cost with the layers that they have, once all serve; on a thread of its own."""
     planned: dict[str, Any] | None = None
     """Who got which layers and why, as GET /v1/pipeline tells it; None: nobody has said."""
@@ -100,22 +98,11 @@ class Joinable:
     enrol_address: str = ""  # host:port where hosts get their certificates; empty: nowhere
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StageCurves:
-    """What native steps of one stage cost with the layers that it has."""
-
-    name: str
-    layers: tuple[int, int]
-    decode: tuple[tuple[int, float], ...]
-    """(rows, ns), ascending; every row wants logits on the last stage."""
-    prefill: tuple[tuple[int, float], ...]
-
-
 def run_coordinator(
     config: ServeConfig,
     on_ready: Callable[[Ready], None],
     on_joinable: Callable[[Joinable], None] = lambda joinable: None,
-    on_member: Callable[[Place], None] = lambda place: None,
+    on_member: OnMember = lambda place: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain.
 
@@ -142,16 +129,14 @@ async def _serve(
     stopping: asyncio.Event,
     on_ready: Callable[[Ready], None],
     on_joinable: Callable[[Joinable], None],
-    on_member: Callable[[Place], None],
+    on_member: OnMember,
 ) -> None:
     check_connects(config.pipeline.addresses, config.pipeline.security, "the coordinator")
     file = load_pipeline(config.pipeline_dir, stages_here=config.join is not None)
     _check_count(config, file)
     check_artifact(config.pipeline_dir / file.tokenizer.file, file.tokenizer)
     tokenizer = Tokenizer.load(config.pipeline_dir / file.tokenizer.file)
-    joined = make_roster(config.join) if config.join is not None else None
-    if joined is not None:
-        joined.on_change = on_member
+    joined = make_roster(config.join, on_member) if config.join is not None else None
     model_id = config.pipeline.serving.model_id or file.model_name
     limits = _limits(config)
     chat = _chat_template(tokenizer, config.chat_template_file)
@@ -200,15 +185,14 @@ async def _serve(
             app[FACTS]["join"] = address
             names = tuple(stage.name for stage in config.join.stages)
             on_joinable(Joinable(address, url, names, enrol_address))
-
-        def ready() -> None:
-            has_chat = chat.source is not None
-            on_ready(Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, has_chat))
-            if config.on_curves is not None:
-                telling = asyncio.create_task(_tell_curves(pipeline, config.on_curves))
-                stack.push_async_callback(end_task, telling)
-
-        await _drive(pipeline, stopping, ready)
+        await _drive(
+            pipeline,
+            stopping,
+            lambda: on_ready(
+                Ready(url, model_id, len(file.stages), pipeline.n_lanes, pipeline.ctx_tokens, chat.source is not None)
+            ),
+            CurveTelling(pipeline, config.on_curves),
+        )
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
@@ -264,25 +248,9 @@ def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:
     return template(tokenizer.chat_template, for_tools=of_tools)
 
 
-async def _tell_curves(pipeline: Pipeline, on_curves: Callable[[Sequence[StageCurves]], None]) -> None:
-    """Hand over what the stages' steps cost, if all of them have measured it."""
-    names, file = pipeline.config.stage_names, pipeline.file
-    statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in pipeline.stages))
-    found = [
-        StageCurves(str(name), (held.layer_start, held.layer_end), _points(status.decode_curve),
-                    _points(status.prefill_curve))
-        for name, held, status in zip(names, file.stages, statuses, strict=False)
-        if status is not None and status.decode_curve
-    ]  # fmt: skip
-    if len(found) == len(file.stages):
-        await asyncio.to_thread(on_curves, found)
-
-
-def _points(points: Iterable[pb.CostPoint]) -> tuple[tuple[int, float], ...]:
-    return tuple((point.n_rows, float(point.cost_ns)) for point in points)
-
-
-async def _drive(pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable[[], None]) -> None:
+async def _drive(
+    pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable[[], None], telling: CurveTelling
+) -> None:
     serving = asyncio.create_task(pipeline.run(stopping))
     try:
         ready = asyncio.create_task(pipeline.ready.wait())
@@ -290,8 +258,10 @@ async def _drive(pipeline: Pipeline, stopping: asyncio.Event, on_ready: Callable
         ready.cancel()
         if not serving.done():
             on_ready()
+            telling.begin()
         await serving
     finally:
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(serving, return_exceptions=True)
+        await telling.close()

@@ -53,8 +53,7 @@ async def serve_survey(
     `slices`: what each stage measures, by its name. Yields the survey, and where (host:port) stages join and hosts
     enrol. `on_member` hears of every change of a stage's state until the block ends. Raises StartError, UsageError.
     """
-    roster = make_roster(config)
-    roster.on_change = on_member
+    roster = make_roster(config, on_member)
     service = SurveyService(config, roster, slices)
     async with _served(service, config, roster, security) as (address, enrol_address):
         try:
@@ -82,7 +81,9 @@ async def _served(
         listener.close()
 
 
-def make_roster(config: JoinConfig) -> JoinedRoster:
-    """Return the places that stages may take, all of them free."""
+def make_roster(config: JoinConfig, on_member: OnMember = lambda place: None) -> JoinedRoster:
+    """Return the places that stages may take, all of them free. `on_member` hears of every change of a place."""
     names = [stage.name for stage in config.stages]
-    return JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))
+    roster = JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))
+    roster.on_change = on_member
+    return roster

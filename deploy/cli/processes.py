@@ -221,8 +221,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
-    from relayline.deploy.cli.survey import announce_survey, planned_from_hosts, refiner
-    from relayline.deploy.launch.plan_file import read_plan
+    from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
@@ -257,8 +256,7 @@ def serve_command(**given: Any) -> None:
         chat_template_file=given["chat_template"],
         telemetry=telemetry,
         push_level=is_given("trace_level"),
-        planned=read_plan(given["plan_file"]),
-        on_curves=refiner(given["manifest"]),
+        **plan_facts(given),
     )
     run_coordinator(config, *_announcers(as_json=given["as_json"]))
 

@@ -14,7 +14,7 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.join_flags import coordinator_join, member_event
 from relayline.deploy.cli.options import security_from
-from relayline.deploy.launch.plan_file import write_plan
+from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
 from relayline.deploy.launch.survey import Planned, survey_and_plan
@@ -24,7 +24,7 @@ from relayline.wire.links.roles import Role
 from relayline.wire.links.security import host_of
 
 if TYPE_CHECKING:
-    from relayline.coordinator.serve import StageCurves
+    from relayline.coordinator.engine.stage_curves import StageCurves
     from relayline.deploy.manifest import Manifest
 
 Announce = Callable[[dict[str, Any]], None]
@@ -77,6 +77,11 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     given["join_listen"] = (given["join_listen"][0], _port(planned.join))
     if given["enrol_listen"] is not None:
         given["enrol_listen"] = (given["enrol_listen"][0], _port(planned.enrol))
+
+
+def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what the coordinator's configuration says of the plan: what is shown, and what refines the next one."""
+    return {"planned": read_plan(given["plan_file"]), "on_curves": refiner(given["manifest"])}
 
 
 def refiner(manifest: Manifest | None) -> Callable[[Sequence[StageCurves]], None] | None:

@@ -12,22 +12,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.model.cuts import balanced_cuts
-from relayline.coordinator.model.inspection import check_support, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import arrange, stage_directory
 from relayline.deploy.launch.backoff import RestartPolicy
+from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_hosts
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, RotatedFile
 from relayline.deploy.launch.mend import Mend, later_mender, mender
 from relayline.deploy.launch.plan import LaunchPlan
-from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import (
     Prepared,
     Split,
-    check_last_layer,
     find_model,
     planned_cuts,
     prepare,
@@ -37,11 +34,8 @@ from relayline.deploy.launch.prepare import (
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.state import StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
-from relayline.deploy.launch.survey import told_of, wants_survey
 from relayline.deploy.manifest import Manifest, is_local
-from relayline.deploy.planning.known_hosts import forget_hosts
 from relayline.deploy.planning.shared import gpu_sharing
-from relayline.deploy.planning.told import lines_of
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.process import first_of
 from relayline.wire.links.roles import Role
@@ -147,11 +141,7 @@ def ready_to_start(what: Launch, directory: StateDir) -> Ready:
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
-    if what.measure and not what.is_again:
-        forget_hosts(manifest, model)
-    if wants_survey(manifest, model, measure=what.measure):
-        check_splits(model, len(manifest.stages))
-        check_last_layer(manifest, model)
+    if waits_for_hosts(manifest, model, what.measure, is_again=what.is_again):
         manifest = with_credentials(manifest, directory.tls)
         found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
     else:
@@ -162,13 +152,6 @@ def ready_to_start(what: Launch, directory: StateDir) -> Ready:
     for line in gpu_sharing(manifest):
         log.warning("%s", line)
     return found
-
-
-def check_splits(model: Path, n_stages: int) -> None:
-    """Check that a model can be split into so many stages. Raises as `split_model`."""
-    facts = inspect_model(model)
-    check_support(facts, experimental=False)
-    balanced_cuts(facts, n_stages)
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:
@@ -197,7 +180,7 @@ def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
         split_flags = ("--pipeline", str(pipeline_dir.absolute())) if what.split_dir is not None else ()
         model = find_model(ready.manifest)
         mend = mender(model, pipeline_dir, file)
-        write_plan(directory.plan, told_of(ready.manifest, model))
+        keep_plan(ready.manifest, model, directory.plan)
     plan = arrange(ready.manifest, what.source, directory.manifest, what.log_flags, split_flags)
     return plan, mend
 
@@ -244,7 +227,8 @@ def launch(
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
         plan, mend = plan_of(what, directory)
-        say_plan(what.manifest, directory, emit)
+        if (said := plan_event(what.manifest, directory.plan)) is not None:
+            emit(said)
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
@@ -260,13 +244,6 @@ def launch(
             # In the background nothing else would keep what went wrong.
             file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
             raise
-
-
-def say_plan(manifest: Manifest, directory: StateDir, emit: Emit) -> None:
-    """Tell who gets which layers and why, where there was something to choose between hosts and a plan is made."""
-    said = read_plan(directory.plan)
-    if said is not None and None in manifest.fixed_cuts() and not all(stage.is_local for stage in manifest.stages):
-        emit({"event": "planned", "message": "\n".join(lines_of(said)), "plan": said})
 
 
 async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit) -> None:

@@ -7,9 +7,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayline.deploy.testing.paths import DEPLOY
+from relayline.deploy.testing.paths import ROOT
 
-SLOWED = DEPLOY / "testing" / "slowed"
+SLOWED = ROOT / "benches" / "slowed"
 """In PYTHONPATH it makes a stage's steps take SLOWED_LAYER_MS milliseconds for each layer."""
 CTX_TOKENS = 512
 MANIFEST = """

@@ -189,9 +189,8 @@ def _variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[V
 
 
 def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
-    from relayline.coordinator.planner.memory import MIB, usual_lanes
+    from relayline.deploy.launch.lanes import lowered_lanes
     from relayline.deploy.planning.shared import gpu_sharing
-    from relayline.wire.settings.table import EngineSettings
 
     notes = []
     sources = {host.speed.source for host in instance.hosts}
@@ -206,12 +205,7 @@ def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[s
         notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
     if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
         notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
-    n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
-    if n_lanes == manifest.engine.n_lanes < EngineSettings().n_lanes:
-        state_mib = sum(facts.state_bytes_per_lane) / MIB
-        notes.append(
-            f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless context.lanes says"
-        )
+    notes += lowered_lanes(manifest, facts)
     notes += gpu_sharing(manifest)
     threads = {host.machine: 0 for host in instance.hosts}
     for host in instance.hosts:

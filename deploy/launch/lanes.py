@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from relayline.coordinator.model.inspection import inspect_model
-from relayline.coordinator.planner.memory import usual_lanes
+from relayline.coordinator.model.inspection import ModelFacts, inspect_model
+from relayline.coordinator.planner.memory import MIB, usual_lanes
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
@@ -24,3 +24,13 @@ def with_usual_lanes(manifest: Manifest) -> Manifest:
         return manifest
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
     return override(manifest, {"context.lanes": n_lanes}) if n_lanes < manifest.engine.n_lanes else manifest
+
+
+def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
+    """Return a line that says why there are fewer lanes than usual; none where there are as many, or somebody says."""
+    n_usual = EngineSettings().n_lanes
+    n_lanes = usual_lanes(facts.state_bytes_per_lane, n_usual)
+    if manifest.engine.n_lanes != n_lanes or n_lanes >= n_usual:
+        return []
+    state_mib = sum(facts.state_bytes_per_lane) / MIB
+    return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless context.lanes says"]

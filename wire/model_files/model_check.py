@@ -123,6 +123,8 @@ def is_elementwise(tensor: Tensor) -> bool:
     name = tensor.name
     if "gate_inp" in name and name.endswith(".weight"):  # a product with one row where there is one shared expert
         return False
+    if "conv1d" in name or name.endswith("conv.weight"):  # ggml_ssm_conv asserts it
+        return True
     return math.prod(tensor.dims[1:]) == 1 or "norm" in name or not name.endswith(".weight")
 
 

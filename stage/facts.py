@@ -26,8 +26,8 @@ class StageFacts:
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
     kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
-    place: pb.Place = dataclasses.field(default_factory=pb.Place)  # on what it computes
-    name: str = ""  # what its credential says which stage it is; empty without one
+    place: pb.Place = dataclasses.field(default_factory=pb.Place)  # the place where it computes
+    name: str = ""  # the stage name in its credential; empty without one
 
     def describe(self) -> pb.DescribeResponse:
         """Return the answer to Describe: the stage's layers, its limits, and the present cost of its steps."""

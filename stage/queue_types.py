@@ -68,7 +68,7 @@ class QueuedFrame:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What one native decode will run, and how it came to be."""
+    """The content of one native decode, and how it was chosen."""
 
     controls: list[QueuedFrame]  # applied first, in order
     frames: list[QueuedFrame]  # one per session

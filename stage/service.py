@@ -268,7 +268,7 @@ class StageService:
             raise retold(error, f"stage {artifact.stage_index}") from error
 
     async def _end_route(self, route: Route, reason: RelaylineError | None = None) -> None:
-        """End an epoch; what it holds stays for a while. The caller holds the configuring lock."""
+        """End an epoch; its lanes stay for a while. The caller holds the configuring lock."""
         if self._routes.get(route.route_id) is not route:
             return
         route.end(reason)

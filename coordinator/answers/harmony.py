@@ -251,7 +251,7 @@ def _before(rules: Rules, is_thinking: bool) -> str:
 
 
 def cleaned(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a turn of the assistant that came back raw, with its channels in the text, as one whose parts are told.
+    """Return an assistant's raw turn, with its channels in the text, as a turn with separate parts.
 
     Clients keep such turns from completions without a chat. The model's template refuses them.
     """

@@ -392,7 +392,7 @@ def stage_cost(
 
 
 def place_of(said: pb.Place) -> Place:
-    """Return on what a stage says that it computes."""
+    """Return the place that a stage's description names."""
     gpus = {device.id: f"{device.name} ({device.description})" for device in said.devices}
     return Place(said.host_id, gpus, frozenset(said.cores), said.n_threads)
 

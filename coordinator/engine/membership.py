@@ -32,7 +32,7 @@ class Introduction:
     credential: Credential | None = None
     """What it has shown; None where links have no credentials."""
     memory_available_bytes: int = 0
-    """What new processes could have when it joined; 0: not told."""
+    """Memory available to new processes when it joined; 0: unknown."""
     processor: str = ""
     engine_version: str = ""
     """Of llama.cpp's binding."""

@@ -29,7 +29,7 @@ OnCurves = Callable[[Sequence[StageCurves]], None]
 
 
 class CurveTelling:
-    """Hands over a pipeline's curves, once. Event loop only; what takes them is called on a thread of its own."""
+    """Passes a pipeline's curves on, once. Event loop only; the receiver runs on a separate thread."""
 
     def __init__(self, pipeline: Pipeline, on_curves: OnCurves | None) -> None:
         self._pipeline, self._on_curves = pipeline, on_curves

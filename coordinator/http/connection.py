@@ -144,7 +144,7 @@ class Connection(web.RequestHandler):
         self.room = server.room
         self.unpacking = server.unpacking
         self.body_wire_bytes = 0
-        self.shaking: Shaking | None = None  # what it was before its TLS handshake was done
+        self.shaking: Shaking | None = None  # the protocol before its TLS handshake was done
         self.knock: Callable[[], None] | None = None  # of an answer that is being streamed
         # One request is parsed ahead of the one that is being answered: clients that send more wait.
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 0

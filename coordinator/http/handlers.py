@@ -59,7 +59,7 @@ class Handlers:
         return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """GET /metrics, for Prometheus; OpenMetrics and gzip for who accepts them."""
+        """GET /metrics, for Prometheus; OpenMetrics and gzip for clients that accept them."""
         observer = self._service.observer
         telemetry = {
             "exported_spans": observer.telemetry.exported_spans,

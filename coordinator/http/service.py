@@ -57,7 +57,9 @@ class Service:
         return msgspec.msgpack.decode(answer, type=Prepared)
 
     async def read_in(self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0) -> Prepared:
-        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are what it refers to."""
+        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
+        refers to.
+        """
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.
         ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens

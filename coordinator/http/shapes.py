@@ -105,7 +105,7 @@ class PromptProgress(Struct):
 
     @classmethod
     def of(cls, progress: generation.PromptProgress, time_ms: int) -> PromptProgress:
-        """Write what the pipeline tells."""
+        """Write the pipeline's events."""
         return cls(progress.n_total, progress.n_cached, progress.n_read, time_ms)
 
 

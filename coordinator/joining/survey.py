@@ -1,7 +1,7 @@
 """A survey: stages join before there is a plan, and each measures its host. Then a plan is made, and they join again.
 
-Every stage gets an order without an artifact (proto: Survey). It measures hollow slices of the model and its link, says
-what it found, and waits. The memberships end when the survey is closed.
+Every stage gets an order without an artifact (proto: Survey). It measures hollow slices of the model and its link,
+reports the results, and waits. The memberships end when the survey is closed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP_NS_MAX = 3_600 * 10**9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a stage found out about its host."""
+    """A stage's measurement of its host."""
 
     who: Introduction
     samples: tuple[Sample, ...] = ()
@@ -81,7 +81,7 @@ class SurveyService(MemberService):
         who = place.member if place is not None else None
         slices: Sequence[pb.SurveySlice] = self._slices.get(name, ())
         if who is not None and not who.measures:
-            # It would take this order for a mistake; so it comes again, and is planned by what it says of itself.
+            # It would take this order for a mistake. So it comes again, and is planned by its own description.
             self._note(name, HostReport(who, problem="its version measures nothing before there is a plan"))
             raise NotReadyError("there is no plan yet")
         return pb.JoinResponse(
@@ -120,13 +120,13 @@ class SurveyService(MemberService):
                     size_bytes = min(PIECE_BYTES, LINK_BYTES - offset)
                     await context.write(pb.FetchResponse(offset=offset, data=bytes(size_bytes)))
         except TimeoutError:
-            return  # what has come says how slow the link is
+            return  # the bytes received so far show how slow the link is
         except RelaylineError as error:
             await rpc.abort(context, error)
 
 
 def report_of(who: Introduction, found: pb.HostMeasured, slices: Sequence[pb.SurveySlice]) -> HostReport:
-    """Read what a stage measured. Raises ProtocolError for what cannot be a measurement."""
+    """Read a stage's measurement. Raises ProtocolError for values that cannot be one."""
     link = None
     if found.round_trip_ns and found.bytes_per_s > 0:
         link = Link(found.round_trip_ns, found.bytes_per_s)

@@ -137,7 +137,8 @@ def _none_needed(_: Metadata) -> Needed:
     return ()
 
 
-# Values that each layer takes for each token, beside the row: stage 0 computes those of all layers and sends them on.
+# Further inputs that each layer takes for each token, besides the row: stage 0 computes those of all layers and sends
+# them on.
 LAYER_INPUT_WIDTH = "embedding_length_per_layer_input"
 # Layers at the beginning that look their experts up by token id.
 HASH_LAYERS = "hash_layer_count"
@@ -181,7 +182,7 @@ class Family:
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
     dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
     enters_inside: bool = False  # stages write rows into the graph, behind what it does with embeddings
-    layer_inputs: Callable[[Metadata], int] = _none_of_them  # values that each layer takes beside the row
+    layer_inputs: Callable[[Metadata], int] = _none_of_them  # inputs of each layer besides the row
     hash_layers: Callable[[Metadata], int] = _none_of_them  # layers at the beginning that go by token ids
     sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without cells of their own
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0

@@ -257,7 +257,7 @@ def minicpm_overrides(facts: Metadata) -> Overrides:
 
 
 def layer_inputs(facts: Metadata) -> int:
-    """Return how many values each layer takes beside the row, looked up by token and computed from its embedding."""
+    """Return how many further inputs each layer takes, looked up by token and computed from its embedding."""
     return facts.integer(LAYER_INPUT_WIDTH) or 0
 
 

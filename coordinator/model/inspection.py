@@ -82,7 +82,7 @@ class ModelFacts:
     n_layers: int
     n_prediction_layers: int  # multi-token prediction blocks at the end, which are left out of every stage
     n_embd: int
-    row_widths: tuple[int, ...]  # per layer: values of each row that enters it, with what is beside it
+    row_widths: tuple[int, ...]  # per layer: values of each row that enters it, sidebands included
     sidebands: Sidebands  # what that is
     sharing_layers: int  # at the end, which attend to the cells of earlier ones
     n_heads: tuple[int, ...]
@@ -296,7 +296,7 @@ def _sidebands_of(family: Family, facts: Metadata) -> Sidebands:
 
 
 def _sidebands(model: GgufModel, n_embd: int, family: Family, facts: Metadata) -> Sidebands:
-    """Return what goes beside rows. Raises ModelFileError for tables that are not as llama.cpp takes them."""
+    """Return the sidebands of rows. Raises ModelFileError for tables that llama.cpp would not take."""
     found = _sidebands_of(family, facts)
     try:
         found.check(model.tensors, n_embd)

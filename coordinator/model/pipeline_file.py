@@ -50,7 +50,7 @@ class StageFile(msgspec.Struct, frozen=True):
     layer_start: int
     layer_end: int
     row_width: int = 0  # values of each row that enters, of stage 0 each looked-up one; 0: the model's n_embd
-    sideband_values: int = 0  # how many of these are beside the row: inputs of layers that are still to come
+    sideband_values: int = 0  # how many of these are sidebands: inputs of later layers
 
 
 class PipelineFile(msgspec.Struct, frozen=True):

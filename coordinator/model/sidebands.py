@@ -1,11 +1,12 @@
-"""What stage 0 looks up or computes from token ids besides embeddings, and where an artifact says so. Pure.
+"""Sidebands: values that stage 0 looks up or computes from token ids besides embeddings, and their metadata in an
+artifact. Pure.
 
-Two families know tokens behind their embedding. Layers of gemma4's E2B and E4B take inputs of their own: stage 0 makes
-them for all layers and they travel beside the row, each stage taking its part. The first layers of deepseek4 look
-their experts up by token id: these layers are on stage 0, and nothing travels.
+Two families use token ids after the embedding. Layers of gemma4's E2B and E4B take inputs of their own: stage 0 makes
+them for all layers, and they travel with the row; each stage takes its part. The first layers of deepseek4 look their
+experts up by token id: these layers are on stage 0, and nothing travels.
 
-The tables lie behind stage 0's embedding table, where llama.cpp does not look. In their places slices have zeros, whose
-products are written over in the running graph (stage/engine/row_parts.py).
+The tables are behind stage 0's embedding table, where llama.cpp does not look. Slices have zeros in their places, and
+the products of these zeros are overwritten in the running graph (stage/engine/row_parts.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _F32_ID, _I32_ID = 0, 26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sidebands:
-    """What goes beside the rows of one model: nothing, for most."""
+    """The sidebands of one model's rows: none, for most models."""
 
     n_layers: int
     n_vocab: int
@@ -45,18 +46,18 @@ class Sidebands:
         return bool(self.layer_inputs or self.hash_layers)
 
     def values_into(self, layer: int) -> int:
-        """Return how many values a row has beside it where it enters a layer, of stage 0 those looked up for it."""
+        """Return the number of sideband values of a row that enters a layer; for stage 0, of the values looked up."""
         looked_up = self.hash_layers * self.n_experts_used if layer == 0 else 0
         return self.layer_inputs * (self.n_layers - layer) + looked_up
 
     def tables(self) -> dict[str, str]:
-        """Return what is appended to stage 0: name in its metadata -> name of the tensor."""
+        """Return the tables appended to stage 0: name in its metadata -> name of the tensor."""
         hashed = {f"hash.{layer}": f"blk.{layer}.{EXPERTS_BY_TOKEN}" for layer in range(self.hash_layers)}
         inputs = {f"layer_inputs.{name}": tensor for name, tensor in _LAYER_TABLES.items()} if self.layer_inputs else {}
         return {**inputs, **hashed}
 
     def size_bytes(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return what the tables outside the blocks take, beside the embedding table."""
+        """Return the bytes of the tables outside the blocks, besides the embedding table."""
         return sum(tensors[name].size_bytes for name in _LAYER_TABLES.values()) if self.layer_inputs else 0
 
     def check(self, tensors: Mapping[str, Tensor], n_embd: int) -> None:
@@ -77,7 +78,7 @@ class Sidebands:
                 raise ModelFileError(f"tensor {name} is {tensors[name].type_name}")
 
     def entries(self, is_first: bool) -> list[bytes]:
-        """Return what a stage's metadata says, without where the tables are."""
+        """Return a stage's metadata, without the places of the tables."""
         found = []
         if self.layer_inputs:
             found.append(encode_entry("relayline.layer_inputs.width", U32, self.layer_inputs))

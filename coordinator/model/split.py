@@ -132,7 +132,7 @@ class HollowSlice:
 
 
 def hollow_slices(source: Path, wanted: Iterable[tuple[tuple[int, ...], int]]) -> Iterator[HollowSlice]:
-    """Yield a hollow slice for each (cuts, stage index): for hosts that measure it and have nothing of the model.
+    """Yield a hollow slice for each (cuts, stage index): for hosts that measure the model before they have any of it.
 
     Raises ModelFileError, UnsupportedArchitectureError, CutError.
     """

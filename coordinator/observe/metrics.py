@@ -24,7 +24,7 @@ class _Description:
 def render(described: dict[str, Any], requests: CollectorRegistry | None = None, accept: str = "") -> tuple[bytes, str]:
     """Return the exposition of one `Generator.describe()`, with the metrics of requests, and its content type.
 
-    `accept` is what the client's header of this name says: who names OpenMetrics gets it.
+    `accept` is the client's header of this name: a client that names OpenMetrics gets it.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Description(described))

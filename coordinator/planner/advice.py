@@ -1,7 +1,7 @@
-"""Whether spanning pays, what limits, and what would fit: a plan's advice in plain sentences. Pure.
+"""Advice of a plan in plain sentences: whether spanning pays, what limits, and what would fit. Pure.
 
-Each sentence rests on a plan that was searched with what it speaks of: one machine alone, two pipelines side by side,
-links without delay, another quantisation, a longer context.
+Each sentence rests on a plan that was searched for it: one machine alone, two pipelines side by side, links without
+delay, another quantisation, a longer context.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from relayline.coordinator.planner.whatif import largest
 
 SEARCH_SIZE_MAX = 400  # stages x layers up to which pairs of pipelines are looked for: each takes two searches
 PAIR_HOSTS_MAX = 6  # there are 31 pairs of six hosts
-PAIR_GAIN = 1.1  # from which on two pipelines are told of
-ALONE_TOLD = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is told of
+PAIR_GAIN = 1.1  # from which on two pipelines are recommended
+ALONE_TOLD = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is recommended
 LINK_GAIN = 1.1
 CTX_STEP = 256
 NO_DELAY = Link(0, 1e12)

@@ -7,7 +7,7 @@ import dataclasses
 from relayline.coordinator.planner.instance import Instance, ModelShape
 from relayline.coordinator.planner.search import Room
 
-# Bits of a weight in files as they are usually made, with what they keep in higher precision.
+# Bits of a weight in typical files, including their tensors of higher precision.
 QUANTISATIONS = (("F16", 16.0), ("Q8_0", 8.5), ("Q6_K", 6.6), ("Q5_K_M", 5.7), ("Q4_K_M", 4.85), ("Q3_K_M", 3.9),
                  ("Q2_K", 3.0))  # fmt: skip
 QUANT_STEP = 1.08  # a file is named as larger or smaller only if it clearly is

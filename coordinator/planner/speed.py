@@ -39,7 +39,7 @@ class Speed:
     source: str = "declared"
     """measured, calibrated, declared or estimated: how much to trust it."""
     in_service: float = STEP_IN_SERVICE
-    """How long a step takes in service, as a multiple of what the curves say."""
+    """The time of a step in service, as a multiple of the curves' time."""
 
     @functools.cached_property
     def _layer_curve(self) -> CostCurve:

@@ -382,7 +382,7 @@ class GroupPlanner:
 
 
 def _by_device(stages: Sequence[StageCost]) -> _Devices:
-    """Return the stages of each device; a stage that says none has one of its own."""
+    """Return the stages of each device; a stage without a known device has its own."""
     found: dict[tuple[int, int], list[StageCost]] = {}
     for at, stage in enumerate(stages):
         found.setdefault((stage.device, 0) if stage.device >= 0 else (-1, at), []).append(stage)

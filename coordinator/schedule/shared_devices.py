@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """On what a stage computes."""
+    """The place where a stage computes."""
 
     host: str
     """Of its host and of no other; empty: not known, and then it shares nothing."""

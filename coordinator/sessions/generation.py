@@ -47,7 +47,7 @@ class SamplingParams:
 
     @property
     def looks_at_prompt(self) -> bool:
-        """Whether a pick depends on the prompt's tokens beside the logits."""
+        """Whether a pick depends on the prompt's tokens as well as the logits."""
         return self.number("repetition_penalty") != 1.0 or self.number("dry_multiplier") != 0.0
 
     @property
@@ -82,9 +82,9 @@ class GenerationRequest:
     ignore_eos: bool = False  # go on past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
-    prediction: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked up there too
-    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then nothing of it is copied
-    wants_progress: bool = False  # its reader is told how far the prompt has been read
+    prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
+    scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
+    wants_progress: bool = False  # its reader gets the progress of reading the prompt
 
 
 class PromptProgress(NamedTuple):
@@ -96,7 +96,7 @@ class PromptProgress(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What one lane does."""
+    """The activity of one lane."""
 
     lane: int
     state: str  # "idle", or the session's own word

@@ -1,4 +1,4 @@
-"""What lanes do, and how far prompts have been read, as the HTTP side is told. Pure."""
+"""The lanes' activities, and the progress of prompts, for the HTTP side. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _busy(session: Session, *, may_draft: bool) -> Slot:
 
 
 def progress_of(session: Session, n_read: int) -> PromptProgress | None:
-    """Return what to tell of a prompt that has been read so far; None where nobody asked, or it was told before."""
+    """Return the progress of a prompt to report; None where no client asked, or it was reported before."""
     n_prompt = len(session.request.prompt_tokens)
     is_again = session.replays or session.n_generated > (n_read == n_prompt)
     if not session.request.wants_progress or is_again:

@@ -1,7 +1,7 @@
 """Estimates when a lane becomes free, from how long lanes were held recently. Pure.
 
-Before any lane was given back, the running requests are taken to go on at their pace to their limit of tokens. So a
-burst that meets a fresh coordinator is told of its line and not "in a second".
+Before any lane was given back, the estimate assumes that running requests continue at their pace to their limit of
+tokens. So a burst at a fresh coordinator gets a realistic time and not "in a second".
 """
 
 from __future__ import annotations

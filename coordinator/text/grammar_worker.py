@@ -79,7 +79,7 @@ def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
     fault = LLMatcher.validate_grammar(grammar, limits=_LIMITS)
     if fault:
         return fault
-    # Whether a model's tokens fit, stages say; what it costs to begin with it and to follow it, this.
+    # The stages check the model's tokens; this checks the cost of starting and following the grammar.
     nameless = _TOKEN.sub("<[256]>", grammar)
     for text in (grammar, nameless):
         matcher = LLMatcher(vocabulary, without_forcing(text), log_level=0, limits=_STAGE_LIMITS)
@@ -90,9 +90,9 @@ def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
 
 
 def _too_dear(begun: LLMatcher) -> str:
-    """Return why the grammar can't be followed within a stage's bounds, "" where it can at least on one of a few ways.
+    """Return why the grammar cannot be followed within a stage's bounds, "" if at least one of a few ways can be.
 
-    A stage would find out too, but amid an answer, and beside other streams.
+    A stage would find out too, but in the middle of an answer, at the cost of other streams.
     """
     fault = ""
     for seed in range(_WALKS):

@@ -1,4 +1,4 @@
-"""Whether a start plans at once or waits for what its hosts measure, and what it says of its plan."""
+"""Decides whether a start plans at once or waits for its hosts' measurements, and reports the plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from relayline.deploy.planning.told import lines_of
 
 
 def waits_for_hosts(manifest: Manifest, model: Path, measure: bool | None, *, is_again: bool) -> bool:
-    """Return whether hosts are surveyed before the model is split; then that it can be is checked here.
+    """Return whether hosts are surveyed before the model is split; then check here that it can be.
 
-    `measure` as in `wants_survey`. `is_again`: a command just before has forgotten what is to be measured anew. Raises
-    as `split_model`, and UsageError for a last range that does not end where the model does.
+    `measure` as in `wants_survey`. `is_again`: a command just before has forgotten the earlier measurements. Raises as
+    `split_model`, and UsageError for a last range that does not end with the model.
     """
     if measure and not is_again:
         forget_hosts(manifest, model)
@@ -33,7 +33,7 @@ def waits_for_hosts(manifest: Manifest, model: Path, measure: bool | None, *, is
 
 
 def keep_plan(manifest: Manifest, model: Path, path: Path) -> None:
-    """Keep what is told of a manifest whose layers are all fixed. Raises UsageError."""
+    """Keep the description of a manifest whose layers are all fixed. Raises UsageError."""
     write_plan(path, told_of(manifest, model))
 
 

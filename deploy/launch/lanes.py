@@ -11,9 +11,9 @@ from relayline.wire.settings.table import EngineSettings
 
 
 def with_usual_lanes(manifest: Manifest) -> Manifest:
-    """Return a manifest as somebody wrote it, with the lanes that its model allows if it says nothing of them.
+    """Return a user's manifest with the lanes that its model allows, if it does not set them.
 
-    A model that is not here, or cannot be read, changes nothing: what needs it says so.
+    A model that is elsewhere, or cannot be read, changes nothing: its next reader reports the problem.
     """
     path = manifest.model_path
     if "lanes" in manifest.spec.context.model_fields_set or path is None or not path.exists():

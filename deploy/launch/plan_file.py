@@ -11,7 +11,7 @@ log = logging.getLogger("relayline.up")
 
 
 def write_plan(path: Path, said: dict[str, Any]) -> None:
-    """Keep what is told of a plan. A disk that is full is no error."""
+    """Keep a plan's description. A full disk is no error."""
     try:
         path.write_text(json.dumps(said, indent=1) + "\n")
     except OSError as error:
@@ -19,7 +19,7 @@ def write_plan(path: Path, said: dict[str, Any]) -> None:
 
 
 def read_plan(path: Path | None) -> dict[str, Any] | None:
-    """Return what was told of a plan; None where nothing was kept."""
+    """Return a plan's description; None where none was kept."""
     try:
         found = json.loads(path.read_text()) if path is not None else None
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """The first start over several hosts: they join and measure themselves, then a plan is made, and then the split.
 
-`up` leaves the layers open in the manifest that the coordinator reads. The coordinator surveys the hosts, plans, splits
-the model, notes all in that manifest, and goes on as with any other. What the hosts told is kept: the next start plans
+`up` leaves the layers open in the coordinator's manifest. The coordinator surveys the hosts, plans, splits the model,
+records the result in that manifest, and continues as with any other. The hosts' reports are kept: the next start plans
 at once.
 """
 
@@ -46,7 +46,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """What came of a survey."""
+    """The result of a survey."""
 
     manifest: Manifest
     """With the layers of each stage."""
@@ -80,7 +80,9 @@ def wants_survey(manifest: Manifest, model: Path, *, measure: bool | None) -> bo
 
 
 def survey_slices(model: Path, n_stages: int) -> list[pb.SurveySlice]:
-    """Return what a host measures: some layers, fewer, and the last ones with the head. Raises as `inspect_model`."""
+    """Return the slices that a host measures: some layers, fewer, and the last ones with the head. Raises as
+    `inspect_model`.
+    """
     facts = inspect_model(model)
     wanted = list(slices_for(facts, min(sum(facts.layer_bytes) / n_stages, SLICE_BYTES_MAX)))
     found = [_order(each) for each in hollow_slices(model, wanted) if each.head_bytes <= HEAD_BYTES_MAX]
@@ -108,10 +110,11 @@ async def survey_and_plan(
     tell: Tell,
     stopping: asyncio.Event,
 ) -> tuple[Planned, dict[str, Any]] | None:
-    """Wait for the hosts, plan from what they measured, split the model. Returns also what is told of the plan.
+    """Wait for the hosts, plan from their measurements, split the model.
 
-    `tell` gets the events `surveying`, `planned` and `splitting`. None once `stopping` is set. Raises UsageError where
-    nothing fits, StartError, ArtifactError, and what a model that cannot be read raises.
+    Returns also the plan's description. `tell` gets the events `surveying`, `planned` and `splitting`. None once
+    `stopping` is set. Raises UsageError where nothing fits, StartError, ArtifactError, and the errors of a model that
+    cannot be read.
     """
     model = manifest.model_path
     assert model is not None
@@ -152,9 +155,9 @@ async def survey_and_plan(
 
 
 def _plan(manifest: Manifest, model: Path, reports: dict[str, HostReport]) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Keep what hosts told and plan from it; returns the cuts and what is told of them."""
+    """Keep the hosts' reports and plan from them; returns the cuts and their description."""
     known: dict[str, KnownHost] = known_hosts(manifest, model)
-    # A host whose speed was known already told its link and memory of today alone.
+    # A host with a known speed has reported only today's link and memory.
     fresh = [report for name, report in reports.items() if report.samples or name not in known]
     known |= remember_hosts(manifest, model, fresh)
     facts: ModelFacts = inspect_model(model)
@@ -173,7 +176,7 @@ async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tel
 
 
 def told_of(manifest: Manifest, model: Path) -> dict[str, Any]:
-    """Return what is told of a manifest whose layers are all fixed. Raises UsageError."""
+    """Return the description of a manifest whose layers are all fixed. Raises UsageError."""
     known, facts = known_hosts(manifest, model), inspect_model(model)
     instance = instance_of(manifest, facts, known=known)
     cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)

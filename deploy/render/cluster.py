@@ -1,6 +1,5 @@
-"""What a cluster is asked for beside the pipeline's own pods: network policies, certificates, monitoring, model files.
-
-All of it is optional but the network policies. cert-manager and the Prometheus operator have resource types of their
+"""The objects of a cluster besides the pipeline's own pods: network policies, certificates, monitoring, model files.
+Only the network policies are made by default. cert-manager and the Prometheus operator have resource types of their
 own, so their objects are rendered only where the manifest asks for them.
 """
 

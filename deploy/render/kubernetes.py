@@ -106,7 +106,7 @@ def pod_metadata(pipeline: Inside, component: str, extra: Mapping | None = None)
 
 
 def surroundings(pipeline: Inside) -> list[tuple[str, Mapping]]:
-    """Return what the cluster is asked for beside the pods, but for certificates."""
+    """Return the cluster's objects besides the pods and certificates."""
     name, found = pipeline.manifest.name, []
     if pipeline.manifest.spec.deployment.network_policy:
         coordinator = metadata(pipeline, f"{name}-{pods.COORDINATOR}", pods.COORDINATOR)

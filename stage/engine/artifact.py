@@ -50,10 +50,10 @@ class TableSection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What each layer takes beside its row, of models whose layers do."""
+    """The inputs of each layer besides its row, in models that have such inputs."""
 
     width: int  # values for each layer and row
-    epsilon: float = 0.0  # stage 0 only, as what follows: of the norm of what is computed from embeddings
+    epsilon: float = 0.0  # stage 0 only, like the next ones: epsilon of the norm over values computed from embeddings
     tokens: TableSection | None = None  # rows by token: of `width` values for every layer of the model
     product: TableSection | None = None  # what embeddings are multiplied with, as wide
     norm: TableSection | None = None  # f32 [width]
@@ -80,7 +80,7 @@ class StageArtifact:
     path: Path
     architecture: str
     n_embd: int
-    width_in: int  # values of each hidden row that enters, with those beside it; of stage 0, of a looked-up one
+    width_in: int  # values of each hidden row that enters, sidebands included; on stage 0, of a looked-up row
     width_out: int  # and that leaves
     n_vocab: int  # of the source model, whichever stage this is
     stage_index: int
@@ -93,7 +93,7 @@ class StageArtifact:
     embedding: EmbeddingSection | None  # stage 0 only
     long_rope: LongRope | None = None  # of models with two sets of rope factors
     output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
-    layer_inputs: LayerInputs | None = None  # beside each row
+    layer_inputs: LayerInputs | None = None  # for each row
     hashed: HashedExperts | None = None  # stage 0 only
     n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none
 
@@ -252,7 +252,7 @@ def open_artifact(path: Path) -> StageArtifact:
 
 
 def _check_widths(artifact: StageArtifact) -> None:
-    """Raise ArtifactError unless a row has place for all that is said to be beside it."""
+    """Raise ArtifactError unless a row has room for all stated sidebands."""
     if artifact.layer_inputs is None and artifact.hashed is None:
         return
     width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0

@@ -3,9 +3,9 @@
 Captured is the tensor that llama.cpp names `l_out-<last layer>`, in some families otherwise: the residual stream after
 the last layer of the slice, before the final norm. The graph stops there, so norm and head are never computed.
 
-A later stage is given rows as embeddings. Some families do more with an embedding before their first layer than a row
-of an earlier stage may go through again: then the rows are written over the node behind it. So is what layers take
-beside a row.
+A later stage is given rows as embeddings. Some families change an embedding before their first layer, which a row of an
+earlier stage must not go through again. For them the rows are written over the node behind that change. Sidebands, the
+further inputs of layers, are written over nodes too.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def _library() -> ctypes.CDLL:
 
 
 class RowCapture:
-    """Copies the rows of one tensor into `destination` during each decode, and writes others over by what comes in.
+    """Copies the rows of one tensor into `destination` during each decode, and overwrites other tensors with incoming
+    rows. destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context.
 
-    destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context. So do the
-    sources of the entries.
+    So must the sources of the entries.
     """
 
     def __init__(

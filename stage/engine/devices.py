@@ -54,7 +54,7 @@ class Placed:
 
     held: tuple[Any, ...] = ()
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """By names in the stage's file, the device of each tensor that was told where to go."""
+    """By names in the stage's file, the device of each tensor with an explicit place."""
 
 
 def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found: Sequence[Device]) -> Placed:
@@ -119,7 +119,9 @@ def _listed(used: Sequence[Device]) -> str:
 
 
 def _elsewhere(settings: EngineSettings, artifact: StageArtifact, found: Sequence[Device]) -> dict[str, str]:
-    """Return the device of each tensor that is told where to go: the first pattern counts, then the experts' rule."""
+    """Return the device of each tensor with an explicit place: the first matching pattern counts, then the experts'
+    rule.
+    """
     rules = read_overrides(settings.override_tensor) if settings.override_tensor else ()
     known = {device.name for device in found}
     for pattern, device in rules:
@@ -172,7 +174,7 @@ def _escaped(name: str) -> str:
 
 
 def count_elsewhere(placed: Placed, artifact: StageArtifact) -> dict[str, int]:
-    """Return the bytes of weights that were told where to go, by device."""
+    """Return the bytes of weights with an explicit place, by device."""
     counts: dict[str, int] = {}
     if placed.elsewhere:
         for tensor in read_header(artifact.path).tensors:

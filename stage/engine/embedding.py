@@ -1,8 +1,8 @@
 """Token embedding lookup of stage 0: rows of the quantised table, converted by ggml's own routine.
 
-llama.cpp's token path looks rows up with the same routine, so the result is equal to its result bit for bit. The
-table is memory-mapped: a token's row is paged in when it is first asked for. What goes beside a row comes from further
-tables (stage/engine/layer_inputs.py), or is looked up in the same way.
+llama.cpp's token path looks rows up with the same routine, so the result is equal to its result bit for bit. The table
+is memory-mapped: a token's row is paged in when it is first asked for. Sidebands of a row come from further tables
+(stage/engine/layer_inputs.py), or are looked up in the same way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class EmbeddingTable:
     """The tables of one stage-0 artifact. Read-only after construction; one thread at a time may look up."""
 
     def __init__(self, artifact: StageArtifact, n_threads: int = 1) -> None:
-        """Map them. Raises ArtifactError if the artifact has none or one does not fit into the file.
+        """Map them.
 
-        n_threads: for what is computed, not only looked up; no family but gemma4 needs it.
+        Raises ArtifactError if the artifact has none or one does not fit into the file. n_threads: for computed
+        sidebands; only gemma4 needs it.
         """
         section = artifact.embedding
         if section is None:

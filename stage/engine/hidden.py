@@ -1,8 +1,8 @@
 """The last stage's hidden rows: what its layers and its final norm give, before the head. For embeddings.
 
-They are copied out of the running graph, as a stage's rows for the next one are (`stage.engine.capture`), and only in
-steps that are to give them: in every other step the callback compares no name. It makes a GPU wait for it in every
-step, though, so there it is installed where people ask for it alone.
+They are copied out of the running graph, like a stage's rows for the next one (`stage.engine.capture`), and only in
+steps that need them. In every other step the callback compares no name. A GPU still waits for the callback in every
+step, so there it is installed only on request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Decoding(Protocol):
         """Run one step."""
 
     def clear(self, lane: int) -> None:
-        """Forget what a lane holds."""
+        """Drop a lane's rows."""
 
 
 NODE = "result_norm"  # llama.cpp's name for it, in the graphs of nearly all families

@@ -1,9 +1,9 @@
-"""What each layer of gemma4's E2B and E4B takes beside its row, computed at stage 0 for all layers.
+"""The inputs that each layer of gemma4's E2B and E4B takes besides its row, computed at stage 0 for all layers.
 
-As llama_model_gemma4::graph has it: what a product makes of the embedding, normed for each layer, and the token's own
-values for each layer, added up. llama.cpp does it on the processor, whatever its layers run on, and so does this, with
-ggml's own operations. In llama.cpp's graph of a slice it cannot be done: that knows the slice's layers alone, and looks
-tokens up only where it is given no embeddings.
+They follow llama_model_gemma4::graph: a product of the embedding, normalised for each layer, plus the token's own
+values for each layer. llama.cpp computes them on the processor, wherever its layers run, and so does this module, with
+ggml's own operations. llama.cpp's graph of a slice cannot do it: it knows only the slice's layers, and looks tokens up
+only without embeddings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relayline.stage.engine.artifact import StageArtifact, TableSection
 from relayline.stage.engine.table_rows import TableRows
 from relayline.wire.common.errors import ArtifactError, NativeError
 
-ROWS_AT_ONCE = 128  # bounds what is computed at once; steps of more rows go in parts
+ROWS_AT_ONCE = 128  # bounds the rows computed at once; steps of more rows go in parts
 _F32, _CPU = 0, 0  # enum ggml_type, enum ggml_backend_dev_type
 _GRAPH_NODES, _TENSORS = 16, 16
 
@@ -78,7 +78,7 @@ def _root(value: float) -> np.float32:
 
 
 class LayerInputTable:
-    """The tables of one stage-0 artifact, and a processor of its own to compute on. One thread at a time."""
+    """The tables of one stage-0 artifact, with a private ggml processor backend. One thread at a time."""
 
     _allocator = _buffer = _weights = _backend = 0  # what ggml holds for it
 

@@ -39,9 +39,9 @@ def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True) -> Cut:
 
     `sequential`: only lanes of consecutive numbers share a micro-batch.
 
-    Rows of one lane keep their order; a lane's rows need not stand together. Of orders with as few micro-batches that
-    is taken which keeps lanes of several rows (prompts) apart from those of one. Its arrays are not to be written to:
-    decode steps repeat themselves, and each that does gets what the one before it got.
+    Rows of one lane keep their order; a lane's rows need not be neighbours. Of several orders with equally few
+    micro-batches, the one that keeps lanes of several rows (prompts) apart from those of one is taken. Do not write to
+    its arrays: a repeated decode step gets the same ones again.
     """
     return _cut(tuple(lanes.tolist()), sequential)
 

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -> Any:
-    """Return a llama.cpp model for what the settings say of lanes and devices, which the caller frees.
+    """Return a llama.cpp model loaded with the settings of lanes and devices; the caller frees it.
 
     Raises UsageError (a device), ModelFileError (the file), NativeError (memory or a device) or LoadStoppedError.
     """

@@ -1,4 +1,4 @@
-"""On what a stage computes, as it tells in its handshake: its host, its GPUs or its cores."""
+"""The place where a stage computes, for its handshake: its host, its GPUs or its cores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a row of a stage is made of where it is more than a hidden row: which columns go into which node of the graph.
+"""The parts of a stage's row that is more than a hidden row, and the node of the graph for each.
 
-Behind the hidden row's columns follow, in this order: what the stage's own layers take beside it, what is for later
-stages, and on stage 0 the experts that its first layers use for the token. llama.cpp is given the hidden row as an
-embedding; the others are written over nodes that it computes from zeros.
+After the hidden row's columns come, in this order: the sidebands of the stage's own layers, those of later stages, and
+on stage 0 the experts that its first layers use for the token. llama.cpp gets the hidden row as an embedding. The other
+parts are written over nodes that it computes from zeros.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowParts:
         self.embeddings = rows  # what llama.cpp is given as such: zeros, never read, where rows are written
         if self.are_written or self.are_apart:
             self.embeddings = np.zeros((max_rows, artifact.n_embd), np.float32)
-        self.hidden = output_rows  # what the last layer gives
+        self.hidden = output_rows  # the last layer's output
         width, n_left = 0, artifact.source_layers - artifact.layer_start
         if artifact.layer_inputs is not None:
             width = artifact.layer_inputs.width
@@ -76,14 +76,13 @@ class RowParts:
         column = self._passed.stop
         for entry in self._experts:
             chosen = rows[:, column : column + self._n_used]
-            # What is no expert is a row of a test or a measurement; llama.cpp would abort.
+            # A value that is no expert is a row of a test or a measurement; llama.cpp would abort.
             entry.source[:n_rows, : self._n_used] = np.clip(np.nan_to_num(chosen), 0, self._n_experts - 1)
             column += self._n_used
 
     def pass_on(self, rows: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
-        """Write what leaves the stage, f32 [n, width_out], where it is more than what the last layer gives.
-
-        rows: what entered.
+        """Write the rows that leave the stage, f32 [n, width_out], where they are more than the last layer's output.
+        rows: those that entered.
         """
         if self.hidden.shape[1] == out.shape[1]:
             return

@@ -47,9 +47,9 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -> None:
-    """Do the survey that a membership's order asks for, and report it. Raises the loss of the coordinator.
+    """Do the survey that a membership's order asks for, and report it.
 
-    What cannot be measured here is said in the report.
+    Raises the loss of the coordinator. The report names the slices that cannot be measured here.
     """
     order, began_ns = member.order.survey, time.monotonic_ns()
     await member.report_progress(pb.ARTIFACT_PHASE_MEASURING, 0, 0)
@@ -101,7 +101,7 @@ async def _bytes_per_s(member: Member) -> float:
 async def _measure(
     report: pb.HostMeasured, slices: Sequence[pb.SurveySlice], settings: EngineSettings, cache: Path
 ) -> None:
-    """Measure hollow slices in a process of its own. Raises NativeError with what it said, OSError for the disk."""
+    """Measure hollow slices in a separate process. Raises NativeError with its message, OSError for the disk."""
     await asyncio.to_thread(cache.mkdir, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="survey-", dir=cache) as directory:
         arguments = [str(settings.n_threads), str(settings.gpu_layers), settings.kv_type]
@@ -120,7 +120,7 @@ async def _measure(
 
 def _write(path: Path, hollow: pb.SurveySlice) -> None:
     path.write_bytes(hollow.header)
-    os.truncate(path, hollow.size_bytes)  # what is not written reads as zeros
+    os.truncate(path, hollow.size_bytes)  # unwritten parts read as zeros
 
 
 async def _in_child(arguments: Sequence[str], limit_s: float) -> bytes:

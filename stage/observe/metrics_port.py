@@ -80,7 +80,7 @@ class _Connection(web.RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Give back what the connection held."""
+        """Release the connection's resources."""
         self._server.left(self)
         if self._deadline is not None:
             self._deadline.cancel()

@@ -120,7 +120,9 @@ class Constraint:
             self._matcher = self._restarted()
 
     def _restarted(self) -> LLMatcher:
-        """Return a matcher that has read what was said. (Its `rollback` goes one token too far behind an end token.)"""
+        """Return a matcher that has read the tokens so far. (Its `rollback` goes one token too far behind an end
+        token.)
+        """
         if len(self._said) < self._n_read:
             self._start, self._n_read = begin(self._vocabulary, self._grammar), 0
         # Sessions wait for it before they pick (stage.sampling.grammars.Holds).
@@ -131,9 +133,9 @@ class Constraint:
 
 
 def begin(vocabulary: LLTokenizer, grammar: str, said: Sequence[int] = (), *, take: bool = False) -> Future[LLMatcher]:
-    """Begin to make a grammar ready that has read what was said, if nobody has yet. `take`: nobody else will ask.
+    """Begin to prepare a grammar that has read the tokens so far, unless one is being prepared.
 
-    Raises InvalidRequestError for JSON that is none.
+    `take`: no other caller will ask for it. Raises InvalidRequestError for invalid JSON.
     """
     text = without_forcing(grammar)
     is_readable = 0 < len(said) <= GRAMMAR_TOKENS_MAX and max(said) < vocabulary.vocab_size

@@ -1,8 +1,9 @@
-"""DRY ("don't repeat yourself"): a token that would go on with what was said before costs more, the longer that is.
+"""DRY ("don't repeat yourself"): a token that would continue a repetition of earlier text is penalised, more for a
+longer repetition.
 
-The same as llama.cpp's sampler of this name, number for number (`llama_sampler_dry_apply`). Of the latest tokens, the
-prompt's included, those are looked at that end like the text does now; what followed them is penalised by
-multiplier x base ^ (length - allowed length). No repetition reaches over a sequence breaker. Pure.
+The same as llama.cpp's sampler of this name, number for number (`llama_sampler_dry_apply`). Among the latest tokens,
+the prompt's included, it finds places whose text ends like the present text. The token that followed there is penalised
+by multiplier x base ^ (length - allowed length). No repetition crosses a sequence breaker. Pure.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Dry:
 
 
 def _lengths(text: Sequence[int]) -> list[int]:
-    """Return for each place how much of the text's beginning stands there (the Z-algorithm)."""
+    """Return for each place the length of the text's beginning that is found there (the Z-algorithm)."""
     n, left, right = len(text), 0, 0
     lengths = [n] * n
     for at in range(1, n):

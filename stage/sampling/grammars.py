@@ -27,7 +27,7 @@ STACK_BYTES = (
     64 << 20
 )  # of a thread that grammars run in, as far as used: they recurse (coordinator/text/grammar_check.py)
 READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MAX as text
-READING_MAX = 1_024  # sessions' grammars that read what was said, and that their opens have not taken yet
+READING_MAX = 1_024  # sessions' grammars that have read their tokens, and that no open has taken yet
 N_THREADS = 2
 # With llguidance's own limits of time and memory, and errors without a dump of its state.
 LIMITS = LLParserLimits(
@@ -64,9 +64,10 @@ class Grammars:
         return found
 
     def read(self, vocabulary: LLTokenizer, grammar: str, said: Sequence[int], *, take: bool) -> Future[LLMatcher]:
-        """Return a matcher that has read what was said, begun when first asked. `take` forgets it here.
+        """Return a matcher that has read the session's tokens; the first call starts the work.
 
-        A thousand tokens take some 50 ms: too long for the decode thread, which reads none of them.
+        `take` removes it here. A thousand tokens take some 50 ms: too long for the decode thread, so other threads read
+        them.
         """
         key = (id(vocabulary), grammar, array.array("I", said).tobytes())
         with self._lock:
@@ -113,9 +114,9 @@ class Holds:
         begin: Callable[[str, Sequence[int]], Future[LLMatcher] | None],
         push: Callable[[list[QueuedFrame]], None],
     ) -> None:
-        """`begin` starts to make a grammar ready, which reads what was said; None where nothing follows one here.
+        """`begin` starts to prepare a grammar that reads the session's tokens; None where this stage does not sample.
 
-        `push` takes what was held.
+        `push` takes the frames that were held.
         """
         self._begin, self._push = begin, push
         self._held: dict[tuple[int, int], list[QueuedFrame]] = {}  # sessions that wait for one another share a list
@@ -134,7 +135,7 @@ class Holds:
     def _holds(self, frame: QueuedFrame) -> bool:
         key = frame.session_key
         grammar = frame.options.grammar if frame.options is not None else ""
-        if grammar and not self._held.get(key):  # else it opens once more, and comes behind what is held
+        if grammar and not self._held.get(key):  # otherwise it opens once more, behind the held frames
             self._open(key, grammar, frame.options.said if frame.options is not None else ())
             return False
         if not self._held:

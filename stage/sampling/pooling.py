@@ -1,6 +1,6 @@
 """How the hidden rows of one prompt become one embedding: their mean, the first one or the last one. Pure.
 
-A chunk of rows that comes twice in a row counts once. Whatever else does not follow on what came before is a gap.
+A chunk of rows that arrives twice counts once. Any other chunk that does not continue the earlier ones is a gap.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ CPU_TICK_NS = 10_000_000
 # Where no long lane can be made of lanes with cells of their own, steps correct this guess: of rows of 60 million
 # weights a layer (llama-1b), scores and values of a token are some 4,000 multiplications a layer, in kernels half as
 # quick.
-CONTEXT_PART = 1 / 6_000  # of a row is what a token of its context costs
-FURTHER_PART = 1 / 3  # and of that, what it costs every further row of a frame (seen: a fifth to a half)
+CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
+FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
 CACHE_VERSION = 10
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
@@ -387,7 +387,7 @@ def _key(engine: NativeEngine) -> str:
 
 
 def _told(settings: EngineSettings) -> tuple[str, ...]:
-    """Return what was said of the stage's devices; nothing where nothing was, so that known curves stay known."""
+    """Return the settings of the stage's devices; nothing where there are none, so that known curves stay valid."""
     said = [(entry, getattr(settings, entry.name)) for entry in entries(EngineSettings)]
     return tuple(f"{entry.name}={value}" for entry, value in said
                  if entry.name in DEVICE_SETTINGS and value != entry.default)  # fmt: skip

@@ -1,10 +1,10 @@
-"""Measures slices in a process of its own: `python -m relayline.stage.speed.host_probe THREADS GPU_LAYERS KV_TYPE
+"""Measures slices in a separate process: `python -m relayline.stage.speed.host_probe THREADS GPU_LAYERS KV_TYPE
 BUDGET_S ARTIFACT [BUDGET_S ARTIFACT]...`.
 
-The slices may have no weights (stage.joining.survey). Prints one JSON object: `slices` with (rows, ns) of `decode` and
-`prefill`, `in_service`, how long a step usually takes as a multiple of the quickest, and `is_doubtful`, whether other
-programs kept its threads from their cores all the time. A process of its own, because llama.cpp ends the one where an
-assertion of it fails, and keeps some memory for as long as that lives.
+The slices may have no weights (stage.joining.survey). Prints one JSON object. `slices` has (rows, ns) of `decode` and
+`prefill`. `in_service` is the usual time of a step as a multiple of the quickest. `is_doubtful` says that other
+programs kept its threads from their cores all the time. A separate process, because llama.cpp ends it when one of its
+assertions fails, and keeps some memory as long as it lives.
 """
 
 from __future__ import annotations

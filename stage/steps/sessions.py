@@ -43,9 +43,9 @@ class Sessions:
         self.broken: set[tuple[int, int]] = set()
 
     def begin_grammar(self, grammar: str, said: Sequence[int]) -> Future[LLMatcher] | None:
-        """Begin to make a grammar ready, and have it read what was said. Any thread.
+        """Begin to prepare a grammar, and have it read the session's tokens.
 
-        Returns None where nothing follows it here, or it is none.
+        Any thread. Returns None where this stage does not sample, or there is no grammar.
         """
         if self._vocabulary is None:
             return None

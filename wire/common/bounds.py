@@ -6,8 +6,8 @@ A bound that a user may lower is a configuration field whose default and ceiling
 from __future__ import annotations
 
 PROTOCOL_VERSION = 7  # raised on any incompatible change of the contract; checked in every handshake
-CALLS_PER_CONNECTION_MAX = 128  # under way at once; what a caller has more of waits at its end. Links have a few each
-HEALTH_CALLS_MAX = 128  # of a port, under way at once: whoever gets through the handshake may ask after its health
+CALLS_PER_CONNECTION_MAX = 128  # running calls; further calls of a caller wait at its end. Links have a few each
+HEALTH_CALLS_MAX = 128  # of a port, running calls: any peer that gets through the handshake may ask for its health
 
 N_EMBD_MAX = 32_768  # widest hidden state accepted; twice the widest open model of 2026
 ROWS_PER_ENVELOPE_MAX = 2_048  # rows of one native step, hence of one envelope; also the ceiling of --max-rows

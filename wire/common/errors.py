@@ -139,7 +139,7 @@ class ResponseNotFoundError(InvalidRequestError):
 
 
 class NotServedError(RelaylineError):
-    """The request asks for what this model, or the stages that serve it, cannot give."""
+    """The request asks for something that this model, or its stages, cannot give."""
 
     label, fault = "not_implemented", Fault.OPERATOR
 

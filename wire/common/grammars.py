@@ -1,4 +1,4 @@
-"""What a stage makes of a grammar's text before it follows it. Where grammars are tried beforehand it is the same."""
+"""The stage's own changes to a grammar's text. Grammars are tried beforehand with the same changes."""
 
 from __future__ import annotations
 

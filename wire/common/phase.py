@@ -49,7 +49,7 @@ class HostState(enum.StrEnum):
     WAITING = "waiting"
     """It has not been here yet."""
     STARTING = "starting"
-    """It runs, and has not said yet what it does."""
+    """It runs, and has not reported its state yet."""
     MEASURING = "measuring"
     """A stage measures its host, since there is no plan yet; or it has, and waits for the plan."""
     FETCHING = "fetching"

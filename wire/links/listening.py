@@ -70,7 +70,7 @@ class Listener:
         )
 
     def add_health(self) -> Health:
-        """Answer the standard health service on this port; returns what is told what to answer."""
+        """Answer the standard health service on this port; returns the object that holds the answer."""
         health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
         return health

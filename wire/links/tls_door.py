@@ -68,7 +68,7 @@ class Door:
             each.close()
 
     async def wait_closed(self) -> None:
-        """Return once nothing of it runs."""
+        """Return once none of its tasks runs."""
         for task in (*self._accepting, *self._shaking):
             await end_task(task)
 

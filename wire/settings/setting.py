@@ -59,7 +59,7 @@ class Setting:
     words: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     """Named values of a number, in addition to the numbers from low to high."""
     unsaid: Any = None
-    """What the order of a coordinator means that does not know the setting; None: the default."""
+    """The meaning of an order from a coordinator that does not know the setting; None: the default."""
     form: Callable[[str], Any] | None = None
     """Reads a text that is not empty; raises ValueError, which says how it is written, for one that it cannot read."""
     host_wins: bool = False

@@ -492,7 +492,7 @@ class TelemetrySettings(Settings):
     )
 
 
-# What is said of a stage's devices beside `gpu_layers`.
+# The settings of a stage's devices, besides `gpu_layers`.
 DEVICE_SETTINGS = ("devices", "split_mode", "tensor_split", "main_gpu", "n_cpu_moe", "override_tensor")
 
 TABLES = (EngineSettings, ServingSettings, TelemetrySettings)

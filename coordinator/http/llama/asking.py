@@ -1,7 +1,7 @@
 """From the body of POST /completion or /infill to a completion. For a body's worker.
 
-Fields that llama-server has and that would change an answer are taken, or refused in one line. What is left out has
-llama-server's default, which is not OpenAI's.
+llama-server's fields that would change an answer are taken, or refused in one line. An omitted field has llama-server's
+default, which is not OpenAI's.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def filled_in(tokenizer: Tokenizer, prefix: str, suffix: str, more: str = "", pa
 
 
 def said(read_: Read, plan: Plan, texts: list[str]) -> bytes:
-    """Return what the answer repeats, as msgpack."""
+    """Return the fields that the answer repeats, as msgpack."""
     sent = read_.wants
     settings = generation_settings(plan, sent, read_.body)
     return msgspec.msgpack.encode(
@@ -238,7 +238,7 @@ def _check_count(prompts: Sequence[str | list[int]], n: int, limits: HttpLimits)
 
 
 def _extra(chunks: Sequence[Chunk], tokenizer: Tokenizer, fill_in: FillIn) -> list[int]:
-    """Return what stands before the gap's file, as the models' makers have it (arXiv 2409.12186)."""
+    """Return the text before the gap's file, in the models' own format (arXiv 2409.12186)."""
 
     def plain(text: str) -> list[int]:
         return tokenizer.encode(text, add_special=False, parse_special=False, param="input_extra") if text else []

@@ -20,7 +20,7 @@ NO_SLOT = -1  # an answer may go through several lanes
 
 @dataclasses.dataclass(slots=True)
 class _Answer:
-    """What is known of one answer so far."""
+    """One answer so far."""
 
     n_tokens: int = 0
     has_new_line: bool = False
@@ -59,7 +59,7 @@ class LlamaDialect(OpenAIStream):
         return shapes.encode({**self._partial(index, "", []), "prompt_progress": told})
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
-        """Return the event for what one token added."""
+        """Return the event for one token."""
         self._answer(index).note(growth)
         event = self._partial(index, growth.text, list(growth.tokens))
         if self._said.timings_per_token:

@@ -1,4 +1,4 @@
-"""llama-server's sampling settings: its defaults, its names, and what was used for an answer. Pure."""
+"""llama-server's sampling settings: its defaults, its names, and the settings used for an answer. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from relayline.coordinator.http.bodies import CompletionBody
 from relayline.coordinator.http.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT, Plan
 
-# llama-server's defaults, of the fields where they are not what a completion of OpenAI's has.
+# llama-server's defaults, where they differ from those of OpenAI's completions.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "n_predict": -1}
 )
 # In the order in which they act here, which is llama-server's default.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
-# What this server does not do, as llama-server tells of it.
+# Settings that this server does not have, with the values by which llama-server shows them as off.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {
         "dynatemp_range": 0.0,
@@ -75,7 +75,7 @@ def default_settings() -> dict[str, Any]:
 
 
 def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) -> dict[str, Any]:
-    """Return what was used: of a checked plan, the body as it was sent, and as it was understood."""
+    """Return the settings used: of a checked plan, the body as sent, and as understood."""
     sampling, numbers = plan.sampling, dict(plan.sampling.numbers)
     n_predict = -1 if plan.max_tokens is None else plan.max_tokens
     return default_settings() | {

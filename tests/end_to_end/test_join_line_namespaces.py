@@ -58,10 +58,12 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
                     break
                 event = await asyncio.to_thread(up.next_event, "remote")
             assert {*lines} == {"server", "old"}, "the desk is this machine: it starts here"
+            starts = []
             for name, host in (("server", server), ("old", old)):
                 words = lines[name].split()
                 assert words[:3] == ["relayline", "join", f"{desk.address}:50049"], "the address that faces the others"
-                stages.append(await asyncio.to_thread(start, host, *words[1:], "--always-fetch"))
+                starts.append(asyncio.to_thread(start, host, *words[1:], "--always-fetch"))
+            stages += await asyncio.gather(*starts)  # together: the first start plans from what all of them measure
             ready = await asyncio.to_thread(up.next_event, "ready")
             assert ready["clients"] == f"http://{desk.address}:8080"
             async with aiohttp.ClientSession() as session:

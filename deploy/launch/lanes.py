@@ -7,6 +7,7 @@ from relayline.coordinator.planner.memory import MIB, usual_lanes
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import EngineSettings
 
 
@@ -23,7 +24,11 @@ def with_usual_lanes(manifest: Manifest) -> Manifest:
     except RelaylineError:
         return manifest
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
-    return override(manifest, {"context.lanes": n_lanes}) if n_lanes < manifest.engine.n_lanes else manifest
+    return (
+        override(manifest, {entry_of(EngineSettings, "n_lanes").place: n_lanes})
+        if n_lanes < manifest.engine.n_lanes
+        else manifest
+    )
 
 
 def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
@@ -33,4 +38,4 @@ def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
     if manifest.engine.n_lanes != n_lanes or n_lanes >= n_usual:
         return []
     state_mib = sum(facts.state_bytes_per_lane) / MIB
-    return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless context.lanes says"]
+    return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless a setting says more"]

@@ -13,7 +13,14 @@ import pytest
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.token_sender import TokenSender
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import InvalidRequestError, RelaylineError, StageLostError, StaleEpochError, again
+from relayline.wire.common.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    RelaylineError,
+    StageLostError,
+    StaleEpochError,
+    again,
+)
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -88,7 +95,7 @@ async def test_a_link(ends: str, uses: str) -> None:
         found, channel = weakref.ref(link), weakref.ref(link._channel)
         await link.close()
         if uses == "refused a send":
-            with pytest.raises((StageLostError, StaleEpochError)):
+            with pytest.raises((StageLostError, StaleEpochError, NotReadyError)):
                 await link.send(link.pool.lease(1, 1), b"")
         del link
         assert await gone(found)

@@ -146,7 +146,7 @@ async def test_a_link_with_rows_that_are_a_control_too_is_ended() -> None:
         ({"protocol_version": 99}, HandshakeError, "protocol 99"),
         ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
         ({"stage_index": 0}, HandshakeError, "asked to be stage 0"),
-        ({"instance_id": "fake-0"}, NotReadyError, "started anew"),
+        ({"instance_id": "fake-0"}, NotReadyError, "was restarted"),
         ({"next_address": "127.0.0.1:1"}, HandshakeError, "only the last stage"),
         ({"epoch": EPOCH}, StaleEpochError, "not newer"),
         ({"epoch": EPOCH - 1}, StaleEpochError, "not newer"),

@@ -38,6 +38,10 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
         model.pop("path", None)
     elif model.get("path") is None:
         model["path"] = "model.gguf"
+    deployment = spec.get("deployment") or {}
+    if "tolerations" in deployment:
+        deployment["tolerations"] = [_toleration(each) for each in deployment["tolerations"]]
+    (deployment.get("storage") or {}).pop("fill", None)  # a file with the name of model.path
     data = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec | {"stages": stages}}
     try:
         return Manifest.model_validate_json(json.dumps(data), strict=True, by_alias=True, by_name=False)
@@ -45,6 +49,17 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
         # Two stages that were given one port by chance are the only thing that strategies do not rule out.
         assume("is taken by stage" not in str(error))
         raise
+
+
+def _toleration(drawn: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what Kubernetes would not take together."""
+    if drawn.get("operator") == "Exists":
+        drawn.pop("value", None)
+    elif drawn.get("key") is None:
+        drawn["key"] = "dedicated"
+    if drawn.get("effect") != "NoExecute":
+        drawn.pop("tolerationSeconds", None)
+    return drawn
 
 
 @st.composite
@@ -63,6 +78,12 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
     for stage in stages:
         if stage.get("device", "cpu") == "cpu":
             stage.pop("gpuLayers", None)
+        if "tensorSplit" in stage:
+            stage["tensorSplit"] = draw(st.sampled_from(["", "3,1"]))
+        if "overrideTensor" in stage:
+            stage["overrideTensor"] = draw(st.sampled_from(["", "ffn_.*_exps=CPU"]))
+        if "tolerations" in stage:
+            stage["tolerations"] = [_toleration(each) for each in stage["tolerations"]]
         start, end = end, end + draw(st.integers(1, 40))
         stage["layers"] = draw(st.sampled_from(["auto", [start, end]]))
         if draw(st.booleans()):

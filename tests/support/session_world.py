@@ -193,6 +193,7 @@ class World:
             n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False, tier=NO_TIER
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
+        connection.sharing = lambda names: ()
         connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
         with mock.patch("relayline.coordinator.engine.epochs.TokenSender", return_value=stages):
             pipeline.epochs.resume(connection)

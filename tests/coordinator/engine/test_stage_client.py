@@ -130,7 +130,7 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
             await refreshing
     logged = [record for record in caplog.records if record.exc_info]
     assert len(logged) == 2, "once for each time that it began to fail"
-    assert all("speed failed" in record.message for record in logged)
+    assert all("measured speeds failed" in record.message for record in logged)
 
 
 async def test_how_long_frames_were_held_is_told_by_all_stages_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

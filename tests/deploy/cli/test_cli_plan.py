@@ -88,7 +88,7 @@ def test_json_has_the_keys_that_its_docstring_names(model: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert list(plan) == ["name", "model", "cuts", "exact", "streams", "reachable_tok_s", "stages", "rates", "ttft_ms",
-                          "ttft_prompt_tokens", "links", "one_more", "notes"]  # fmt: skip
+                          "ttft_prompt_tokens", "links", "one_more", "advice", "notes"]  # fmt: skip
     facts = inspect_model(model)
     assert [tuple(stage["layers"]) for stage in plan["stages"]] == list(ranges(facts.n_layers, plan["cuts"]))
     assert sum(stage["weights_bytes"] for stage in plan["stages"]) == (
@@ -172,6 +172,7 @@ def test_every_sample_can_be_planned(name: str, text: str, tmp_path: Path) -> No
     tiny = make_tiny("llama", tmp_path / "tiny.gguf", n_layers=n_layers, tokenizer=True)
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     data["spec"]["model"] = {"path": str(tiny)}
+    data["spec"]["deployment"]["storage"].pop("fill", None)
     plan = make_plan(Manifest.model_validate(data))
     assert len(plan.best.edges) == len(manifest.stages)
     assert plan.best.is_exact

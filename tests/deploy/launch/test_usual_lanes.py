@@ -41,7 +41,7 @@ def test_a_model_with_large_states_gets_fewer_lanes(model: Path) -> None:
     assert (usual.engine.n_lanes, lowered.engine.n_lanes) == (32, 5)
     plan = make_plan(lowered)
     assert plan.instance.load.n_lanes == 5
-    assert any("so there are 5 unless context.lanes says" in note for note in plan.notes)
+    assert any("so there are 5 unless a setting says more" in note for note in plan.notes)
     assert (needed_memory_bytes(lowered) or 0) < (needed_memory_bytes(usual) or 0)
 
 

@@ -178,7 +178,10 @@ def test_the_commands_in_a_rendered_file_make_what_it_refers_to(
         if " create secret generic " in line:
             _, name, *sources = shlex.split(line.partition(" create secret ")[2], comments=True)
             made[name] = set().union(*(_secret_keys(source) for source in sources))
-    for document in (d for text in files.values() for d in yaml.safe_load_all(text)):
+    documents = [document for text in files.values() for document in yaml.safe_load_all(text)]
+    certificates = (each for each in documents if each.get("kind") == "Certificate")
+    made |= {each["spec"]["secretName"]: {"ca.crt", "tls.crt", "tls.key"} for each in certificates}
+    for document in documents:
         for name, keys in _secrets_of(document):
             assert keys <= made[name], f"{name} lacks {keys - made[name]}"
         for secret in document.get("secrets", {}).values():

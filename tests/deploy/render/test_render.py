@@ -28,7 +28,7 @@ from tests.deploy.manifest.test_manifest import SMALLEST, check_jsonschema, pars
 from tests.support.golden_renders import CASES, EXAMPLES, GOLDEN, golden_dir, rendered
 from tests.support.manifest_strategies import manifests
 
-OPERATORS = {"cert-manager.io", "monitoring.coreos.com"}  # test_cluster looks at their objects
+OPERATORS = {"cert-manager.io", "monitoring.coreos.com"}  # test_cluster_objects looks at their objects
 KUBERNETES = "1.32"  # the oldest version whose schema has everything that is used
 
 

@@ -133,7 +133,7 @@ def swapped(stages: list[Path]) -> None:
     ("damage", "message"),
     [
         (remove_file, "stage-1.gguf: no such file"),
-        (shorten_file, r"stage-1.gguf: \d+ bytes where pipeline.json says \d+"),
+        (shorten_file, r"stage-1.gguf: \d+ bytes, but pipeline.json lists \d+"),
         (remove_pipeline, "pipeline.json: no such file"),
         (break_pipeline, "pipeline.json: cannot be read"),
         (newer_pipeline, "pipeline.json: version 2, this build reads 1"),

@@ -54,7 +54,7 @@ def run(n_bytes: int, **changes: int) -> tuple[Any, bool, np.ndarray]:
         (12, {"written": 9}, 0),
         (12, {"element_bytes": 2}, 1),
         (12, {"contiguous": 0}, 1),
-        (0, {}, 2),
+        (0, {"stop": 1}, 2),
         (8, {}, 2),
         (13, {}, 2),
         (15, {}, 2),

@@ -130,7 +130,7 @@ def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:
 
 def test_rows_stand_as_they_were_computed() -> None:
     """Lanes with cells of their own are computed lane by lane; a graph may keep rows that nobody wants."""
-    hidden = HiddenRows(8, 4, "", None)
+    hidden = HiddenRows(8, 4, ())
     order = cut(np.array([1, 0, 0, 0], np.int32))
     wants = np.array([1, 0, 1, 1], np.int8)
     for keeps_all in (False, True):

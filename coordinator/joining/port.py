@@ -85,4 +85,5 @@ async def _served(
 def make_roster(config: JoinConfig) -> JoinedRoster:
     """Return the places that stages may take, all of them free."""
     names = [stage.name for stage in config.stages]
-    return JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))
+    membership = Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns(), config.holders)
+    return JoinedRoster(membership)

@@ -111,7 +111,11 @@ class Hosts:
         """Look for ever whether somebody else is to hold layers."""
         while True:
             await asyncio.sleep(bounds.BEAT_EVERY_S)
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # a bug of ours: what serves goes on, and the next look may be better
+                log.exception("looking who is to hold layers failed; trying again")
+                self._pool.failed(time.monotonic_ns())
 
     async def look(self) -> None:
         """Look once, and begin the change that is due."""

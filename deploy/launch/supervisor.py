@@ -118,11 +118,13 @@ class Supervisor:
             return
         join = address_of(self.plan.advertised_host, int(self._listening.result().rpartition(":")[2]))
         for stage in stages:
-            if self.board.has(stage.name):
-                continue
-            log.info("one more stage: %s", stage.name)
-            self.board.add(_record(stage))
-            if isinstance(stage, LocalStage):
+            record = _record(stage)
+            if not self.board.has(stage.name):
+                self.board.add(record)
+            elif self.board[stage.name].host != record.host:  # the coordinator told of it first
+                self.board.set_process(stage.name, host=record.host)
+            if isinstance(stage, LocalStage) and stage.name not in self._stages:
+                log.info("one more stage: %s", stage.name)
                 self._stages[stage.name] = self._kept(stage.name, self._stage_arguments(stage, join), None)
                 self._keep(self._stages[stage.name])
 
@@ -257,7 +259,9 @@ class Supervisor:
                 self._listening.set_result(event["join"])
         elif event["event"] in ("planned", "splitting"):
             self._emit(event)
-        elif event["event"] == "stage" and self.board.has(event["name"]):
+        elif event["event"] == "stage":
+            if not self.board.has(event["name"]):  # it was invited while the pipeline served
+                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or "elsewhere", HostState.WAITING))
             self._on_stage_event(event)
             for said in self._waiting.told(event, time.monotonic()):
                 self._emit(said)

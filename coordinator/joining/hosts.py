@@ -94,6 +94,7 @@ class Hosts:
             if self._pool.is_drained(index):
                 self._pool.drain(index, is_drained=False)
                 log.warning("%s is not drained: %s", self._roster.names()[index], move.problem)
+                self.keep()
 
     def moved(self) -> None:
         """Layers have moved."""

@@ -124,6 +124,8 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
         for kept in coordinator.conductor.prefixes._kept
     }
     for node in nodes:
+        if not node.is_up:
+            continue
         check_node(node)
         held = {key for key, lane in node.lanes._by_session.items()}
         if not held <= kept:

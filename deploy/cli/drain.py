@@ -42,7 +42,9 @@ def drain_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) ->
     if as_json:
         click.echo(json.dumps(found, indent=2))
     elif move is not None and move["state"] == "done" and host not in move["stages"]:
-        click.echo(f"{host} is drained; {', '.join(found['stages'])} hold {moved_text(found)}")
+        holders = found["stages"]
+        verb = "holds" if len(holders) == 1 else "hold"
+        click.echo(f"{host} is drained; {', '.join(holders)} {verb} {moved_text(found)}")
     else:
         click.echo(f"{host} is drained; it held no layers")
 

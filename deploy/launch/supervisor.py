@@ -276,6 +276,8 @@ class Supervisor:
                 self.board.set_process(name, state=known)
             elif was in IDLE and known in (*at_work, HostState.READY):  # it holds layers again
                 self.board.set_process(name, state=known, address=address)
+            elif was in at_work and known is HostState.READY and self._stages[name].child.ready.done():
+                self.board.set_process(name, state=known, address=address)  # it was ready before, with other layers
             return
         if known is HostState.WAITING and was is not HostState.WAITING:
             known = HostState.LOST  # a coordinator that was started anew has not seen it yet

@@ -157,9 +157,9 @@ def hands_layers_to_nobody_new(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mover, "_part_of", lambda self, place: self._nodes[place].part)
 
 
-def takes_layers_twice(patch: pytest.MonkeyPatch) -> None:
-    """A drained stage is offered layers as if it were not."""
-    patch.setattr(Pool, "_stands_ready", lambda self, index: self._hosts[index].is_here)
+def forgets_who_prepares(patch: pytest.MonkeyPatch) -> None:
+    """A stage that dies while it prepares is waited for as if it still did."""
+    patch.setattr(Moves, "left", lambda self, index, now_ns: [])
 
 
 ANY = KINDS
@@ -183,7 +183,7 @@ CANARIES = [
     (keeps_rows_of_other_layers, ("moves",)),
     (holds_for_ever, ("moves",)),
     (hands_layers_to_nobody_new, ("drains", "joins")),
-    (takes_layers_twice, ("drains", "joins")),
+    (forgets_who_prepares, ("joins", "dies", "moves")),
 ]
 
 

@@ -55,7 +55,8 @@ class Hosts:
     ) -> None:
         """`on_changed` gets who holds layers, and who is not to, whenever that has changed. It must not block."""
         self._pipeline, self._layers, self._service = pipeline, layers, service
-        self._read_shape, self._shape, self._on_changed = read_shape, None, on_changed
+        self._read_shape, self._on_changed = read_shape, on_changed
+        self._shape: ModelShape | None = None  # read when it is needed first
         roster = self._roster = service.roster
         names = roster.names()
         spares = [at for at in range(len(names)) if service.place(at).is_spare]
@@ -65,8 +66,6 @@ class Hosts:
         self._added: list[str] = []
         self._is_planning = False
         self._told = ""  # the latest line about what cannot be done
-
-    _shape: ModelShape | None
 
     def was_added(self, names: Sequence[str]) -> None:
         """These came while an earlier coordinator served."""

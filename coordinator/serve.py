@@ -22,8 +22,7 @@ from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.joining.config import JoinConfig, PoolState
-from relayline.coordinator.joining.hosts import ReadShape
-from relayline.coordinator.joining.mover import CutModel, LayerMover, rebalancer_of
+from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, rebalancer_of
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
@@ -168,15 +167,7 @@ async def _serve(
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         pipeline.planned = config.planned
         control = TelemetryControl(observer, lambda: pipeline.stages)
-        mover = LayerMover(
-            pipeline,
-            config.cut_model,
-            rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
-            read_shape=config.read_shape,
-            takeover_s=config.pipeline.serving.takeover_s,
-            known=config.join.known if config.join is not None else None,
-            on_moved=config.on_moved or (lambda state: None),
-        )
+        mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
@@ -215,6 +206,19 @@ async def _serve(
                 stack.push_async_callback(end_task, telling)
 
         await _drive(pipeline, stopping, ready)
+
+
+def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
+    """Return what moves layers. Raises UsageError where they are to move by themselves and cannot."""
+    return LayerMover(
+        pipeline,
+        config.cut_model,
+        rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
+        read_shape=config.read_shape,
+        takeover_s=config.pipeline.serving.takeover_s,
+        known=config.join.known if config.join is not None else None,
+        on_moved=config.on_moved or (lambda state: None),
+    )
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

@@ -12,7 +12,8 @@ from typing import Any
 from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.config import PoolState
-from relayline.coordinator.joining.hosts import Hosts, ReadShape
+from relayline.coordinator.joining.hosts import Hosts
+from relayline.coordinator.joining.hosts import ReadShape as ReadShape
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.same_slice import same_slices

@@ -82,7 +82,6 @@ class World:
                 found = await self.layers()
                 if found["stages"] == list(names) and found["move"]["state"] == "done":
                     return found
-                await asyncio.sleep(0.1)
 
     async def under_streams(self, what: Callable[[], Awaitable[object]]) -> None:
         """Do it while eight streams run; each answer has the tokens of an undisturbed one."""

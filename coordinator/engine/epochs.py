@@ -174,7 +174,7 @@ class Epochs:
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
         observer.connected(len(self.file.stages), connection.statuses)
-        for line in connection.sharing(self._config.stage_names):
+        for line in connection.sharing(self.stage_names):
             log.warning("%s", line)
         self.on_stands()
         self.ready.set()

@@ -96,7 +96,7 @@ class Move:
     began_ns: int
     since_ns: int  # of the state
     keeps: tuple[bool, ...] = ()
-    """Which holders keep what they have loaded, in layer order; known once the model is cut."""
+    """Which holders keep their loaded slice, in layer order; known once the model is cut."""
     awaited: set[int] = dataclasses.field(default_factory=set)
     """Places that still prepare."""
     held_ns: int = 0  # when sessions began to pause
@@ -177,7 +177,7 @@ class Moves:
         return len(self._names) - 1
 
     def cut(self, number: int, keeps: Sequence[bool], now_ns: int) -> list[MoveInstruction]:
-        """The model is split anew; `keeps` says of each holder whether its slice is what it serves now."""
+        """The model is split again; `keeps` says for each holder whether its slice stays the same."""
         if (move := self._move(number, MoveState.CUTTING)) is None:
             return []
         move.keeps, move.awaited = tuple(keeps), set(move.holders)
@@ -212,7 +212,7 @@ class Moves:
         return [Drop(number)] if was_cut else []
 
     def left(self, index: int, now_ns: int) -> list[MoveInstruction]:
-        """A place is empty, or was taken anew: what was prepared there is gone."""
+        """A stage left or restarted: its prepared slice is gone."""
         move = self.latest
         if move is None or move.state not in _UNCHANGED or index not in move.holders:
             return []

@@ -75,9 +75,9 @@ class Pipeline:
         self.planned: dict[str, Any] | None = None
         """Who got which layers and why, for `describe`; None: nobody has said."""
         self.on_settling: Callable[[], None] = lambda: None
-        """Called after each answer while what is under way is to settle, see `moves`."""
+        """Called after each answer while in-flight frames are to settle, see `moves`."""
         self.describe_hosts: Callable[[int], dict[str, dict[str, object]]] = lambda now_ns: {}
-        """Returns what is known of places by name, as hosts that come and go, see coordinator.joining.hosts."""
+        """Returns facts of places by name, as of hosts that come and go, see coordinator.joining.hosts."""
         self._trying: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()

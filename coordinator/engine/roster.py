@@ -149,7 +149,7 @@ class JoinedRoster:
         return [place.address for place in self._membership.held()]
 
     def identities(self) -> Sequence[Identity | None]:
-        """Return what the members' credentials state."""
+        """Return the names in the members' credentials."""
         shown = [place.member.credential if place.member is not None else None for place in self._membership.held()]
         return [credential.identity if credential is not None else None for credential in shown]
 

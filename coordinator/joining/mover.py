@@ -198,7 +198,7 @@ class LayerMover:
         self._carry(instructions)
 
     def left(self, index: int) -> None:
-        """A stage is there no more, or came anew."""
+        """A stage left or restarted."""
         if self._hosts is not None:
             self._hosts.left(index)
         was_open = self._moves.is_open
@@ -208,7 +208,7 @@ class LayerMover:
         self._carry(instructions)
 
     def came(self, index: int) -> None:
-        """A stage is there and has its order."""
+        """A stage has joined and has its order."""
         if self._hosts is not None:
             self._hosts.came(index)
 

@@ -382,7 +382,7 @@ class JoinService(MemberService):
         return [self._places[index].name for index in lost]
 
     async def prepare(self, number: int, split: Split, keeps: Sequence[bool], holders: tuple[int, ...] = ()) -> None:
-        """Have every holder get and load its slice of another split, beside the one that it serves."""
+        """Have every holder fetch and load its slice of another split, next to the one that it serves."""
         self._next, self._next_holders = split, holders or self._roster.holders
         kept = dict(zip(self._next_holders, keeps, strict=True))
         for index in self._involved():
@@ -414,7 +414,10 @@ class JoinService(MemberService):
         return involved
 
     async def tell_switch(self, number: int, places: Iterable[int]) -> None:
-        """Tell the members so. One that cannot be told, or had not prepared, joins anew and gets its order then."""
+        """Notify the members of these places.
+
+        A member that cannot be reached, or had not prepared, joins again and gets its order then.
+        """
         await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH), places)
 
     async def _say_all(self, change: pb.LayerChange, places: Iterable[int]) -> None:

@@ -49,7 +49,7 @@ def difference(
     holders: Sequence[str] | None = None,
     known: Collection[str] = (),
 ) -> Difference:
-    """Compare the settled manifest of what runs with one that names its model by path.
+    """Compare the settled manifest of the running pipeline with one that names its model by path.
 
     `cuts`: the present ones. Where `wanted` leaves layers to the planner they stay unchanged. `holders`: the stages
     that hold layers now, in layer order. `known`: stages that have been added since the start.

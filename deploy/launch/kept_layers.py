@@ -1,4 +1,4 @@
-"""The file in which a coordinator keeps who holds which layers, so that one that is started anew goes on with that."""
+"""The file in which a coordinator keeps which stages hold which layers, so that this survives its restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KeptLayers(msgspec.Struct, frozen=True):
     """The whole of the file."""
 
     base: str
-    """The split (pipeline id) that the coordinator was told to serve; with another one the file says nothing."""
+    """The split (pipeline id) that the coordinator was started with; with another one the file does not apply."""
     cuts: tuple[int, ...]
     """The first layer of each stage but the first, as the stages have them since."""
     stages: tuple[str, ...] = ()
@@ -32,9 +32,9 @@ class KeptLayers(msgspec.Struct, frozen=True):
 
 
 def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
-    """Return what notes who holds which layers in the file, None without one.
+    """Return the file's record of who holds which layers, None without one.
 
-    `base`: the split that the coordinator was told to serve.
+    `base`: the split that the coordinator was started with.
     """
     if path is None:
         return None
@@ -54,7 +54,7 @@ def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
 
 
 def kept_state(path: Path | None, base: Path) -> PoolState | None:
-    """Return what the file keeps for this split, None for nothing. A file that makes no sense keeps nothing."""
+    """Return the state that the file keeps for this split, None for none. A file that makes no sense is none."""
     if path is None:
         return None
     try:

@@ -280,7 +280,7 @@ class Supervisor:
                 self.board.set_process(name, state=known, address=address)  # it was ready before, with other layers
             return
         if known is HostState.WAITING and was is not HostState.WAITING:
-            known = HostState.LOST  # a coordinator that was started anew has not seen it yet
+            known = HostState.LOST  # a restarted coordinator has not seen it yet
         told = {HostState.READY: "", **dict.fromkeys(IDLE, ""), HostState.LOST: "start it there again if it has ended"}
         changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")

@@ -35,10 +35,9 @@ from relayline.deploy.launch.prepare import (
     with_credentials,
 )
 from relayline.deploy.launch.splits import split_for
-from relayline.deploy.launch.state import StateDir, register
+from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
 from relayline.deploy.launch.survey import told_of, wants_survey
-from relayline.deploy.launch.take_on import MORE_SIGNAL
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.planning.known_hosts import forget_hosts
 from relayline.deploy.planning.shared import gpu_sharing

@@ -23,6 +23,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,7 @@ STATE_FILE = "state.json"
 LAYERS_FILE = "layers.json"
 PLAN_FILE = "plan.json"
 MORE_FILE = "more.json"
+MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that there is such a file
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from relayline.deploy.launch.own_tls import JOIN_DIR, make_own_tls, make_stage_tokens, makes_stage_tokens
 from relayline.deploy.launch.process_id import send_signal
+from relayline.deploy.launch.state import MORE_SIGNAL
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.common.errors import StartError
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
-
-MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that its state directory names more stages
 
 
 def with_more(running: Manifest, stages: Sequence[Stage]) -> Manifest:

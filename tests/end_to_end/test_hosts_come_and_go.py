@@ -1,4 +1,4 @@
-"""Stages come, go, are drained and are lost for good under eight streams: real processes on loopback addresses."""
+"""Stages come, go, are drained and are lost for good under streams: real processes on loopback addresses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import pytest
 
 from relayline.deploy.testing.processes import Running, relayline
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
-from tests.end_to_end.test_join import LongClient, eight, stage
+from tests.end_to_end.test_join import stage
 from tests.end_to_end.test_moves import Gaps, answers_until
-from tests.support.http_client import assert_same_greedy
+from tests.support.http_client import Client, assert_same_greedy, tokens_of
 
 pytestmark = pytest.mark.slow  # real processes
 
 WAIT_S = 60.0
+ASKED = PROMPTS[:3]
 
 
 class Pipeline:
@@ -34,6 +35,7 @@ class Pipeline:
                                     "--wire", "f32", "--kv-type", "f32", "--json"])  # fmt: skip
         self.url, self._disks = str(self.coordinator.event["url"]), disks
         self.spare = self.started("s")
+        self.more: Running | None = None
         self.stages = {name: stage(name, self._join, disks / name) for name in ("a", "b")}
         self.coordinator.next_event("ready")
 
@@ -47,11 +49,12 @@ class Pipeline:
                         "--always-fetch", "--json"])  # fmt: skip
 
     def stop(self) -> None:
-        for process in (self.spare, *self.stages.values(), self.coordinator):
-            process.stop()
+        for process in (self.more, self.spare, *self.stages.values(), self.coordinator):
+            if process is not None:
+                process.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -66,9 +69,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 
 class World:
-    """What the steps of one story share: eight streams, and what they say undisturbed."""
+    """What the steps of one story share: some streams, and what they say undisturbed."""
 
-    def __init__(self, pipeline: Pipeline, client: LongClient, session: aiohttp.ClientSession) -> None:
+    def __init__(self, pipeline: Pipeline, client: Client, session: aiohttp.ClientSession) -> None:
         self.pipeline, self.client, self._session = pipeline, client, session
         self.undisturbed: list[list[int]] = []
 
@@ -84,15 +87,15 @@ class World:
                     return found
 
     async def under_streams(self, what: Callable[[], Awaitable[object]]) -> None:
-        """Do it while eight streams run; each answer has the tokens of an undisturbed one."""
+        """Do it while streams run; each answer has the tokens of an undisturbed one."""
         is_over, gaps = asyncio.Event(), Gaps()
-        asking = [asyncio.create_task(answers_until(self.client, prompt, is_over, gaps)) for prompt in PROMPTS]
+        asking = [asyncio.create_task(answers_until(self.client, prompt, is_over, gaps)) for prompt in ASKED]
         try:
             await what()
         finally:
             is_over.set()
             answers = await asyncio.gather(*asking)
-        for prompt, left, found in zip(PROMPTS, self.undisturbed, answers, strict=True):
+        for prompt, left, found in zip(ASKED, self.undisturbed, answers, strict=True):
             for right in found:
                 await assert_same_greedy(self.client, prompt, left, right)
 
@@ -102,10 +105,16 @@ class World:
         return done.stdout
 
 
-async def test_drained_back_lost_for_good_and_a_new_one(pipeline: Pipeline) -> None:
+async def started_world(pipeline: Pipeline, session: aiohttp.ClientSession) -> World:
+    world = World(pipeline, Client(session, {"url": pipeline.url, "model": "relayline-demo"}), session)
+    answers = await asyncio.gather(*(world.client.stream(prompt) for prompt in ASKED))
+    world.undisturbed = [tokens_of(events) for events in answers]
+    return world
+
+
+async def test_drained_back_and_lost_for_good(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
-        world = World(pipeline, LongClient(session, {"url": pipeline.url, "model": "relayline-demo"}), session)
-        world.undisturbed = await eight(world.client)
+        world = await started_world(pipeline, session)
 
         async def drain() -> None:
             assert "b is drained; a, s hold layers" in await world.cli("drain", "b")
@@ -130,10 +139,16 @@ async def test_drained_back_lost_for_good_and_a_new_one(pipeline: Pipeline) -> N
         described = await world.client.pipeline()
         assert [(entry["name"], entry["state"]) for entry in described["idle"]] == [("s", "lost")]
 
+
+@pytest.mark.nightly
+async def test_one_more_stage_joins_what_serves_and_gets_layers(pipeline: Pipeline) -> None:
+    async with aiohttp.ClientSession() as session:
+        world = await started_world(pipeline, session)
+
         async def one_more() -> None:
             async with session.post(f"{pipeline.url}/v1/pipeline/stages", json={"name": "new"}) as response:
                 assert response.status == 201, await response.text()
-            pipeline.spare = await asyncio.to_thread(pipeline.started, "new")
+            pipeline.more = await asyncio.to_thread(pipeline.started, "new")
             await world.until_held_by("a", "b", "new")
 
         await world.under_streams(one_more)

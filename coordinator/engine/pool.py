@@ -117,7 +117,10 @@ class Pool:
             elif free:
                 new.append(free.pop(0))
         offered = [at for at in reversed(free) if now_ns - self._hosts[at].since_ns >= STEADY_S * 1e9]
-        while offered and len(new) < min(self._n_wanted(), n_layers):
+        while offered:
+            kept_free = self._n_coming(new) if self._hosts[offered[0]].is_spare else 0
+            if len(new) >= min(self._n_wanted() - kept_free, n_layers):
+                break
             _insert(new, offered.pop(0))
         is_possible = new and all(self._hosts[at].is_here for at in new)
         return tuple(new) if is_possible and tuple(new) != holders else ()
@@ -129,6 +132,11 @@ class Pool:
     def _n_wanted(self) -> int:
         """Return how many places hold layers when all are here."""
         return sum(not host.is_spare and not host.is_drained for host in self._hosts)
+
+    def _n_coming(self, holders: Sequence[int]) -> int:
+        """Return how many others may still come for layers, or have just come: no spare takes their part."""
+        others = [host for at, host in enumerate(self._hosts) if at not in holders]
+        return sum(not host.is_spare and not host.is_drained and (host.is_here or not host.was_here) for host in others)
 
 
 def _insert(holders: list[int], index: int) -> None:

@@ -105,3 +105,14 @@ def test_what_failed_is_tried_again_later_or_when_something_changes(event: str) 
     else:
         one.drain(3)
     assert one.wanted(ABC, N_LAYERS, 101 * S) != ()
+
+
+def test_no_spare_takes_the_part_of_one_more_stage_that_is_still_to_come() -> None:
+    one = pool(n_spares=1)
+    one.add("new")
+    assert one.wanted(ABC, N_LAYERS, 999 * S) == (), "it has never been here, and the spare stands by"
+    one.came(4, 999 * S)
+    assert one.wanted(ABC, N_LAYERS, 999 * S + STEADY - 1) == ()
+    assert one.wanted(ABC, N_LAYERS, 999 * S + STEADY) == (0, 1, 2, 4)
+    one.left(4, 1_000 * S)
+    assert one.wanted(ABC, N_LAYERS, 1_000 * S) == (0, 1, 2, 3), "it was here and is away: the spare has its part"

@@ -21,8 +21,8 @@ from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
-from relayline.coordinator.joining.config import JoinConfig
-from relayline.coordinator.joining.mover import CutModel, LayerMover, rebalancer_of
+from relayline.coordinator.joining.config import JoinConfig, PoolState
+from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, rebalancer_of
 from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
@@ -65,8 +65,10 @@ class ServeConfig:
     """Whether stages that connect are set to the trace level given here, rather than left at their own."""
     cut_model: CutModel | None = None
     """Splits the model again where layers are to move; None: this process has no model file."""
-    on_moved: Callable[[tuple[int, ...]], None] | None = None
-    """Gets the cuts whenever layers have moved, on a thread of its own."""
+    read_shape: ReadShape | None = None
+    """Returns the sizes of that model, by which layers are given to others; None: this process has no model file."""
+    on_moved: Callable[[PoolState], None] | None = None
+    """Gets who holds which layers whenever that has changed, on a thread of its own."""
     on_curves: OnCurves | None = None
     """Gets what the stages' steps cost with the layers that they have, once all serve; on a thread of its own."""
     planned: dict[str, Any] | None = None
@@ -116,7 +118,7 @@ def run_coordinator(
 
 
 def _check_count(config: ServeConfig, file: PipelineFile) -> None:
-    n_given = len(config.join.stages if config.join is not None else config.pipeline.addresses)
+    n_given = len(config.join.holders if config.join is not None else config.pipeline.addresses)
     what = "names" if config.join is not None else "addresses"
     if n_given != len(file.stages):
         raise UsageError(
@@ -150,12 +152,7 @@ async def _serve(
         pipeline = Pipeline(named, file, tokenizer.is_end, joined, observer)
         pipeline.planned = config.planned
         control = TelemetryControl(observer, lambda: pipeline.stages)
-        mover = LayerMover(
-            pipeline,
-            config.cut_model,
-            rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
-            on_moved=config.on_moved or (lambda cuts: None),
-        )
+        mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
@@ -183,7 +180,7 @@ async def _serve(
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, security, mover.attach)
             address, enrol_address = await stack.enter_async_context(joining)
             app[FACTS]["join"] = address
-            names = tuple(stage.name for stage in config.join.stages)
+            names = tuple(config.join.stages[at].name for at in config.join.holders)
             on_joinable(Joinable(address, url, names, enrol_address))
         await _drive(
             pipeline,
@@ -193,6 +190,19 @@ async def _serve(
             ),
             CurveTelling(pipeline, config.on_curves),
         )
+
+
+def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
+    """Return what moves layers. Raises UsageError where they are to move by themselves and cannot."""
+    return LayerMover(
+        pipeline,
+        config.cut_model,
+        rebalancer=rebalancer_of(config.pipeline.serving, can_move=bool(config.join and config.cut_model)),
+        read_shape=config.read_shape,
+        takeover_s=config.pipeline.serving.takeover_s,
+        known=config.join.known if config.join is not None else None,
+        on_moved=config.on_moved or (lambda state: None),
+    )
 
 
 def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
@@ -235,7 +245,8 @@ def _limits(config: ServeConfig) -> HttpLimits:
 
 def _named(config: ServeConfig, file: PipelineFile) -> PipelineConfig:
     """Return the pipeline's configuration with the names that people know it and its stages by."""
-    stages = tuple(stage.name for stage in config.join.stages) if config.join is not None else ()
+    join = config.join
+    stages = tuple(join.stages[at].name for at in join.holders) if join is not None else ()
     return dataclasses.replace(config.pipeline, name=config.pipeline.name or file.model_name, stage_names=stages)
 
 

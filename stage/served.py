@@ -165,14 +165,9 @@ class Served:
             raise
         artifact = facts.artifact
         facts.curves.scale((artifact.layer_end - artifact.layer_start) / n_layers)
-        known, wanted = now.artifact, artifact
-        if (known.stage_index, known.stage_count, known.source_sha256) != (
-            wanted.stage_index,
-            wanted.stage_count,
-            wanted.source_sha256,
-        ):
+        if now.artifact.source_sha256 != artifact.source_sha256:
             executor.close()
-            raise ArtifactError(f"{config.artifact} is not this stage's part of the model that it serves")
+            raise ArtifactError(f"{config.artifact} is not of the model that this stage serves")
         self._next = self._made(facts, executor)
         self._next.begin(self._guard)
 

@@ -80,9 +80,17 @@ class Availability:
             self._n_restarts[index] += 1
         self._instances[index] = instance_id
 
-    def changes_engines(self) -> None:
-        """Stages take up other layers: that they call themselves otherwise after it is no restart."""
-        self._instances = [""] * len(self._instances)
+    def changes_engines(self, names: Sequence[str]) -> None:
+        """Stages of these names, in layer order, take up other layers.
+
+        That they call themselves otherwise after it is no restart. What is known of a name stays with it.
+        """
+        before = {name: index for index, name in enumerate(self._names)}
+        known = [before.get(name) for name in names]
+        self._silences = [Silence() if at is None else self._silences[at] for at in known]
+        self._heard_ns = [0 if at is None else self._heard_ns[at] for at in known]
+        self._n_restarts = [0 if at is None else self._n_restarts[at] for at in known]
+        self._names, self._instances = tuple(names), [""] * len(known)
 
     def look(self, now_ns: int) -> tuple[list[str], bool]:
         """Look at the stages and the clock; call it every BEAT_EVERY_S.

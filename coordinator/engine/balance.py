@@ -19,7 +19,7 @@ log = logging.getLogger("relayline.coordinator")
 class Balance:
     """The balance of one pipeline's stages over all its epochs. Event loop only."""
 
-    def __init__(self, stage_names: Sequence[str]) -> None:
+    def __init__(self, stage_names: Callable[[], Sequence[str]]) -> None:
         self._stage_names = stage_names
         self._edges: Edges = ()
         self._watch = ImbalanceWatch(())
@@ -39,7 +39,7 @@ class Balance:
             overhead_ns, now_ns = scheduler.planner.overhead_ns, time.monotonic_ns()
             found = self._watch.look(costs, scheduler.n_decoding, overhead_ns=overhead_ns, now_ns=now_ns)
             if found is not None:
-                log.warning("%s", found.words(self._stage_names))
+                log.warning("%s", found.words(self._stage_names()))
             if (reported := self._watch.reported) is not None:
                 self.on_reported(reported)
 

@@ -85,7 +85,9 @@ class Epochs:
             config, roster, self._open, lambda: bool(conductor.readers), lambda error: self._fail_all(error)
         )
         self.connection: Connection | None = None
-        self.balance = Balance(config.stage_names)
+        self.stage_names = config.stage_names
+        """What people call the stages of the next epoch, in layer order; empty where they have no names."""
+        self.balance = Balance(lambda: self.stage_names)
         self._sender: TokenSender | None = None
         self._lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.ready = asyncio.Event()
@@ -151,7 +153,7 @@ class Epochs:
             who=self._roster.identities(),
             revocations=self._revocations,
             name=self._config.name,
-            stage_names=self._config.stage_names,
+            stage_names=self.stage_names,
             on_return=self._on_return,
             on_lost=self.lose,
             on_heard=self._on_heard,
@@ -172,7 +174,7 @@ class Epochs:
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
         observer.connected(len(self.file.stages), connection.statuses)
-        for line in connection.sharing(self._config.stage_names):
+        for line in connection.sharing(self.stage_names):
             log.warning("%s", line)
         self.on_stands()
         self.ready.set()
@@ -218,7 +220,7 @@ class Epochs:
         """The epoch was lost: pause, and close everything of it."""
         now_ns = time.monotonic_ns()
         self.ready.clear()
-        stage = lost_stage(error, [stage.address for stage in self.stages], self._config.stage_names)
+        stage = lost_stage(error, [stage.address for stage in self.stages], self.stage_names)
         self._observer.lost(error.message, now_ns, stage)
         is_planned, self.is_planned = self.is_planned, False
         self._carry(self._conductor.lost(error, now_ns, is_planned=is_planned))

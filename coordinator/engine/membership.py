@@ -63,10 +63,13 @@ class Place:
 class Membership:
     """The places of one pipeline. Times are monotonic nanoseconds of the caller."""
 
-    def __init__(self, names: Sequence[str], software_version: str, now_ns: int) -> None:
+    def __init__(self, names: Sequence[str], software_version: str, now_ns: int, holders: tuple[int, ...] = ()) -> None:
+        """`holders`: the places that hold layers, in layer order; by default all."""
         self.is_revoked: Callable[[Credential], bool] = lambda credential: False
         """Whether a name may pass on from the holder of this credential to another."""
         self.places = [Place(index, name, since_ns=now_ns) for index, name in enumerate(names)]
+        self.holders = holders or tuple(range(len(names)))
+        """The places that hold layers, in layer order; see coordinator.engine.moves."""
         self._software_version = software_version
         self._tickets = 0
 
@@ -156,19 +159,43 @@ class Membership:
             self._enter(place, HostState.LOST, now_ns)
         return place
 
+    def add(self, name: str, now_ns: int) -> Place:
+        """Add a place that holds no layers."""
+        place = Place(len(self.places), name, since_ns=now_ns)
+        self.places.append(place)
+        return place
+
+    def held(self) -> list[Place]:
+        """Return the places that hold layers, in layer order."""
+        return [self.places[index] for index in self.holders]
+
+    def idle(self) -> list[Place]:
+        """Return the places that hold none."""
+        return [place for place in self.places if place.index not in self.holders]
+
     def missing(self) -> list[str]:
-        """Return the names of the places that do not serve yet, in layer order."""
-        return [place.name for place in self.places if place.state is not HostState.READY]
+        """Return the names of the places that hold layers and do not serve yet, in layer order."""
+        return [place.name for place in self.held() if place.state is not HostState.READY]
 
     def addresses(self) -> tuple[str, ...] | None:
         """Return where every stage serves, in layer order; None while one is missing."""
         if self.missing():
             return None
-        return tuple(place.address for place in self.places)
+        return tuple(place.address for place in self.held())
+
+    def stands_by(self, place: Place, state: HostState, now_ns: int) -> None:
+        """Note of a place whose member holds no layers in which way it stands by."""
+        place.address = place.instance_id = ""
+        place.done_bytes = place.total_bytes = 0
+        self._enter(place, state, now_ns)
 
     def describe(self, now_ns: int) -> list[dict[str, object]]:
-        """Return one JSON-ready entry per place, in layer order."""
-        return [_describe(place, now_ns) for place in self.places]
+        """Return one JSON-ready entry per place that holds layers, in layer order."""
+        return [_describe(place, now_ns) for place in self.held()]
+
+    def describe_idle(self, now_ns: int) -> list[dict[str, object]]:
+        """Return the same of the others."""
+        return [_describe(place, now_ns) for place in self.idle()]
 
     def _enter(self, place: Place, state: HostState, now_ns: int) -> None:
         if place.state is not state:

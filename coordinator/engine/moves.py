@@ -9,6 +9,10 @@ that fails by then changes nothing. SETTLING holds frames for stage 0 back until
 boundary of a step. From the switch on the new layers are final: a stage that dies comes back with them. Sessions pause
 and go on as after any loss (`coordinator.engine.conductor`), but nobody is accused of it.
 
+A pipeline has places, one for each stage that may join. Those that hold layers are the *holders*, in layer order: they
+are the stages of an epoch. A place that holds none stands by. A change may name other holders, and so more or fewer
+stages. It may also be made while a holder is lost that is to hold nothing any more.
+
 An event is a method call with the time; it returns instructions in order.
 """
 
@@ -16,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from relayline.coordinator.engine.conductor import Conductor
@@ -86,13 +90,15 @@ class Move:
 
     number: int
     cuts: tuple[int, ...]
+    holders: tuple[int, ...]
+    """The places that are to hold layers, in layer order."""
     state: MoveState
     began_ns: int
     since_ns: int  # of the state
     keeps: tuple[bool, ...] = ()
-    """The stages that keep their loaded slice; known once the model is cut."""
+    """Which holders keep their loaded slice, in layer order; known once the model is cut."""
     awaited: set[int] = dataclasses.field(default_factory=set)
-    """Stages that still prepare."""
+    """Places that still prepare."""
     held_ns: int = 0  # when sessions began to pause
     paused_ns: int = 0
     """From the switch until the stages were ready with their new layers; replayed rows come on top."""
@@ -102,10 +108,20 @@ class Move:
 class Moves:
     """The planned changes of one pipeline, one after the other."""
 
-    def __init__(self, conductor: Conductor, names: Sequence[str], n_layers: int, cuts: tuple[int, ...]) -> None:
-        """`names` of the stages and the `cuts` that they serve now: the first layer of each but the first."""
-        self._conductor, self._names, self._n_layers = conductor, tuple(names), n_layers
-        self.cuts = cuts
+    def __init__(
+        self,
+        conductor: Conductor,
+        names: Sequence[str],
+        n_layers: int,
+        cuts: tuple[int, ...],
+        holders: tuple[int, ...] = (),
+    ) -> None:
+        """`names` of all places, and the `cuts` that are served now: the first layer of each stage but the first.
+
+        `holders`: the places that hold layers, in layer order; by default the first ones.
+        """
+        self._conductor, self._names, self._n_layers = conductor, list(names), n_layers
+        self.cuts, self.holders = cuts, holders or tuple(range(len(cuts) + 1))
         self.latest: Move | None = None
         self.n_done = 0
 
@@ -125,40 +141,52 @@ class Moves:
 
     # --- before the switch --------------------------------------------------------------------------------------------
 
-    def begin(self, cuts: tuple[int, ...], now_ns: int) -> list[MoveInstruction]:
-        """Somebody wants other layers. Raises InvalidRequestError for cuts that can't be, NotReadyError for not now."""
-        self._check(cuts)
+    def begin(self, cuts: tuple[int, ...], now_ns: int, holders: tuple[int, ...] = ()) -> list[MoveInstruction]:
+        """Somebody wants other layers, or other places to hold them; by default those that do.
+
+        Raises InvalidRequestError for what can't be, NotReadyError for not now.
+        """
+        holders = holders or self.holders
+        self._check(cuts, holders)
         if self.latest is not None and self.is_open:
             raise NotReadyError(f"layers are being moved already ({self.latest.state}); wait for the end of that")
-        if self._conductor.availability.phase is not Phase.READY:
-            raise NotReadyError(f"the pipeline is {self._conductor.availability.phase}; layers move while it is ready")
+        phase = self._conductor.availability.phase
+        if phase is not Phase.READY and not (phase.is_paused and set(self.holders) - set(holders)):
+            raise NotReadyError(f"the pipeline is {phase}; layers move while it is ready")
         number = self.latest.number + 1 if self.latest is not None else 1
-        self.latest = Move(number, cuts, MoveState.CUTTING, now_ns, now_ns)
+        self.latest = Move(number, cuts, holders, MoveState.CUTTING, now_ns, now_ns)
         return [Cut(number, cuts)]
 
-    def _check(self, cuts: tuple[int, ...]) -> None:
-        if len(cuts) != len(self._names) - 1:
+    def _check(self, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
+        if len(cuts) != len(holders) - 1:
             raise InvalidRequestError(
-                f"{len(self._names)} stages need {len(self._names) - 1} cuts, the first layer of each but the first; "
+                f"{len(holders)} stages need {len(holders) - 1} cuts, the first layer of each but the first; "
                 f"{len(cuts)} were given"
             )
+        if len(set(holders)) != len(holders) or not set(holders) <= set(range(len(self._names))):
+            raise InvalidRequestError("a stage that holds layers is named once, and is one of this pipeline's")
         edges = (0, *cuts, self._n_layers)
         if list(edges) != sorted(set(edges)):
             raise InvalidRequestError(f"cuts ascend within the model's layers, 1 to {self._n_layers - 1}")
-        if cuts == self.cuts:
+        if (cuts, holders) == (self.cuts, self.holders):
             raise InvalidRequestError("the stages have these layers already")
 
+    def add(self, name: str) -> int:
+        """Add a place, which holds nothing; returns its index."""
+        self._names.append(name)
+        return len(self._names) - 1
+
     def cut(self, number: int, keeps: Sequence[bool], now_ns: int) -> list[MoveInstruction]:
-        """The model is split again; `keeps` says for each stage whether its slice stays the same."""
+        """The model is split again; `keeps` says for each holder whether its slice stays the same."""
         if (move := self._move(number, MoveState.CUTTING)) is None:
             return []
-        move.keeps, move.awaited = tuple(keeps), set(range(len(self._names)))
+        move.keeps, move.awaited = tuple(keeps), set(move.holders)
         self._enter(move, MoveState.PREPARING, now_ns)
         return [Prepare(number)]
 
     def prepared(self, number: int, index: int, now_ns: int) -> list[MoveInstruction]:
-        """A stage is ready to switch."""
-        if (move := self._move(number, MoveState.PREPARING)) is None:
+        """A place is ready to switch. One that is to hold nothing is not waited for."""
+        if (move := self._move(number, MoveState.PREPARING)) is None or index not in move.holders:
             return []
         move.awaited.discard(index)
         if move.awaited:
@@ -186,7 +214,7 @@ class Moves:
     def left(self, index: int, now_ns: int) -> list[MoveInstruction]:
         """A stage left or restarted: its prepared slice is gone."""
         move = self.latest
-        if move is None or move.state not in _UNCHANGED:
+        if move is None or move.state not in _UNCHANGED or index not in move.holders:
             return []
         return self.failed(move.number, f"{self._names[index]} was lost while layers were prepared", now_ns)
 
@@ -215,7 +243,7 @@ class Moves:
 
     def _switch(self, move: Move, now_ns: int) -> list[MoveInstruction]:
         self._enter(move, MoveState.SWITCHING, now_ns)
-        self.cuts = move.cuts
+        self.cuts, self.holders = move.cuts, move.holders
         return [Switch(move.number)]
 
     def connected(self, now_ns: int) -> bool:
@@ -236,23 +264,29 @@ class Moves:
     def describe(self, now_ns: int) -> dict[str, object]:
         """Return the layers that are served and the latest change, JSON-ready."""
         edges = (0, *self.cuts, self._n_layers)
-        layers = [[edges[index], edges[index + 1]] for index in range(len(self._names))]
+        layers = [[edges[index], edges[index + 1]] for index in range(len(self.holders))]
         move = self.latest
         return {
             "cuts": list(self.cuts),
             "layers": layers,
+            "stages": self._named(self.holders),
             "move": None if move is None else self._described(move, now_ns),
         }
 
+    def _named(self, places: Iterable[int]) -> list[str]:
+        return [self._names[index] for index in places]
+
     def _described(self, move: Move, now_ns: int) -> dict[str, object]:
+        keep = [holder for holder, keeps in zip(move.holders, move.keeps, strict=False) if keeps]
         return {
             "number": move.number,
             "cuts": list(move.cuts),
+            "stages": self._named(move.holders),
             "state": move.state.value,
             "state_s": round((now_ns - move.since_ns) / 1e9, 3),
             "took_s": round(((now_ns if move.state in _OPEN else move.since_ns) - move.began_ns) / 1e9, 3),
-            "keep": [name for name, keeps in zip(self._names, move.keeps, strict=False) if keeps],
-            "waiting_for": [self._names[index] for index in sorted(move.awaited)],
+            "keep": self._named(keep),
+            "waiting_for": self._named(sorted(move.awaited)),
             "paused_s": round(move.paused_ns / 1e9, 3) if move.state is MoveState.DONE else None,
             "problem": move.problem,
         }

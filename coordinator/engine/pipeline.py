@@ -69,11 +69,15 @@ class Pipeline:
         self.conductor = Conductor(_decided(config, file, names), is_end, session_ids, time.monotonic_ns())
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
         self._audiences: dict[int, Audience] = {}  # by session id, until its last event is delivered
-        self.moves = Moves(self.conductor, names, file.n_layers, file.cuts)
+        self.moves = Moves(
+            self.conductor, self._roster.names() or names, file.n_layers, file.cuts, self._roster.holders
+        )
         self.planned: dict[str, Any] | None = None
         """Who got which layers and why, for `describe`; None: nobody has said."""
         self.on_settling: Callable[[], None] = lambda: None
         """Called after each answer while in-flight frames are to settle, see `moves`."""
+        self.describe_hosts: Callable[[int], dict[str, dict[str, object]]] = lambda now_ns: {}
+        """Returns facts of places by name, as of hosts that come and go, see coordinator.joining.hosts."""
         self._trying: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -180,12 +184,14 @@ class Pipeline:
             "certificate_expires_unix_s": self.config.security.certificate_expires_unix_s(),
             "planned": self.planned,
         }
+        hosts = self.describe_hosts(now_ns)
         known = [
-            conductor.availability.describe_stage(index, now_ns) | entry
+            conductor.availability.describe_stage(index, now_ns) | entry | hosts.get(str(entry.get("name")), {})
             for index, entry in enumerate(self._roster.describe())
         ]
         stages = describe_stages(self.file, self._roster.addresses(), statuses, known)
-        return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns)
+        idle = {"idle": [entry | hosts.get(str(entry["name"]), {}) for entry in self._roster.describe_idle()]}
+        return describe_pipeline(self.file, live, stages, statuses) | overlap_since(statuses, since_ns, now_ns) | idle
 
     async def _status(self, index: int, stage: StageClient, with_recent: bool) -> pb.StatusResponse | None:
         is_doubted = self.conductor.availability.is_doubted(index)

@@ -52,6 +52,16 @@ class Roster(Protocol):
     def describe(self) -> list[dict[str, object]]:
         """Return JSON-ready facts of each stage in layer order."""
 
+    def describe_idle(self) -> list[dict[str, object]]:
+        """Return the same of those that hold no layers."""
+
+    def names(self) -> list[str]:
+        """Return the names of all places, by index; none where stages have no names."""
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return the places that hold layers, in layer order; () for the first ones."""
+
 
 def default_names(n_stages: int) -> tuple[str, ...]:
     """Return what stages are called where nobody names them."""
@@ -91,6 +101,19 @@ class StaticRoster:
         """Return nothing beyond the addresses."""
         return [{} for _ in self._addresses]
 
+    def describe_idle(self) -> list[dict[str, object]]:
+        """Return nothing: only a place can be one without layers."""
+        return []
+
+    def names(self) -> list[str]:
+        """Return nothing: places have names."""
+        return []
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return nothing: every address is one of a stage that holds layers."""
+        return ()
+
 
 class JoinedRoster:
     """The members of the moment. `coordinator.joining.service` carries the stages' reports here."""
@@ -105,6 +128,8 @@ class JoinedRoster:
         self.on_change: Callable[[Place], None] = lambda place: None
         """Called with a place whose state has changed, or that got on with its artifact."""
         self.is_closing = False  # whether stages leave because this coordinator stops
+        self.idle_state: Callable[[Place], HostState] = lambda place: HostState.SPARE
+        """Says in which way a place without layers stands by."""
 
     # --- what the pipeline asks for -----------------------------------------------------------------------------------
 
@@ -121,11 +146,11 @@ class JoinedRoster:
 
     def addresses(self) -> Sequence[str]:
         """Return the addresses known now."""
-        return [place.address for place in self._membership.places]
+        return [place.address for place in self._membership.held()]
 
     def identities(self) -> Sequence[Identity | None]:
         """Return the names in the members' credentials."""
-        shown = [place.member.credential if place.member is not None else None for place in self._membership.places]
+        shown = [place.member.credential if place.member is not None else None for place in self._membership.held()]
         return [credential.identity if credential is not None else None for credential in shown]
 
     def ask_of_revoked(self, is_revoked: Callable[[Credential], bool]) -> None:
@@ -133,14 +158,42 @@ class JoinedRoster:
         self._membership.is_revoked = is_revoked
 
     def missing(self) -> list[str]:
-        """Return the names of the places that do not serve."""
+        """Return the names of the places that hold layers and do not serve."""
         return self._membership.missing()
 
     def describe(self) -> list[dict[str, object]]:
-        """Return the state of every place."""
+        """Return the state of every place that holds layers."""
         return self._membership.describe(time.monotonic_ns())
 
+    def describe_idle(self) -> list[dict[str, object]]:
+        """Return the state of every place that holds none."""
+        return self._membership.describe_idle(time.monotonic_ns())
+
+    def names(self) -> list[str]:
+        """Return the names of all places, by index."""
+        return [place.name for place in self.places]
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Every place, by index."""
+        return self._membership.places
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The places that hold layers, in layer order."""
+        return self._membership.holders
+
+    def add(self, name: str) -> Place:
+        """Add a place that holds no layers."""
+        place = self._membership.add(name, time.monotonic_ns())
+        self.on_change(place)
+        return place
+
     # --- what the stages report ---------------------------------------------------------------------------------------
+
+    def check(self, who: Introduction) -> Place:
+        """Return the place that a stage may take. Raises as Membership.check."""
+        return self._membership.check(who)
 
     def join(self, who: Introduction) -> int:
         """Give a stage its place; returns its ticket. Raises as Membership.check."""
@@ -159,13 +212,13 @@ class JoinedRoster:
     def heard(self, ticket: int) -> None:
         """Note that a member gave a sign of life."""
         place = self._membership.place_of(ticket)
-        if place is not None:
-            self._on_heard(place.index)
+        if place is not None and place.index in self.holders:
+            self._on_heard(self.holders.index(place.index))
 
     def progress(self, ticket: int, state: HostState, done_bytes: int, total_bytes: int) -> None:
         """Note how far a member is. One that served until now no longer does."""
         place = self._membership.place_of(ticket)
-        if place is None:
+        if place is None or place.index not in self.holders:
             return
         self._lose_if_serving(place, f"stage {place.name} is loading again")
         changed = place.state is not state
@@ -179,6 +232,8 @@ class JoinedRoster:
         place = self._membership.place_of(ticket)
         if place is None or (place.address, place.instance_id) == (address, instance_id):
             return
+        if place.index not in self.holders:
+            return  # it has not heard yet that its layers are others' now
         self._lose_if_serving(place, f"stage {place.name} serves elsewhere now")
         self._membership.serving(ticket, address, instance_id, time.monotonic_ns())
         missing = self._membership.missing()
@@ -186,17 +241,31 @@ class JoinedRoster:
         log.info("stage serves", extra={"fields": fields})
         self.on_change(place)
         if not missing:
-            for text in loopback_gaps(self._membership.places):
+            for text in loopback_gaps(self._membership.held()):
                 log.warning("%s", text)
             self._complete.set()
 
-    def switching(self) -> None:
-        """Members take up other layers, and no epoch stands: each is waited for until it says that it serves."""
+    def switching(self, holders: tuple[int, ...]) -> None:
+        """These places take up other layers, and no epoch stands: each is waited for until it says that it serves."""
         now_ns = time.monotonic_ns()
-        for place in self._membership.places:
-            if place.state is HostState.READY:
+        self._membership.holders = holders
+        for place in self._membership.held():
+            if place.member is not None:
                 self._membership.progress(place.ticket, HostState.LOADING, 0, 0, now_ns)
                 self.on_change(place)
+        for place in self._membership.idle():
+            if place.member is not None:
+                self.stands_by(place)
+
+    def stands_by(self, place: Place) -> None:
+        """Note that the member at a place holds no layers."""
+        before, state = place.state, self.idle_state(place)
+        if place.member is None and state is HostState.SPARE:
+            state = HostState.LOST if place.process_id else HostState.WAITING
+        self._membership.stands_by(place, state, time.monotonic_ns())
+        if place.state is not before:
+            log.info("stage holds no layers", extra={"fields": {"stage": place.name, "state": place.state.value}})
+            self.on_change(place)
 
     def failed(self, ticket: int, reason: str) -> None:
         """Note why a member is about to leave."""
@@ -213,6 +282,8 @@ class JoinedRoster:
         kind = NotReadyError if is_in_order and not place.failure else StageLostError
         self._lose_if_serving(place, f"stage {place.name} left: {reason}", kind)
         self._membership.leave(ticket, time.monotonic_ns())
+        if place.index not in self.holders:
+            self.stands_by(place)
         fields = {"stage": place.name, "reason": reason, "waiting_for": ",".join(self._membership.missing())}
         log.log(logging.INFO if self.is_closing else logging.WARNING, "stage left", extra={"fields": fields})
         self.on_change(place)

@@ -223,6 +223,18 @@ class LayersBody(Struct, forbid_unknown_fields=True):
     cuts: tuple[int, ...]
 
 
+class DrainBody(Struct, forbid_unknown_fields=True):
+    """Body of PUT /v1/pipeline/stages/NAME: whether the stage is to hold no layers."""
+
+    drained: bool
+
+
+class NewStageBody(Struct, forbid_unknown_fields=True):
+    """Body of POST /v1/pipeline/stages: the name of a stage that may join."""
+
+    name: str
+
+
 Body = TypeVar("Body", bound=Struct)
 
 _AT = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)

@@ -7,11 +7,12 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.bodies import LayersBody, decode_body
+from relayline.coordinator.http.bodies import DrainBody, LayersBody, NewStageBody, decode_body
 from relayline.coordinator.http.body import read_small
 from relayline.coordinator.http.middleware import json_response
 
 PATH = "/v1/pipeline/layers"
+STAGES_PATH = "/v1/pipeline/stages"
 
 
 class LayerControl(Protocol):
@@ -19,6 +20,12 @@ class LayerControl(Protocol):
 
     def move(self, cuts: tuple[int, ...]) -> None:
         """Begin a change. Raises InvalidRequestError, NotReadyError."""
+
+    async def drain(self, name: str, *, is_drained: bool) -> None:
+        """Begin to free a stage of its layers, or offer it some again. Raises InvalidRequestError, NotReadyError."""
+
+    def add(self, name: str) -> None:
+        """Let one more stage join. Raises InvalidRequestError."""
 
     def describe(self) -> dict[str, object]:
         """Return the layers of now and the latest change."""
@@ -38,4 +45,20 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
         control.move(decode_body(await read_small(request), LayersBody).cuts)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
-    return [web.get(PATH, described), web.put(PATH, move)]
+    async def drain(request: web.Request) -> web.StreamResponse:
+        """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, for GET tells the rest."""
+        is_drained = decode_body(await request.read(), DrainBody).drained
+        await control.drain(request.match_info["name"], is_drained=is_drained)
+        return json_response(msgspec.json.encode(control.describe()), 202)
+
+    async def add(request: web.Request) -> web.StreamResponse:
+        """POST /v1/pipeline/stages: make a place for one more stage; 201."""
+        control.add(decode_body(await request.read(), NewStageBody).name)
+        return json_response(msgspec.json.encode(control.describe()), 201)
+
+    return [
+        web.get(PATH, described),
+        web.put(PATH, move),
+        web.post(STAGES_PATH, add),
+        web.put(f"{STAGES_PATH}/{{name}}", drain),
+    ]

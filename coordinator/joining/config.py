@@ -66,6 +66,10 @@ class JoiningStage:
     """Its telemetry settings."""
     listen_port: int = 0
     """Port that it listens on unless its own flags say so; 0 lets its system choose."""
+    is_spare: bool = False
+    """Whether it holds layers only in the place of another one."""
+    memory_bytes: int = 0
+    """Memory that it may use; 0 where only its host limits it."""
 
 
 class Authority(Protocol):
@@ -106,11 +110,25 @@ class EnrolConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PoolState:
+    """Who holds layers and who does not, as a coordinator keeps it for the one that follows. Places by name."""
+
+    cuts: tuple[int, ...]
+    """The first layer of each stage but the first."""
+    stages: tuple[str, ...]
+    """Those that hold layers, in layer order."""
+    drained: tuple[str, ...] = ()
+    """Those that are to hold none."""
+    added: tuple[str, ...] = ()
+    """Those that came while it served."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class JoinConfig:
     """How stages find their way into a pipeline on their own."""
 
     stages: tuple[JoiningStage, ...]
-    """The places, in layer order."""
+    """The places; those that are no spares in layer order."""
     host: str = "127.0.0.1"
     """Address that stages join at."""
     port: int = 0
@@ -121,6 +139,8 @@ class JoinConfig:
     """Let hosts get their certificates too, with the line that `relayline up` prints; takes TLS."""
     offer_path: bool = True
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
+    known: PoolState | None = None
+    """Who holds layers; without it every stage that is no spare."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for names that are not distinct, or values out of range."""
@@ -131,6 +151,14 @@ class JoinConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{flag}, {value}, is outside {low}..{high}")
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The places that hold layers at the start, in layer order."""
+        if self.known is None or not self.known.stages:
+            return tuple(index for index, stage in enumerate(self.stages) if not stage.is_spare)
+        names = [stage.name for stage in self.stages]
+        return tuple(names.index(name) for name in self.known.stages)
 
     def with_one_layout(self) -> JoinConfig:
         """Return the same with one layout of KV cells for all stages, where each might choose another."""

@@ -9,8 +9,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pipeline import Pipeline
+from relayline.coordinator.joining.config import PoolState
+from relayline.coordinator.joining.hosts import Hosts
+from relayline.coordinator.joining.hosts import ReadShape as ReadShape
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.same_slice import same_slices
@@ -47,14 +50,22 @@ class LayerMover:
         cut_model: CutModel | None,
         *,
         rebalancer: Rebalancer | None = None,
-        on_moved: Callable[[tuple[int, ...]], None] = lambda cuts: None,
+        read_shape: ReadShape | None = None,
+        takeover_s: float = 0.0,
+        known: PoolState | None = None,
+        on_moved: Callable[[PoolState], None] = lambda state: None,
     ) -> None:
         """Without `cut_model` no change can be begun: this process does not know the model that was split.
 
-        With a `rebalancer` layers move by themselves too. `on_moved` gets the cuts of each switch, off the event loop.
+        With a `rebalancer` layers move by themselves too. With `read_shape` others take over from stages that are
+        drained, or lost for longer than `takeover_s` (0: never); `known` is who held layers before this process.
+        `on_moved` gets who holds what after each change, off the event loop.
         """
         self._pipeline, self._moves, self._cut_model = pipeline, pipeline.moves, cut_model
         self._rebalancer, self._on_moved = rebalancer, on_moved
+        self._read_shape, self._takeover_s, self._known = read_shape, takeover_s, known
+        self._hosts: Hosts | None = None
+        self._keeping = asyncio.Lock()  # what is kept last is what holds
         self._is_own = False  # whether the latest change was asked for by nobody
         self._before: tuple[int, ...] = ()  # the cuts that it began with
         self._service: JoinService | None = None
@@ -70,18 +81,61 @@ class LayerMover:
     def attach(self, service: JoinService) -> None:
         """Get to know what stages join at."""
         self._service, service.changes = service, self
+        if self._read_shape is None or self._cut_model is None:
+            return
+        drained, added = (self._known.drained, self._known.added) if self._known is not None else ((), ())
+        self._hosts = Hosts(
+            self._pipeline,
+            self,
+            service,
+            self._read_shape,
+            takeover_s=self._takeover_s,
+            drained=drained,
+            on_changed=lambda state: self._spawn(self._keep(state)),
+        )
+        self._hosts.was_added(added)
+        self._pipeline.describe_hosts = self._hosts.describe
+        self._spawn(self._hosts.run())
 
     def describe(self) -> dict[str, object]:
         """Return the layers of each stage and how far the latest change is, JSON-ready."""
         now_ns = time.monotonic_ns()
         own = self._rebalancer.describe(self._moves.cuts, now_ns) if self._rebalancer is not None else None
-        return {**self._moves.describe(now_ns), "rebalance": own}
+        hosts = self._hosts.describe(now_ns) if self._hosts is not None else {}
+        return {**self._moves.describe(now_ns), "rebalance": own, "hosts": hosts}
 
-    def move(self, cuts: tuple[int, ...]) -> None:
+    @property
+    def moves(self) -> Moves:
+        """The changes of the pipeline."""
+        return self._moves
+
+    async def drain(self, name: str, *, is_drained: bool) -> None:
+        """Free a stage of its layers, or offer it layers again; see `Hosts.drain`."""
+        await self._known_hosts.drain(name, is_drained=is_drained)
+
+    def add(self, name: str) -> None:
+        """Make a place for one more stage; see `Hosts.add`."""
+        self._known_hosts.add(name)
+
+    @property
+    def _known_hosts(self) -> Hosts:
+        if self._hosts is None:
+            raise InvalidRequestError(
+                "stages come and go where they have joined a coordinator that knows the model: `up` with a manifest, "
+                "or `serve --join-listen` with --model FILE"
+            )
+        return self._hosts
+
+    async def _keep(self, state: PoolState) -> None:
+        async with self._keeping:
+            await asyncio.to_thread(self._on_moved, state)
+
+    def move(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> None:
         """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.
 
-        `describe` shows the progress. Raises InvalidRequestError for a change that this pipeline can never make,
-        NotReadyError for one that it cannot make now.
+        `holders`: the places that are to hold them, in layer order; by default those that do. `describe` shows the
+        progress. Raises InvalidRequestError for a change that this pipeline can never make, NotReadyError for one that
+        it cannot make now.
         """
         if self._service is None:
             raise InvalidRequestError(
@@ -90,9 +144,9 @@ class LayerMover:
             )
         if self._cut_model is None:
             raise InvalidRequestError("this coordinator does not know the unsplit model; give it with --model")
-        instructions = self._moves.begin(cuts, time.monotonic_ns())
+        instructions = self._moves.begin(cuts, time.monotonic_ns(), holders)
         self._before, self._is_own = self._pipeline.file.cuts, False
-        if missing := self._service.unmovable():
+        if missing := self._service.unmovable(holders or self._moves.holders):
             why = f"{', '.join(missing)}: not here, or of a version whose layers do not move while it serves"
             self._moves.failed(self._number, why, time.monotonic_ns())
             raise NotReadyError(why)
@@ -145,11 +199,18 @@ class LayerMover:
 
     def left(self, index: int) -> None:
         """A stage left or restarted."""
+        if self._hosts is not None:
+            self._hosts.left(index)
         was_open = self._moves.is_open
         instructions = self._moves.left(index, time.monotonic_ns())
         if was_open:
             self._log_failure(self._number)
         self._carry(instructions)
+
+    def came(self, index: int) -> None:
+        """A stage has joined and has its order."""
+        if self._hosts is not None:
+            self._hosts.came(index)
 
     def _log_failure(self, number: int) -> None:
         move = self._moves.latest
@@ -157,6 +218,8 @@ class LayerMover:
             log.warning("layers were not moved, and nothing has changed: %s", move.problem)
             if self._rebalancer is not None:
                 self._rebalancer.failed(move.cuts, time.monotonic_ns())
+            if self._hosts is not None:
+                self._hosts.failed(move)
 
     def _look(self) -> None:
         self._carry(self._moves.look(time.monotonic_ns()))
@@ -167,11 +230,17 @@ class LayerMover:
         if not self._switching or self._service is None or self._next is None:
             return
         number, self._switching = self._switching, 0
-        self._pipeline.epochs.file, self._next = self._next.file, None
-        self._pipeline.conductor.availability.changes_engines()
-        self._service.switch()
-        self._spawn(asyncio.to_thread(self._on_moved, self._pipeline.file.cuts))
-        self._spawn(self._service.tell_switch(number))
+        epochs = self._pipeline.epochs
+        epochs.file, self._next = self._next.file, None
+        told = self._service.switch()
+        names = tuple(self._service.place(at).name for at in self._moves.holders)
+        epochs.stage_names = names
+        self._pipeline.conductor.availability.changes_engines(names)
+        if self._hosts is not None:
+            self._hosts.moved()
+        else:
+            self._spawn(self._keep(PoolState(epochs.file.cuts, names)))
+        self._spawn(self._service.tell_switch(number, told))
 
     def _on_stands(self) -> None:
         if self._switching or not self._moves.connected(time.monotonic_ns()):
@@ -180,7 +249,8 @@ class LayerMover:
         assert move is not None
         if self._rebalancer is not None:
             self._rebalancer.moved(self._before, move.cuts, time.monotonic_ns(), is_own=self._is_own)
-        fields = {"cuts": _text(move.cuts), "paused_s": f"{move.paused_ns / 1e9:.3f}"}
+        names = ",".join(self._moves.describe(0)["stages"])  # type: ignore[arg-type]
+        fields = {"cuts": _text(move.cuts), "stages": names, "paused_s": f"{move.paused_ns / 1e9:.3f}"}
         log.info("layers moved", extra={"fields": fields})
 
     # --- instructions -------------------------------------------------------------------------------------------------
@@ -197,7 +267,7 @@ class LayerMover:
                     move = self._moves.latest
                     assert move is not None
                     assert self._next is not None
-                    self._spawn(service.prepare(number, self._next, move.keeps))
+                    self._spawn(service.prepare(number, self._next, move.keeps, move.holders))
                     self._spawn(self._tick(number))
                 case Drop(number):
                     self._next = None
@@ -226,7 +296,9 @@ class LayerMover:
         """Split the model again, in a separate process, and find the stages that keep their slice."""
         try:
             assert self._cut_model is not None
-            directory = await self._cut_model(cuts)
+            assert self._service is not None
+            is_cut = cuts == self._pipeline.file.cuts  # others are to hold the same slices
+            directory = self._service.split.directory if is_cut else await self._cut_model(cuts)
             self._next, keeps = await asyncio.to_thread(self._new_split, directory, cuts)
         except RelaylineError as error:
             self.failed(number, error.message)
@@ -241,7 +313,10 @@ class LayerMover:
         held, file = self._service.split, load_pipeline(directory)
         if file.cuts != cuts or file.source.sha256 != held.file.source.sha256:
             raise ArtifactError(f"{directory} is not a split of the model that is served; give that one with --model")
-        return Split.at(directory, file), same_slices((held.directory, held.file), (directory, file))
+        assert self._moves.latest is not None
+        had = self._service.roster.holders
+        before = [had.index(at) if at in had else None for at in self._moves.latest.holders]
+        return Split.at(directory, file), same_slices((held.directory, held.file), (directory, file), before)
 
     async def _tick(self, number: int) -> None:
         """Look at the clock for as long as stages prepare."""

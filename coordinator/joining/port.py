@@ -84,6 +84,7 @@ async def _served(
 def make_roster(config: JoinConfig, on_member: OnMember = lambda place: None) -> JoinedRoster:
     """Return the places that stages may take, all of them free. `on_member` hears of every change of a place."""
     names = [stage.name for stage in config.stages]
-    roster = JoinedRoster(Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns()))
+    membership = Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns(), config.holders)
+    roster = JoinedRoster(membership)
     roster.on_change = on_member
     return roster

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -19,11 +19,12 @@ from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
-from relayline.coordinator.joining.config import JoinConfig, engine_message
-from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile
+from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check_names, engine_message
+from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, StageFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     ArtifactError,
+    HandshakeError,
     NotReadyError,
     ProtocolError,
     RelaylineError,
@@ -65,6 +66,7 @@ class OpenMembership:
     replaced: asyncio.Event
     beats: bool  # whether it gives signs of life and takes ours
     moves: bool  # whether it takes orders of planned changes
+    stands_by: bool  # whether it takes an order to hold no layers
     write: Callable[[pb.JoinResponse], Awaitable[None]]  # of its call, one message at a time
     owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
@@ -96,6 +98,9 @@ class ChangeListener(Protocol):
 
     def left(self, index: int) -> None:
         """A membership has ended, or the same stage began another."""
+
+    def came(self, index: int) -> None:
+        """A membership has begun, and has its order."""
 
 
 class MemberService(abc.ABC):
@@ -137,6 +142,7 @@ class MemberService(abc.ABC):
         beating: list[asyncio.Task[None]] = []
         try:
             await member.write(self._first_order(member))
+            self._settle(member)
             reading = asyncio.create_task(self._read(context, member))
             ends.append(reading)
             if member.beats:
@@ -188,6 +194,9 @@ class MemberService(abc.ABC):
             engine_version=facts.engine_version,
             measures=hello.measures,
         )
+        index = self._roster.check(who).index
+        if index not in self._roster.holders and not hello.stands_by:
+            raise HandshakeError(f"{hello.name} is to hold no layers now, which its version cannot do; run this one's")
         ticket = self._roster.join(who)
         place = self._roster.place_of(ticket)
         assert place is not None
@@ -196,7 +205,8 @@ class MemberService(abc.ABC):
             earlier.replaced.set()
             self._tell_left(place.index)
         secret = secrets.token_bytes(TICKET_BYTES)
-        member = OpenMembership(ticket, place.index, secret, asyncio.Event(), hello.beats, hello.moves, write, caller())
+        takes = (hello.beats, hello.moves, hello.stands_by)
+        member = OpenMembership(ticket, place.index, secret, asyncio.Event(), *takes, write, caller())
         self._members[place.index] = member
         return member
 
@@ -209,6 +219,9 @@ class MemberService(abc.ABC):
     @abc.abstractmethod
     def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
         """Return the answer to an introduction. Raises NotReadyError where the stage has to come again later."""
+
+    def _settle(self, member: OpenMembership) -> None:  # noqa: B027 - a survey asks no more of it
+        """A member has its first order."""
 
     @abc.abstractmethod
     async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
@@ -264,12 +277,24 @@ class JoinService(MemberService):
         self._own = security.identity.uri if security.identity is not None else ""
         self._security = security
         self._split = Split.at(directory, file)
+        self._places = list(config.stages)
         self._next: Split | None = None  # of a planned change, until the switch
+        self._next_holders: tuple[int, ...] = ()
         self.changes: ChangeListener | None = None
         self._fetches = asyncio.Semaphore(config.fetches_max)
         # A setting that cannot be said is the operator's mistake, to be told now and not to the first stage that asks.
-        for index in range(len(config.stages)):
+        for index in range(len(self._places)):
             self._order(index, b"")
+
+    def _settle(self, member: OpenMembership) -> None:
+        """From its first order on a member takes part in changes."""
+        place = self._roster.place_of(member.ticket)
+        if place is None:
+            return
+        if member.index not in self._roster.holders:
+            self._roster.stands_by(place)
+        if self.changes is not None:
+            self.changes.came(member.index)
 
     def _tell_left(self, index: int) -> None:
         if self.changes is not None:
@@ -278,16 +303,15 @@ class JoinService(MemberService):
     def _first_order(self, member: OpenMembership) -> pb.JoinResponse:
         return self._order(member.index, member.secret, beats=member.beats)
 
-    def _order(self, index: int, secret: bytes, *, beats: bool = False, split: Split | None = None) -> pb.JoinResponse:
-        split = split or self._split
-        stage, settings = split.file.stages[index], self._config.stages[index]
-        path = str((split.directory / stage.file).resolve()) if self._config.offer_path else ""
-        return pb.JoinResponse(
-            stage_index=index,
+    def _order(self, index: int, secret: bytes, *, beats: bool = False, is_next: bool = False) -> pb.JoinResponse:
+        """Return the order of a place; `is_next`: the one that holds after the change."""
+        split, holders = self._split, self._roster.holders
+        if is_next and self._next is not None:
+            split, holders = self._next, self._next_holders
+        settings = self._places[index]
+        order = pb.JoinResponse(
             stage_count=len(split.file.stages),
             pipeline_id=split.file.pipeline_id,
-            artifact=pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path),
-            pipeline_json=split.pipeline_json,
             engine=engine_message(settings.engine),
             telemetry=settings.telemetry.message(),
             ticket=secret,
@@ -295,6 +319,16 @@ class JoinService(MemberService):
             coordinator=self._own,
             listen_port=settings.listen_port,
         )
+        if index not in holders:
+            order.stands_by = True
+            return order
+        order.stage_index = holders.index(index)
+        stage = split.file.stages[order.stage_index]
+        path = str((split.directory / stage.file).resolve()) if self._config.offer_path else ""
+        artifact = pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path)
+        order.artifact.CopyFrom(artifact)
+        order.pipeline_json = split.pipeline_json
+        return order
 
     async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
         kind = report.WhichOneof("report")
@@ -308,7 +342,7 @@ class JoinService(MemberService):
         return True
 
     async def _whereabouts(self, member: OpenMembership, serving: pb.StageServing, seen: str) -> str:
-        name = self._config.stages[member.index].name
+        name = self._places[member.index].name
         address, line = await whereabouts(name, serving.host, seen, serving.port, self._security, member.owner)
         if line:
             log.warning("%s", line)
@@ -321,44 +355,73 @@ class JoinService(MemberService):
         """The split that the stages have, or are to have at once."""
         return self._split
 
-    def unmovable(self) -> list[str]:
-        """Return the names of stages that are not here, or take no orders of planned changes."""
-        members = self._members
-        return [
-            stage.name
-            for index, stage in enumerate(self._config.stages)
-            if (member := members.get(index)) is None or not member.moves
-        ]
+    def place(self, index: int) -> JoiningStage:
+        """Return what is known of a place."""
+        return self._places[index]
 
-    async def prepare(self, number: int, split: Split, keeps: Sequence[bool]) -> None:
-        """Have every stage fetch and load its slice of another split, next to the one that it serves."""
-        self._next = split
-        for index, keep in enumerate(keeps):
-            change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=keep)
+    def add(self, stage: JoiningStage) -> int:
+        """Add a place that holds no layers; returns its index. Raises UsageError for a name that cannot be one."""
+        check_names([*(place.name for place in self._places), stage.name])
+        self._places.append(stage)
+        return self._roster.add(stage.name).index
+
+    @property
+    def roster(self) -> JoinedRoster:
+        """The places and who is there."""
+        return self._roster
+
+    def unmovable(self, holders: tuple[int, ...] = ()) -> list[str]:
+        """Return the names of places that keep layers from moving to `holders`; by default to those of now.
+
+        They are to hold layers and are not here, or are of a version that takes no such order.
+        """
+        members, holders = self._members, holders or self._roster.holders
+        lost = [index for index in holders if (member := members.get(index)) is None or not member.moves]
+        freed = set(self._roster.holders) - set(holders)
+        lost += [index for index in freed if (member := members.get(index)) is not None and not member.stands_by]
+        return [self._places[index].name for index in lost]
+
+    async def prepare(self, number: int, split: Split, keeps: Sequence[bool], holders: tuple[int, ...] = ()) -> None:
+        """Have every holder fetch and load its slice of another split, next to the one that it serves."""
+        self._next, self._next_holders = split, holders or self._roster.holders
+        kept = dict(zip(self._next_holders, keeps, strict=True))
+        for index in self._involved():
+            change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=kept.get(index, False))
             if (member := self._members.get(index)) is not None:
-                order = self._order(index, member.secret, split=split)
+                order = self._order(index, member.secret, is_next=True)
                 order.change.CopyFrom(change)
                 await self._say(member, order)
+
+    def _involved(self) -> list[int]:
+        """Return the places that hold layers before the change, after it, or both."""
+        return sorted({*self._roster.holders, *self._next_holders})
 
     async def drop(self, number: int) -> None:
         """Have every stage drop its prepared slice."""
         self._next = None
-        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_DROP))
+        change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_DROP)
+        await self._say_all(change, self._involved())
 
-    def switch(self) -> None:
-        """From now on the prepared split is the one that stages have: also those that join later."""
-        assert self._next is not None
-        self._split, self._next = self._next, None
-        self._roster.switching()
+    def switch(self) -> list[int]:
+        """From now on the prepared split is the one that stages have: also those that join later.
 
-    async def tell_switch(self, number: int) -> None:
-        """Notify the members. A member that cannot be reached, or had not prepared, joins again and gets its order
-        then.
+        Returns the places that have to be told.
         """
-        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH))
+        assert self._next is not None
+        involved = self._involved()
+        self._split, self._next = self._next, None
+        self._roster.switching(self._next_holders)
+        return involved
 
-    async def _say_all(self, change: pb.LayerChange) -> None:
-        members = list(self._members.values())
+    async def tell_switch(self, number: int, places: Iterable[int]) -> None:
+        """Notify the members of these places.
+
+        A member that cannot be reached, or had not prepared, joins again and gets its order then.
+        """
+        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH), places)
+
+    async def _say_all(self, change: pb.LayerChange, places: Iterable[int]) -> None:
+        members = [member for index in places if (member := self._members.get(index)) is not None]
         await asyncio.gather(*(self._say(member, pb.JoinResponse(change=change)) for member in members))
 
     async def _say(self, member: OpenMembership, order: pb.JoinResponse) -> None:
@@ -369,7 +432,7 @@ class JoinService(MemberService):
         if self.changes is None:
             return
         if report.HasField("failure"):
-            name = self._config.stages[index].name
+            name = self._places[index].name
             self.changes.failed(report.change, f"{name}: {report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX]}")
         elif report.is_ready:
             self.changes.prepared(report.change, index)
@@ -399,16 +462,23 @@ class JoinService(MemberService):
         A request names a file by its content, and only the stage's own files can be had.
         """
         member = self._member_of(request)
-        split, stage = self._split, self._split.file.stages[member.index]
-        if self._next is not None and request.sha256 == self._next.file.stages[member.index].sha256:
-            split, stage = self._next, self._next.file.stages[member.index]
-        if request.sha256 not in ("", stage.sha256):
+        split, stage = self._part_of(member.index, request.sha256)
+        if stage is None or request.sha256 not in ("", stage.sha256):
             raise ArtifactError("that artifact is not this stage's; a planned change was taken back")
         if request.offset > stage.size_bytes:
             raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
         if member.fetching:
             raise NotReadyError("this stage's artifact is already being sent")
         return member, split.directory / stage.file, stage.size_bytes
+
+    def _part_of(self, index: int, sha256: str) -> tuple[Split, StageFile | None]:
+        """Return the split and the slice of a place: of the next change where it is asked for, else of now."""
+        if self._next is not None and index in self._next_holders:
+            stage = self._next.file.stages[self._next_holders.index(index)]
+            if sha256 == stage.sha256:
+                return self._next, stage
+        holders = self._roster.holders
+        return self._split, self._split.file.stages[holders.index(index)] if index in holders else None
 
 
 def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:

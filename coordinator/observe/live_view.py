@@ -27,11 +27,13 @@ LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time
 MS = 1e-6
 _TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",
-         "drafted_tokens", "accepted_tokens", "plan", "imbalance", "link", "missing")  # fmt: skip
+         "drafted_tokens", "accepted_tokens", "plan", "imbalance", "link", "missing",
+         "idle")  # fmt: skip
 _TOLD_OF_STAGE = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
                   "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
                   "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
-                  "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults")  # fmt: skip
+                  "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
+                  "takeover_in_s")  # fmt: skip
 _COUNTED = ("steps", "rows", "padded_rows", "busy_ns", "payload_bytes_in", "payload_bytes_out", "envelopes_out")
 
 encode = msgspec.json.Encoder().encode

@@ -57,7 +57,8 @@ class Rebalancer:
         steps = self._step(before, after)
         self._n_turns += self._turns_back(steps)
         # A boundary that stayed keeps the way it went before.
-        self._steps = tuple(new or old for new, old in zip(steps, self._steps or (0,) * len(steps), strict=True))
+        known = self._steps if len(self._steps) == len(steps) else (0,) * len(steps)
+        self._steps = tuple(new or old for new, old in zip(steps, known, strict=True))
         self._last_ns, self._failed, self._n_failed = now_ns, (), 0
         self.n_moves += is_own
 
@@ -77,6 +78,8 @@ class Rebalancer:
 
     @staticmethod
     def _step(before: Cuts, after: Cuts) -> tuple[int, ...]:
+        if len(before) != len(after):
+            return (0,) * len(after)  # other stages than before: no boundary has gone anywhere
         return tuple(new - old for old, new in zip(before, after, strict=True))
 
     def _turns_back(self, steps: tuple[int, ...]) -> bool:

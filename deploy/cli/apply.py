@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import click
 
 from relayline.deploy.cli.console_http import fetch
+from relayline.deploy.cli.drain import added
 from relayline.deploy.cli.move import PATH, moved_layers, moved_text
 from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.difference import Difference, difference
+from relayline.deploy.launch.inviting import fresh_line
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import StateDir
-from relayline.deploy.manifest import load_manifest
+from relayline.deploy.launch.take_on import start_more
+from relayline.deploy.manifest import Manifest, Stage, load_manifest
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import Phase
 
@@ -35,9 +39,17 @@ def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool) -
     url, key = launched.state.url, key_of(launched)
     if not url or launched.phase not in (Phase.READY, Phase.RECOVERING):
         return False  # it starts or ends: the lock says so
-    found = fetch(url, PATH, key, ("cuts", "layers"))
+    found = fetch(url, PATH, key, ("cuts", "layers", "stages", "hosts"))
     wanted = override(what.manifest, {"model": {"path": str(find_model(what.manifest).absolute())}})
-    differs = difference(load_manifest(directory.manifest), wanted, tuple(found["cuts"]), found["layers"][-1][1])
+    running = load_manifest(directory.manifest)
+    differs = difference(
+        running,
+        wanted,
+        tuple(found["cuts"]),
+        found["layers"][-1][1],
+        holders=found["stages"],
+        known=found["hosts"],
+    )
     name = launched.state.name
     _show(name, differs, is_dry=is_dry, as_json=as_json)
     if is_dry:
@@ -48,6 +60,8 @@ def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool) -
             f"{name} runs, and nothing was changed: {fields} cannot change while it serves; `relayline down {name}`, "
             "then `up` again, or start another one with --name"
         )
+    if differs.added:
+        _take_on(launched, running, differs.added, url, key, as_json=as_json)
     if differs.layers:
         after = asyncio.run(moved_layers(url, key, differs.cuts, tell=not as_json))
         click.echo(json.dumps({"event": "moved", **after}) if as_json else moved_text(after))
@@ -56,14 +70,33 @@ def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool) -
     return True
 
 
+def _take_on(
+    launched: Launched, running: Manifest, stages: Sequence[Stage], url: str, key: str, *, as_json: bool
+) -> None:
+    """Let more stages join a pipeline that serves: those of this machine are started, others are told how."""
+    for stage in stages:
+        asyncio.run(added(url, key, stage.name))
+    if here := [stage for stage in stages if stage.is_local]:
+        start_more(launched, running, here)
+    for stage in stages:
+        line = "" if stage.is_local else fresh_line(launched, stage.name, stage.host)
+        if as_json:
+            click.echo(json.dumps({"event": "added", "name": stage.name, "host": stage.host, "command": line}))
+        elif line:
+            click.echo(f"on {stage.host}, run:\n  {line}")
+
+
 def _show(name: str, differs: Difference, *, is_dry: bool, as_json: bool) -> None:
     if as_json:
         changes = {"layers": differs.layers, "others": differs.others}
         said = {key: [dataclasses.asdict(change) for change in found] for key, found in changes.items()}
-        click.echo(json.dumps({"event": "difference", "name": name, **said, "cuts": differs.cuts, "dry_run": is_dry}))
+        told = {"added": [stage.name for stage in differs.added], "cuts": differs.cuts, "dry_run": is_dry}
+        click.echo(json.dumps({"event": "difference", "name": name, **said, **told}))
         return
-    if not differs.layers and not differs.others:
+    if not differs.layers and not differs.others and not differs.added:
         click.echo(f"{name} already runs as the manifest says; nothing to change")
+    for stage in differs.added:
+        click.echo(f"stages[{stage.name}] on {stage.host}: joins while it serves, and gets layers")
     for change in differs.layers:
         click.echo(f"{change}: moves while it serves")
     for change in differs.others:

@@ -142,6 +142,10 @@ class Coordinator:
         """Put a JSON object to `path` and return the one that is answered. Raises as `get`."""
         return await self._ask("PUT", path, body, wanted)
 
+    async def post(self, path: str, body: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
+        """Post a JSON object to `path` and return the one that is answered. Raises as `get`."""
+        return await self._ask("POST", path, body, wanted)
+
     async def _ask(self, method: str, path: str, body_sent: Any, wanted: Collection[str]) -> dict[str, Any]:
         import aiohttp
 

@@ -9,7 +9,7 @@ import click
 
 from relayline.deploy.cli.join_flags import stage_telemetry
 from relayline.deploy.cli.options import Address, CoreList, log_options, telemetry_options, threads_option
-from relayline.deploy.cli.processes import on_stage_ready, watch_stdin
+from relayline.deploy.cli.processes import on_stage_idle, on_stage_ready, watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
@@ -66,7 +66,7 @@ def join_command(**given: Any) -> None:
     if given["exit_with_stdin"]:
         watch_stdin()
     given["name"] = joined.file.name
-    run_joined(_config(given, joined), on_stage_ready(given), stage_telemetry(given))
+    run_joined(_config(given, joined), on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
 
 
 def _joined(given: dict[str, Any], root: Path) -> Joined:
@@ -113,17 +113,25 @@ def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
 @click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")
 @click.argument("stage")
 @click.option("--pipeline", default=None, help="Name of the pipeline, where several run here.")
+@click.option("--host", default="", help="Address of a machine that the manifest does not name.")
 @click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")
-def invite_command(stage: str, pipeline: str | None, state_dir: Path | None) -> None:
+def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path | None) -> None:
     """Print the line with which STAGE joins from its host: the last one has expired, was used, or its disk is gone.
+
+    With --host STAGE may be new: it joins the pipeline that serves, and gets layers. Write it into the manifest too, so
+    that the next start knows it.
 
     The line that was printed before opens nothing any more. A certificate that it brought stays good; `relayline certs
     revoke` ends one.
     """
+    from relayline.deploy.cli.drain import let_join
     from relayline.deploy.launch.control import find
     from relayline.deploy.launch.inviting import fresh_line
 
     found = find(pipeline, state_dir)
     if found is None:
         raise UsageError("no pipeline runs here; `relayline up MANIFEST` starts one and prints the line of each host")
-    click.echo(fresh_line(found, stage))
+    line = fresh_line(found, stage, host)
+    if host:
+        let_join(found, stage)
+    click.echo(line)

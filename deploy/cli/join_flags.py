@@ -20,7 +20,7 @@ from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
-    from relayline.coordinator.joining.config import EnrolConfig, JoinConfig
+    from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, PoolState
     from relayline.coordinator.serve import Joinable
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
@@ -36,6 +36,7 @@ def serve_join_options(command: Command) -> Command:
     """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
     for option in (
         click.option("--names", default="", help="Names of the stages, in layer order [default: stage-0,...]."),
+        click.option("--spares", default="", help="Names of stages that hold layers only in the place of a lost one."),
         click.option(
             "--authority",
             type=click.Path(path_type=Path, file_okay=False),
@@ -76,8 +77,11 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
     return [written[name] for name in names if name in given and context.get_parameter_source(name) in by_user]
 
 
-def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
-    """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither."""
+def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | None = None) -> JoinConfig | None:
+    """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither.
+
+    `known`: who holds layers since an earlier coordinator served.
+    """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 
@@ -86,14 +90,20 @@ def coordinator_join(given: dict[str, Any], n_stages: int) -> JoinConfig | None:
     if (given["join_listen"] is None) == (given["stages"] is None):
         raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
     if given["join_listen"] is None:
+        if given["spares"]:
+            raise UsageError("--spares names stages that join; it needs --join-listen")
         if engine_flags := _explicit(given, ENGINE_FLAGS):
             raise UsageError(f"{engine_flags[0]} tells stages that join; it needs --join-listen")
         return None
     engine = from_parameters(EngineSettings, given)
     names = given_names(given) or default_names(n_stages)
     host, port = given["join_listen"]
-    stages = tuple(JoiningStage(name, engine) for name in names)
-    return JoinConfig(stages, host, port, enrol=_enrol(given))
+    spares = given_spares(given)
+    stages = [JoiningStage(name, engine) for name in names]
+    stages += [JoiningStage(name, engine, is_spare=True) for name in spares]
+    added = known.added if known is not None else ()
+    stages += [JoiningStage(name, engine) for name in added if name not in (*names, *spares)]
+    return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), known=known)
 
 
 def _enrol(given: dict[str, Any]) -> EnrolConfig | None:
@@ -111,6 +121,11 @@ def _enrol(given: dict[str, Any]) -> EnrolConfig | None:
 def given_names(given: dict[str, Any]) -> tuple[str, ...]:
     """Return the stages' names in layer order, none where the user gave none."""
     return tuple(name.strip() for name in given["names"].split(",")) if given["names"] else ()
+
+
+def given_spares(given: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the stages that hold layers only in the place of another one."""
+    return tuple(name.strip() for name in given["spares"].split(",")) if given["spares"] else ()
 
 
 def joinable_event(joinable: Joinable) -> dict[str, Any]:

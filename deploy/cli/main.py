@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("relayline.deploy.cli.up", "up_command"),
     "status": ("relayline.deploy.cli.control", "status_command"),
     "move": ("relayline.deploy.cli.move", "move_command"),
+    "drain": ("relayline.deploy.cli.drain", "drain_command"),
+    "uncordon": ("relayline.deploy.cli.drain", "uncordon_command"),
     "logs": ("relayline.deploy.cli.control", "logs_command"),
     "down": ("relayline.deploy.cli.control", "down_command"),
     "doctor": ("relayline.deploy.cli.doctor", "doctor_command"),
@@ -56,7 +58,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # How --help lists them; a command of no group comes last.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Run a pipeline": ("up", "demo", "init", "plan", "doctor"),
-    "Look after it": ("status", "move", "logs", "top", "trace", "down"),
+    "Look after it": ("status", "move", "drain", "uncordon", "logs", "top", "trace", "down"),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),
     "Several machines": ("join", "invite", "service", "stage", "serve", "certs", "render"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from typing import Any
 
 import click
@@ -69,13 +70,20 @@ async def moved_layers(url: str, api_key: str, cuts: tuple[int, ...] | None, *, 
         if cuts is None:
             return await coordinator.get(PATH, wanted)
         found = await coordinator.put(PATH, {"cuts": cuts}, wanted)
-        number, said = found["move"]["number"], ""
-        while (move := found["move"])["number"] == number and move["state"] in SAID:
-            if tell and move["state"] != said:
-                said = move["state"]
-                click.echo(SAID[said], err=True)
-            await asyncio.sleep(LOOK_EVERY_S)
-            found = await coordinator.get(PATH, wanted)
-        if move["number"] != number:
-            raise UsageError("another change of layers has begun meanwhile; look with `relayline move`")
-        return found
+        return await followed(coordinator, found, wanted, tell=tell)
+
+
+async def followed(
+    coordinator: Coordinator, found: dict[str, Any], wanted: Collection[str], *, tell: bool
+) -> dict[str, Any]:
+    """Follow a change that has begun, and return how it ended. Raises StartError, UsageError."""
+    number, said = found["move"]["number"], ""
+    while (move := found["move"])["number"] == number and move["state"] in SAID:
+        if tell and move["state"] != said:
+            said = move["state"]
+            click.echo(SAID[said], err=True)
+        await asyncio.sleep(LOOK_EVERY_S)
+        found = await coordinator.get(PATH, wanted)
+    if move["number"] != number:
+        raise UsageError("another change of layers has begun meanwhile; look with `relayline move`")
+    return found

@@ -15,6 +15,7 @@ import click
 from relayline.deploy.cli.join_flags import (
     coordinator_join,
     given_names,
+    given_spares,
     joinable_event,
     member_event,
     serve_join_options,
@@ -109,7 +110,7 @@ def stage_command(**given: Any) -> None:
     if given["exit_with_stdin"]:
         watch_stdin()
     if joining is not None:
-        run_joined(joining, on_stage_ready(given), stage_telemetry(given))
+        run_joined(joining, on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
         return
     host, port = given["listen"]
     config = StageConfig(
@@ -147,6 +148,16 @@ def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
         )
 
     return on_ready
+
+
+def on_stage_idle(given: dict[str, Any]) -> Callable[[], None]:
+    """Return what prints the line of a stage that stands by without layers."""
+
+    def on_idle() -> None:
+        text = f"{given['name']} stands by without layers; the coordinator gives it some when they are needed"
+        announce({"event": "idle", "role": "stage", "name": given["name"]}, text, as_json=given["as_json"])
+
+    return on_idle
 
 
 def metrics_url(facts: StageFacts) -> str:
@@ -219,7 +230,6 @@ def serve_command(**given: Any) -> None:
     RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these over the manifest.
     """
     from relayline.coordinator.engine.pipeline import PipelineConfig
-    from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.coordinator.serve import ServeConfig, run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
 
@@ -230,12 +240,13 @@ def serve_command(**given: Any) -> None:
     if given["exit_with_stdin"]:
         watch_stdin()
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
-    directory, cut_model, on_moved = served_split(given)
+    names = given_names(given)
+    split = served_split(given, (*names, *given_spares(given)) if names else ())
     config = ServeConfig(
-        pipeline_dir=directory,
+        pipeline_dir=split.directory,
         pipeline=PipelineConfig(
             addresses=given["stages"] or (),
-            names=given_names(given),
+            names=names,
             wire_dtype=DTYPE_BY_NAME[serving.wire],
             schedule=schedule_config(given),
             serving=serving,
@@ -244,11 +255,10 @@ def serve_command(**given: Any) -> None:
         ),
         host=host,
         port=port,
-        join=for_each_stage(
-            coordinator_join(given, len(load_pipeline(directory, stages_here=False).stages)), given["manifest"]
-        ),
-        cut_model=cut_model,
-        on_moved=on_moved,
+        join=for_each_stage(coordinator_join(given, split.n_stages, split.known), given["manifest"]),
+        cut_model=split.cut_model,
+        read_shape=split.read_shape,
+        on_moved=split.on_moved,
         api_keys_file=given["api_keys"],
         http_tls=https,
         allow_hosts=tuple(given["allow_hosts"]),

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
-from relayline.deploy.cli.unequal import unequal_line
+from relayline.deploy.cli.unequal import idle_line, unequal_line
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
 
@@ -225,7 +225,7 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
     if is_wide:
         table.add_column("closed by", overflow="fold")
     unequal = unequal_line(described)
-    below = Text(f"\n{unequal}" if unequal else "")
+    below = Text("".join(f"\n{line}" for line in (unequal, idle_line(described)) if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
         name, layers, *middle, reasons = _row(stage, row)
         table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))

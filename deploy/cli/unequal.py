@@ -1,4 +1,4 @@
-"""The line about a cut that would be faster, for those who look at a running pipeline."""
+"""Lines for those who look at a running pipeline: about a faster cut, and about stages that hold no layers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def unequal_line(described: dict[str, Any]) -> str:
     return f"{said}; " + (
         f"relayline move --cuts {cuts}" if wait_s is None else f"layers move by themselves{_when(wait_s)}"
     )
+
+
+def idle_line(described: dict[str, Any]) -> str:
+    """Return which stages hold no layers, and who takes over from one that is away; empty where all is as usual."""
+    said = [f"{entry['name']} ({entry['state']})" for entry in described.get("idle") or ()]
+    parts = [f"without layers: {', '.join(said)}"] if said else []
+    parts += [
+        f"others take over the layers of {stage['name']} in {stage['takeover_in_s']:.0f} s"
+        for stage in described["stages"]
+        if stage.get("takeover_in_s") is not None
+    ]
+    return "; ".join(parts)
 
 
 def _when(wait_s: float) -> str:

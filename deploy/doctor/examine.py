@@ -73,7 +73,7 @@ async def examine_manifest(
 ) -> list[Finding]:
     """Examine this machine and the hosts of a manifest. `launched` is the pipeline of that name, if there is one."""
     running = launched is not None and launched.is_running
-    wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in manifest.stages)
+    wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in manifest.members)
     security_findings, security = _security(manifest)
     probes = [
         *machine_probes(timeout_s),
@@ -95,7 +95,7 @@ async def examine_manifest(
     ]
     for host, (what, port) in hosts_of(manifest).items():
         probes.append(Probe(f"host {host}", functools.partial(look_host, host, what, port), timeout_s))
-    hosts = {stage.name: host_of_stage(manifest, stage) for stage in manifest.stages}
+    hosts = {stage.name: host_of_stage(manifest, stage) for stage in manifest.members}
     if running and launched is not None:
         if launched.state.url:
             probes.append(Probe("coordinator", functools.partial(look_coordinator, launched.state.url), timeout_s))
@@ -112,7 +112,7 @@ async def examine_manifest(
 def _devices(manifest: Manifest) -> dict[str, str]:
     """Return the devices that are named for stages here, each with the first stage that names it."""
     asked: dict[str, str] = {}
-    for stage in manifest.stages:
+    for stage in manifest.members:
         if stage.is_local:
             for name in stage.named_devices:
                 asked.setdefault(name, stage.name)

@@ -57,7 +57,7 @@ def look_ports(manifest: Manifest, *, running: bool) -> list[Finding]:
 def look_coordinator_host(manifest: Manifest) -> list[Finding]:
     """Check that stages of other hosts get a coordinator address that they can reach."""
     host = manifest.spec.coordinator.host
-    remote = [stage.name for stage in manifest.stages if not stage.is_local]
+    remote = [stage.name for stage in manifest.members if not stage.is_local]
     if remote and is_local(host):
         found = f"coordinator.host is {host}, where {', '.join(remote)} cannot reach it"
         return [failure("coordinator.host", found, "name this machine as the other hosts know it")]

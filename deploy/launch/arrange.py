@@ -38,7 +38,7 @@ def arrange(
         http=(http.host, http.port),
         join=(join_host(manifest), manifest.join_port),
         advertised_host="127.0.0.1" if manifest.all_local else manifest.spec.coordinator.host,
-        stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.stages),
+        stages=tuple(_stage(manifest, stage, tokens, log_flags) for stage in manifest.members),
         authority=authority_of(manifest),
         enrol=(join_host(manifest), manifest.enrol_port),
         needs_key=manifest.spec.coordinator.api_keys_file is not None,

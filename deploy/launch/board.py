@@ -15,6 +15,9 @@ from relayline.wire.common.phase import HostState, Phase
 log = logging.getLogger("relayline.up")
 
 
+WHOLE = (HostState.READY, HostState.SPARE, HostState.DRAINED)  # of a process that is as it is to be
+
+
 class Board:
     """The current LaunchState; every change is stored at once."""
 
@@ -51,10 +54,14 @@ class Board:
         records = tuple(changed if record.name == name else record for record in self.state.processes)
         phase = self.state.phase
         if phase in (Phase.READY, Phase.RECOVERING):
-            is_whole = all(record.state == HostState.READY for record in records)
+            is_whole = all(record.state in WHOLE for record in records)
             phase = Phase.READY if is_whole else Phase.RECOVERING
         self._store(processes=records, phase=phase)
         return changed
+
+    def add(self, record: ProcessRecord) -> None:
+        """Take one more process."""
+        self._store(processes=(*self.state.processes, record))
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Enter a phase."""

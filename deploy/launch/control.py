@@ -108,7 +108,8 @@ def describe(pipeline: Launched) -> dict[str, Any]:
     phase, phase_s = _phase(pipeline, live, is_answering=not problem)
     if problem.startswith(REFUSED) and (word := _health(state)) is not None:  # /health asks for no key
         phase, phase_s = word, None
-    stages = {stage.get("name"): stage for stage in live["stages"]} if live is not None else {}
+    known = [*live["stages"], *live.get("idle", ())] if live is not None else []
+    stages = {stage.get("name"): stage for stage in known}
     return {
         "name": state.name,
         "phase": phase.value,
@@ -157,6 +158,11 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     if live is not None and live.get("silent") and record.state is HostState.READY:
         entry["state"] = HostState.SILENT.value
         entry["detail"] = f"has not answered for {live['last_heard_s']:.0f} s"
+    if live is not None and live.get("state") in (HostState.SPARE, HostState.DRAINED):
+        entry["state"] = live["state"]
+        entry["detail"] = entry["detail"] if live.get("here", True) else "not here"
+    elif live is not None and live.get("takeover_in_s") is not None:
+        entry["detail"] = f"others take over its layers in {live['takeover_in_s']:.0f} s"
     return entry
 
 

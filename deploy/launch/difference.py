@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from relayline.deploy.launch.prepare import settled
-from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest import Manifest, Stage
 
 Cuts = tuple[int, ...]
 
@@ -35,20 +36,33 @@ class Difference:
     """The first layer of each stage but the first, as the manifest wants it."""
     others: tuple[Change, ...]
     """What takes a new start."""
+    added: tuple[Stage, ...] = ()
+    """Stages that join what runs."""
 
 
-def difference(running: Manifest, wanted: Manifest, cuts: Cuts, n_layers: int) -> Difference:
+def difference(
+    running: Manifest,
+    wanted: Manifest,
+    cuts: Cuts,
+    n_layers: int,
+    *,
+    holders: Sequence[str] | None = None,
+    known: Collection[str] = (),
+) -> Difference:
     """Compare the settled manifest of the running pipeline with one that names its model by path.
 
-    `cuts`: the present ones. Where `wanted` leaves layers to the planner they stay unchanged.
+    `cuts`: the present ones. Where `wanted` leaves layers to the planner they stay unchanged. `holders`: the stages
+    that hold layers now, in layer order. `known`: stages that have been added since the start.
     """
-    names = [[stage.name for stage in manifest.stages] for manifest in (running, wanted)]
-    if names[0] != names[1]:
-        return Difference((), cuts, (Change("stages", ", ".join(names[0]), ", ".join(names[1])),))
-    edges = (0, *cuts, n_layers)
-    ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
+    old, new = [[stage.name for stage in manifest.members] for manifest in (running, wanted)]
+    added = tuple(stage for stage in wanted.members if stage.name not in {*old, *known})
+    both = [name for name in new if name in old]
+    if both != old or (added and _reaches(running) != _reaches(wanted)):
+        return Difference((), cuts, (Change("stages", ", ".join(old), ", ".join(new)),))
+    wanted = _without(wanted, set(new) - set(old))
+    names = [stage.name for stage in wanted.stages]
     assert wanted.model_path is not None
-    before, after = (_flat(each) for each in (_spec(running), _spec(settled(wanted, wanted.model_path, ranges))))
+    before, after = (_flat(_spec(each)) for each in (running, _settled_like(running, wanted)))
     for made in _MADE:
         key = ".".join(made)
         after.setdefault(key, before.get(key))
@@ -57,14 +71,42 @@ def difference(running: Manifest, wanted: Manifest, cuts: Cuts, n_layers: int) -
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.endswith("].layers")
     )
-    new = tuple(now if said is None else said for said, now in zip(wanted.fixed_cuts(), cuts, strict=True))
-    ends = (0, *new, n_layers)
+    if names != list(holders if holders is not None else names):
+        return Difference((), cuts, others, added)  # others stand in for some: there is nothing to compare
+    edges = (0, *cuts, n_layers)
+    ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
+    new_cuts = tuple(now if said is None else said for said, now in zip(wanted.fixed_cuts(), cuts, strict=True))
+    ends = (0, *new_cuts, n_layers)
     moved = tuple(
         Change(f"stages[{name}].layers", list(held), [ends[at], ends[at + 1]])
-        for at, (name, held) in enumerate(zip(names[0], ranges, strict=True))
+        for at, (name, held) in enumerate(zip(names, ranges, strict=True))
         if list(held) != [ends[at], ends[at + 1]]
     )
-    return Difference(moved, new, others)
+    return Difference(moved, new_cuts, others, added)
+
+
+def _reaches(manifest: Manifest) -> tuple[bool, bool]:
+    """Return how other hosts may join: whether any can, and whether with certificates."""
+    return manifest.all_local, manifest.uses_tls
+
+
+def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
+    """Return the manifest without these stages."""
+    if not names:
+        return manifest
+    stages, spares = (
+        [stage for stage in part if stage.name not in names] for part in (manifest.stages, manifest.spares)
+    )
+    spec = manifest.spec.model_copy(update={"stages": tuple(stages), "spares": tuple(spares)})
+    return manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory)
+
+
+def _settled_like(running: Manifest, wanted: Manifest) -> Manifest:
+    """Return the manifest with every choice made but that of layers, which are taken from what runs."""
+    assert wanted.model_path is not None
+    ranges = [stage.layer_range or (0, 1) for stage in running.stages]
+    ranges += [(0, 1)] * (len(wanted.stages) - len(ranges))
+    return settled(wanted, wanted.model_path, ranges[: len(wanted.stages)])
 
 
 def _spec(manifest: Manifest) -> dict[str, Any]:
@@ -79,9 +121,9 @@ def _flat(part: dict[str, Any], where: str = "") -> dict[str, Any]:
         place = f"{where}.{key}" if where else key
         if isinstance(value, dict):
             found |= _flat(value, place)
-        elif key == "stages" and isinstance(value, list):
+        elif key in ("stages", "spares") and isinstance(value, list):
             for stage in value:
-                found |= _flat(stage, f"stages[{stage['name']}]")
+                found |= _flat(stage, f"{key}[{stage['name']}]")
         else:
             found[place] = value
     return found

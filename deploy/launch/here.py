@@ -65,7 +65,7 @@ def at_home(manifest: Manifest, is_here: IsHere = is_this_machine, way: Facing =
     stages are on other hosts, it becomes the address of this machine that faces them.
     """
     coordinator = manifest.spec.coordinator
-    elsewhere = list(dict.fromkeys(stage.host for stage in manifest.stages if not stage.is_local))
+    elsewhere = list(dict.fromkeys(stage.host for stage in manifest.members if not stage.is_local))
     if not elsewhere:
         return manifest
     here = {coordinator.host} | _those(elsewhere, is_here)

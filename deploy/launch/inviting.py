@@ -20,7 +20,7 @@ def authority_of(manifest: Manifest) -> Path | None:
     None also where no host has to: then nothing listens for them.
     """
     directory = manifest.spec.wire.tls.directory
-    if directory is None or not manifest.uses_tls or all(stage.is_local for stage in manifest.stages):
+    if directory is None or not manifest.uses_tls or all(stage.is_local for stage in manifest.members):
         return None
     authority = manifest.resolve(directory).parent
     return authority if can_sign(authority) else None
@@ -31,19 +31,25 @@ def join_line(address: str, token: JoinToken) -> str:
     return f"relayline join {address} {token}"
 
 
-def fresh_line(launched: Launched, name: str) -> str:
-    """Return a new line for a stage of a pipeline that runs here. Raises UsageError where there is none to give."""
+def fresh_line(launched: Launched, name: str, host: str = "") -> str:
+    """Return a new line for a stage of a pipeline that runs here. Raises UsageError where there is none to give.
+
+    `host`: of a stage that the manifest does not name.
+    """
     pipeline, address = launched.state.name, launched.state.enrol
     if not launched.is_running:
         raise UsageError(f"{pipeline} does not run; `relayline up` starts it and prints the line of each host")
     manifest = load_manifest(launched.directory.manifest)
-    stage = next((stage for stage in manifest.stages if stage.name == name), None)
-    if stage is None or stage.is_local:
-        remote = ", ".join(stage.name for stage in manifest.stages if not stage.is_local) or "none"
-        raise UsageError(f"{pipeline} has no stage {name!r} on another host; those are: {remote}")
+    stage = next((stage for stage in manifest.members if stage.name == name), None)
+    if stage is not None and not stage.is_local:
+        host = stage.host
+    elif stage is not None or not host:
+        remote = ", ".join(stage.name for stage in manifest.members if not stage.is_local) or "none"
+        more = "" if stage is not None else "; for one more give its address too: --host ADDRESS"
+        raise UsageError(f"{pipeline} has no stage {name!r} on another host; those are: {remote}{more}")
     authority = authority_of(manifest)
     if authority is None or not address:
         raise UsageError(
             f"hosts of {pipeline} get their credentials by hand: its links are plaintext, or its CA's key is elsewhere"
         )
-    return join_line(address, invite(authority, name, stage.host))
+    return join_line(address, invite(authority, name, host))

@@ -1,20 +1,19 @@
-"""The file in which a coordinator keeps moved layers, so that they survive its restart."""
+"""The file in which a coordinator keeps which stages hold which layers, so that this survives its restart."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 
+from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.splits import split_for
 from relayline.wire.common.errors import RelaylineError
 
 log = logging.getLogger("relayline.coordinator")
-
-Cuts = tuple[int, ...]
 
 
 class KeptLayers(msgspec.Struct, frozen=True):
@@ -22,23 +21,31 @@ class KeptLayers(msgspec.Struct, frozen=True):
 
     base: str
     """The split (pipeline id) that the coordinator was started with; with another one the file does not apply."""
-    cuts: Cuts
+    cuts: tuple[int, ...]
     """The first layer of each stage but the first, as the stages have them since."""
+    stages: tuple[str, ...] = ()
+    """Those that hold layers, in layer order; empty: all that are no spares."""
+    drained: tuple[str, ...] = ()
+    """Those that are to hold none."""
+    added: tuple[str, ...] = ()
+    """Those that came while it served."""
 
 
-def keeper(path: Path | None, base: Path) -> Callable[[Cuts], None] | None:
-    """Return the file's record of moved layers, None without one. `base`: the split that the coordinator was started
-    with.
+def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
+    """Return the file's record of who holds which layers, None without one.
+
+    `base`: the split that the coordinator was started with.
     """
     if path is None:
         return None
     base_id = load_pipeline(base, stages_here=False).pipeline_id
 
-    def keep(cuts: Cuts) -> None:
+    def keep(state: PoolState) -> None:
         partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(msgspec.json.encode(KeptLayers(base_id, cuts)))
+            kept = KeptLayers(base_id, state.cuts, state.stages, state.drained, state.added)
+            partial.write_bytes(msgspec.json.encode(kept))
             partial.replace(path)
         except OSError as error:
             log.warning("the moved layers are not kept: %s: %s; a restart goes back to those of before", path, error)
@@ -46,29 +53,44 @@ def keeper(path: Path | None, base: Path) -> Callable[[Cuts], None] | None:
     return keep
 
 
-def kept_cuts(path: Path | None, base: Path) -> Cuts:
-    """Return the cuts that the file keeps for this split; () for none. A file that makes no sense is none."""
+def kept_state(path: Path | None, base: Path) -> PoolState | None:
+    """Return the state that the file keeps for this split, None for none. A file that makes no sense is none."""
     if path is None:
-        return ()
+        return None
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=KeptLayers)
     except FileNotFoundError:
-        return ()
+        return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.warning("%s holds no moved layers: %s", path, error)
-        return ()
-    return kept.cuts if kept.base == load_pipeline(base, stages_here=False).pipeline_id else ()
+        return None
+    if kept.base != load_pipeline(base, stages_here=False).pipeline_id:
+        return None
+    return PoolState(kept.cuts, kept.stages, kept.drained, kept.added)
 
 
-def kept_split(path: Path | None, base: Path, model: Path | None) -> Path:
-    """Return the split to serve: that of the kept layers, made again if it is gone, else `base`."""
-    cuts = kept_cuts(path, base)
-    if not cuts or model is None:
-        return base
+def kept_split(
+    path: Path | None, base: Path, model: Path | None, names: Collection[str] = ()
+) -> tuple[Path, PoolState | None]:
+    """Return the split to serve and who holds it: that of the kept layers, made again if it is gone, else `base`.
+
+    `names`: of the stages that there are, where they have names.
+    """
+    state = kept_state(path, base)
+    if state is None or model is None:
+        return base, None
+    cuts = ",".join(map(str, state.cuts)) or "none"
+    if names and (gone := set(state.stages) - {*names, *state.added}):
+        log.warning(
+            "the moved layers %s cannot be served again: %s is no stage any more", cuts, ", ".join(sorted(gone))
+        )
+        return base, None
+    if state.cuts == load_pipeline(base, stages_here=False).cuts:
+        return base, state
     try:
-        directory = split_for(model, None, cuts, None)
+        directory = split_for(model, None if state.cuts else 1, state.cuts or None, None)
     except RelaylineError as error:
-        log.warning("the moved layers %s cannot be served again: %s", ",".join(map(str, cuts)), error.message)
-        return base
-    log.info("going on with moved layers", extra={"fields": {"cuts": ",".join(map(str, cuts))}})
-    return directory
+        log.warning("the moved layers %s cannot be served again: %s", cuts, error.message)
+        return base, None
+    log.info("going on with moved layers", extra={"fields": {"cuts": cuts, "stages": ",".join(state.stages)}})
+    return directory, state

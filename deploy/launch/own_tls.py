@@ -61,7 +61,7 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
     wanted = {COORDINATOR_DIR: Identity(Role.COORDINATOR, manifest.spec.coordinator.host)}
     wanted |= {
         stage.name: Identity(Role.STAGE, host_of_stage(manifest, stage), stage.name)
-        for stage in manifest.stages
+        for stage in manifest.members
         if stage.is_local  # the others make their own keys, and enrol
     }
     revoked = revoked_serials(root)
@@ -113,7 +113,7 @@ def make_stage_tokens(manifest: Manifest, directory: Path) -> None:
     source = manifest.resolve(given)
     read_token(source)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for stage in manifest.stages:
+    for stage in manifest.members:
         identity = Identity(Role.STAGE, credential_host(host_of_stage(manifest, stage)), stage.name)
         token = issued_token(source.parent, identity, source.name)
         write_file(stage_token(directory, stage), token.encode() + b"\n", PRIVATE)

@@ -18,9 +18,9 @@ def wanted_ports(manifest: Manifest) -> list[tuple[str, str, int]]:
     """Return (what for, host, port) of every fixed port that processes on this machine will listen on."""
     http = manifest.spec.coordinator.http
     wanted = [("the HTTP API", http.host, http.port), ("joining stages", join_host(manifest), manifest.join_port)]
-    if manifest.uses_tls and not all(stage.is_local for stage in manifest.stages):
+    if manifest.uses_tls and not all(stage.is_local for stage in manifest.members):
         wanted.append(("hosts that enrol", join_host(manifest), manifest.enrol_port))
-    for stage in manifest.stages:
+    for stage in manifest.members:
         if stage.is_local:
             host = stage_host(manifest)
             wanted.append((f"stage {stage.name}", host, manifest.listen_port(stage)))

@@ -151,6 +151,12 @@ def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int] | 
         if "calibration" in entry["speed"]:
             entry["speed"]["calibration"] = str(manifest.resolve(entry["speed"]["calibration"]).absolute())
         spec["stages"].append(entry)
+    spec["spares"] = []
+    for spare in manifest.spares:
+        entry = spare.model_dump(mode="json", by_alias=True, exclude_none=True)
+        entry["threads"] = threads_for(spare, (*manifest.stages, spare))
+        entry["cores"] = "any" if spare.cores == "auto" else spare.cores
+        spec["spares"].append(entry)
     return Manifest.model_validate(data).with_directory(manifest.directory)
 
 

@@ -11,6 +11,8 @@ from relayline.deploy.launch.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError
 
 if TYPE_CHECKING:
+    from relayline.coordinator.joining.hosts import ReadShape
+    from relayline.coordinator.planner.instance import ModelShape
     from relayline.deploy.manifest import Manifest
 
 Cut = Callable[[tuple[int, ...]], Awaitable[Path]]
@@ -34,10 +36,25 @@ def cutter(model: Path | None) -> Cut | None:
     async def cut(cuts: tuple[int, ...]) -> Path:
         from relayline.deploy.launch.splits import split_place
 
-        place = await asyncio.to_thread(split_place, model, None, cuts)
-        where = ("--cuts", ",".join(map(str, cuts)), "--out", str(place))
+        place = await asyncio.to_thread(split_place, model, None if cuts else 1, cuts or None)
+        parts = ("--cuts", ",".join(map(str, cuts))) if cuts else ("--stages", "1")
+        where = (*parts, "--out", str(place))
         if error := await split_apart(full, *where):
             raise ArtifactError(error)
         return place
 
     return cut
+
+
+def shape_reader(model: Path | None) -> ReadShape | None:
+    """Return what reads the sizes of a model by which its layers are given to hosts, None without a model."""
+    if model is None:
+        return None
+
+    def read() -> ModelShape:
+        from relayline.coordinator.model.inspection import inspect_model
+        from relayline.deploy.planning.inputs import shape_of
+
+        return shape_of(inspect_model(model))
+
+    return read

@@ -32,11 +32,11 @@ from relayline.deploy.launch.prepare import (
     with_credentials,
 )
 from relayline.deploy.launch.splits import split_for
-from relayline.deploy.launch.state import StateDir, register
+from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR, Emit, Supervisor
-from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.planning.shared import gpu_sharing
-from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.process import first_of
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import load_security
@@ -86,7 +86,7 @@ class Ready:
 
 def check_names(manifest: Manifest) -> None:
     """Raise UsageError for a stage with the name that a process of every launch has."""
-    taken = next((stage.name for stage in manifest.stages if stage.name in (SUPERVISOR, COORDINATOR)), None)
+    taken = next((stage.name for stage in manifest.members if stage.name in (SUPERVISOR, COORDINATOR)), None)
     if taken is not None:
         raise UsageError(f"no stage can be named {taken!r}: the logs of that name are the launch's own; rename it")
 
@@ -137,7 +137,7 @@ def ready_to_start(what: Launch, directory: StateDir) -> Ready:
     """
     manifest = what.manifest
     check_before_work(manifest)
-    if not all(stage.is_local for stage in manifest.stages) and is_local(manifest.spec.coordinator.host):
+    if not all(stage.is_local for stage in manifest.members) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
@@ -170,8 +170,8 @@ def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     """
     ready = ready_to_start(what, directory)
     write_settled(ready.manifest, directory.manifest)
-    directory.layers.unlink(missing_ok=True)  # of the run before: this one begins as it is told
-    directory.plan.unlink(missing_ok=True)
+    for kept in (directory.layers, directory.more, directory.plan):  # of the run before: this one begins as it is told
+        kept.unlink(missing_ok=True)
     if ready.prepared is None:
         split_flags = ("--pipeline", str(what.split_dir.absolute())) if what.split_dir is not None else ()
         mend = later_mender(directory.manifest)
@@ -201,7 +201,7 @@ def check_security(manifest: Manifest) -> None:
         load_security(None, token_file=token_file, insecure=not manifest.all_local, role=Role.COORDINATOR)
         return
     load_security(manifest.resolve(wire.tls.directory), token_file=token_file, role=Role.COORDINATOR)
-    for stage in manifest.stages:
+    for stage in manifest.members:
         if stage.is_local:
             load_security(stage_directory(manifest, stage), role=Role.STAGE, name=stage.name)
 
@@ -232,6 +232,7 @@ def launch(
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
+            asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, _take_on, supervisor, what, directory)
             await supervise(supervisor, stopping, emit)
 
         try:
@@ -244,6 +245,16 @@ def launch(
             # In the background nothing else would keep what went wrong.
             file.handle(log.makeRecord(log.name, logging.ERROR, "", 0, "the supervisor failed", (), sys.exc_info()))
             raise
+
+
+def _take_on(supervisor: Supervisor, what: Launch, directory: StateDir) -> None:
+    """Start the stages that `relayline up` again has put into the state directory."""
+    try:
+        plan = arrange(load_manifest(directory.more), what.source, directory.manifest, what.log_flags)
+    except RelaylineError as error:
+        log.warning("no stage was added: %s", error.message)
+        return
+    supervisor.take_on(plan.stages)
 
 
 async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit) -> None:

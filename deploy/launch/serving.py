@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.deploy.launch.ports import join_host
-from relayline.deploy.launch.recut import cutter, model_of
+from relayline.deploy.launch.recut import cutter, model_of, shape_reader
 from relayline.wire.common.errors import UsageError
 
+GIB = 1 << 30
+
 if TYPE_CHECKING:
-    from relayline.coordinator.joining.config import JoinConfig
-    from relayline.deploy.launch.kept_layers import Cuts
+    from relayline.coordinator.joining.config import JoinConfig, PoolState
+    from relayline.coordinator.joining.hosts import ReadShape
     from relayline.deploy.launch.recut import Cut
     from relayline.deploy.manifest import Manifest
 
@@ -50,6 +52,7 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
     spec, http = manifest.spec, manifest.spec.coordinator.http
     defaults = parameters_of(spec) | {
         "names": ",".join(stage.name for stage in manifest.stages),
+        "spares": ",".join(stage.name for stage in manifest.spares),
         "join_listen": (join_host(manifest), manifest.join_port),
         "http": (http.host, http.port),
         "allow_hosts": spec.coordinator.allow_hosts,
@@ -80,21 +83,31 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
         return None
     if manifest is None:
         return join.with_one_layout()
-    if len(join.stages) != len(manifest.stages):
-        raise UsageError(f"--names gives {len(join.stages)} stages, the manifest {len(manifest.stages)}")
-    telemetry = manifest.telemetry
-    stages = tuple(
-        dataclasses.replace(
-            place,
-            engine=dataclasses.replace(place.engine, **stage.engine_settings),
-            telemetry=TelemetryDefaults(
-                telemetry.level, telemetry.otlp_endpoint, telemetry.sampler_ratio, manifest.metrics_port(stage)
-            ),
-            listen_port=manifest.listen_port(stage),
+    telemetry, stages = manifest.telemetry, {stage.name: stage for stage in manifest.members}
+    if missing := stages.keys() - {place.name for place in join.stages}:
+        raise UsageError(f"--names leaves out {', '.join(sorted(missing))} of the manifest")
+    places = []
+    for place in join.stages:
+        stage = stages.get(place.name)
+        told = TelemetryDefaults(
+            telemetry.level,
+            telemetry.otlp_endpoint,
+            telemetry.sampler_ratio,
+            manifest.metrics_port(stage) if stage is not None else 0,
         )
-        for place, stage in zip(join.stages, manifest.stages, strict=True)
-    )
-    return dataclasses.replace(join, stages=stages).with_one_layout()
+        if stage is None:  # it was invited while an earlier coordinator served
+            places.append(dataclasses.replace(place, telemetry=told))
+            continue
+        places.append(
+            dataclasses.replace(
+                place,
+                engine=dataclasses.replace(place.engine, **stage.engine_settings),
+                telemetry=told,
+                listen_port=manifest.listen_port(stage),
+                memory_bytes=round((stage.memory_gib or 0) * GIB),
+            )
+        )
+    return dataclasses.replace(join, stages=tuple(places)).with_one_layout()
 
 
 def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
@@ -111,14 +124,33 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
     return prepare(manifest).pipeline_dir
 
 
-def served_split(given: dict[str, Any]) -> tuple[Path, Cut | None, Callable[[Cuts], None] | None]:
-    """Return from the flags of `serve` the split to serve, the function that splits the model again, and the file of
-    moved layers.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedSplit:
+    """What `serve` serves, and how that can change while it does."""
+
+    directory: Path
+    n_stages: int
+    """Of the split that it was told to serve, which layers may have moved away from since."""
+    known: PoolState | None
+    """Who holds which layers since; None for nothing that differs."""
+    cut_model: Cut | None
+    """Splits the model anew."""
+    read_shape: ReadShape | None
+    """Tells the model's sizes."""
+    on_moved: Callable[[PoolState], None] | None
+    """Keeps who holds which layers."""
+
+
+def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
+    """Return from the flags of `serve` what it serves. `names`: of the stages, where the user gave any.
 
     Raises UsageError where no split is given, and as `prepare`.
     """
+    from relayline.coordinator.model.pipeline_file import load_pipeline
     from relayline.deploy.launch.kept_layers import keeper, kept_split
 
     base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
     kept = given["keep_layers"]
-    return kept_split(kept, base, model), cutter(model), keeper(kept, base)
+    directory, known = kept_split(kept, base, model, names)
+    n_stages = len(load_pipeline(base, stages_here=False).stages)
+    return ServedSplit(directory, n_stages, known, cutter(model), shape_reader(model), keeper(kept, base))

@@ -9,6 +9,7 @@ Below `~/.local/state`, or XDG_STATE_HOME where it is set.
         manifest.json                   the manifest with every choice made, which the coordinator reads
         layers.json                     the layers after a move
         plan.json                       who got which layers and why
+        more.json                       the manifest with stages that were added while it served
         tls/                            material of a manifest that needs TLS and names no directory
         join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
@@ -22,6 +23,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -38,6 +40,8 @@ STATE_VERSION = 1
 STATE_FILE = "state.json"
 LAYERS_FILE = "layers.json"
 PLAN_FILE = "plan.json"
+MORE_FILE = "more.json"
+MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that there is such a file
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 
@@ -130,6 +134,7 @@ class StateDir:
         self.manifest = path / "manifest.json"
         self.layers = path / LAYERS_FILE
         self.plan = path / PLAN_FILE
+        self.more = path / MORE_FILE
         self.tls = path / "tls"
         self._state = path / STATE_FILE
         self._lock = path / "lock"

@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
@@ -25,7 +25,7 @@ from relayline.deploy.launch.mend import Mend, nothing_to_mend
 from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import ProcessRecord, StateDir
-from relayline.deploy.launch.waiting import Waiting
+from relayline.deploy.launch.waiting import IDLE, Waiting
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
@@ -111,6 +111,22 @@ class Supervisor:
     def stage(self, index: int) -> Child:
         """Return a stage of this machine, in layer order. Raises KeyError before it was started."""
         return self._stages[self.plan.local[index].name].child
+
+    def take_on(self, stages: Sequence[LocalStage | RemoteStage]) -> None:
+        """Start those of these stages that are new, as far as they are to run here."""
+        if not self._listening.done() or self._stopping.is_set():
+            return
+        join = address_of(self.plan.advertised_host, int(self._listening.result().rpartition(":")[2]))
+        for stage in stages:
+            record = _record(stage)
+            if not self.board.has(stage.name):
+                self.board.add(record)
+            elif self.board[stage.name].host != record.host:  # the coordinator told of it first
+                self.board.set_process(stage.name, host=record.host)
+            if isinstance(stage, LocalStage) and stage.name not in self._stages:
+                log.info("one more stage: %s", stage.name)
+                self._stages[stage.name] = self._kept(stage.name, self._stage_arguments(stage, join), None)
+                self._keep(self._stages[stage.name])
 
     async def _remote_command(self, remote: RemoteStage, join: str) -> tuple[str, str]:
         """Return the command to run on another host, and the files to copy there first."""
@@ -243,7 +259,9 @@ class Supervisor:
                 self._listening.set_result(event["join"])
         elif event["event"] in ("planned", "splitting"):
             self._emit(event)
-        elif event["event"] == "stage" and self.board.has(event["name"]):
+        elif event["event"] == "stage":
+            if not self.board.has(event["name"]):  # it was invited while the pipeline served
+                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or "elsewhere", HostState.WAITING))
             self._on_stage_event(event)
             for said in self._waiting.told(event, time.monotonic()):
                 self._emit(said)
@@ -254,12 +272,16 @@ class Supervisor:
         if name in self._stages:
             # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
             at_work = (HostState.MEASURING, HostState.FETCHING, HostState.LOADING)
-            if known in at_work and was in (HostState.STARTING, *at_work):
+            if (known in at_work and was in (HostState.STARTING, *at_work)) or known in IDLE:
                 self.board.set_process(name, state=known)
+            elif was in IDLE and known in (*at_work, HostState.READY):  # it holds layers again
+                self.board.set_process(name, state=known, address=address)
+            elif was in at_work and known is HostState.READY and self._stages[name].child.ready.done():
+                self.board.set_process(name, state=known, address=address)  # it was ready before, with other layers
             return
         if known is HostState.WAITING and was is not HostState.WAITING:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
-        told = {HostState.READY: "", HostState.LOST: "start it there again if it has ended"}
+        told = {HostState.READY: "", **dict.fromkeys(IDLE, ""), HostState.LOST: "start it there again if it has ended"}
         changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
         self.board.set_process(name, **changes, n_restarts=n_restarts)
@@ -303,10 +325,11 @@ class Supervisor:
 
 
 def _records(plan: LaunchPlan) -> tuple[ProcessRecord, ...]:
-    stages = (
-        ProcessRecord(stage.name, "stage", "localhost", HostState.WAITING)
-        if isinstance(stage, LocalStage)
-        else ProcessRecord(stage.name, "stage", stage.host, HostState.WAITING, detail="not started there yet")
-        for stage in plan.stages
-    )
-    return (ProcessRecord(COORDINATOR, "coordinator", "localhost", HostState.WAITING), *stages)
+    coordinator = ProcessRecord(COORDINATOR, "coordinator", "localhost", HostState.WAITING)
+    return (coordinator, *map(_record, plan.stages))
+
+
+def _record(stage: LocalStage | RemoteStage) -> ProcessRecord:
+    if isinstance(stage, LocalStage):
+        return ProcessRecord(stage.name, "stage", "localhost", HostState.WAITING)
+    return ProcessRecord(stage.name, "stage", stage.host, HostState.WAITING, detail="not started there yet")

@@ -12,8 +12,9 @@ from typing import Any
 from relayline.wire.common.phase import HostState
 
 FETCH_LINE_EVERY_S = 5.0
+IDLE = (HostState.SPARE, HostState.DRAINED)  # here, and without layers
 _JOINED = (HostState.STARTING, HostState.MEASURING, HostState.FETCHING, HostState.LOADING, HostState.READY,
-           HostState.SILENT)  # fmt: skip
+           HostState.SILENT, *IDLE)  # fmt: skip
 GB, MB = 1e9, 1e6
 
 
@@ -42,7 +43,7 @@ class Waiting:
             return []
         self._states[name] = HostState(event["state"])
         said = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
-        self.is_over = all(state is HostState.READY for state in self._states.values())
+        self.is_over = all(state in (HostState.READY, *IDLE) for state in self._states.values())
         return said
 
     def _members(self) -> list[dict[str, Any]]:

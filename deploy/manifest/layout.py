@@ -34,6 +34,13 @@ def check_stages(stages: Sequence[Stage], http_port: int) -> None:
             raise StageError(index, "gpuLayers", "gpuLayers needs `device: gpu`")
 
 
+def check_spares(spares: Sequence[Stage]) -> None:
+    """Raise ValueError for a spare that is given layers: it takes those of another stage."""
+    for spare in spares:
+        if spare.layer_range is not None:
+            raise ValueError(f"spare {spare.name!r} takes the layers of the stage that it stands in for; leave out its")
+
+
 def check_layers(stages: Sequence[Stage]) -> None:
     """Raise StageError unless the given ranges can be part of one contiguous split.
 

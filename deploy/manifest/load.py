@@ -80,7 +80,11 @@ def _complaint(error: ErrorDetails, document: Document) -> Complaint:
     path = _real_path(error["loc"], document.value, is_missing=error["type"] == "missing")
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, StageError):
-        path = (*path, "stages", cause.index, cause.field)
+        given = error["input"].get("stages", 2) if isinstance(error["input"], dict) else ()
+        n_stages = given if isinstance(given, int) else len(given)
+        is_spare = cause.index >= n_stages  # they are counted behind the stages
+        at = ("spares", cause.index - n_stages) if is_spare else ("stages", cause.index)
+        path = (*path, *at, cause.field)
     line, where = document.line_of(path), dotted(path)
     match error["type"]:
         case "extra_forbidden":

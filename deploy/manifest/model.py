@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from relayline.deploy.manifest.deployment import HF_FILE, Deployment
-from relayline.deploy.manifest.layout import check_layers, check_stages, fixed_cuts, place_on_host
+from relayline.deploy.manifest.layout import check_layers, check_spares, check_stages, fixed_cuts, place_on_host
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, is_local
 from relayline.deploy.manifest.settings import declare_settings, read_settings
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
@@ -161,6 +161,9 @@ class Spec(Part):
     """Tokens and streams."""
     stages: Stages = 2
     """The stages in layer order, or a number of them on localhost."""
+    spares: Annotated[tuple[Stage, ...], Field(max_length=STAGES_MAX)] = ()
+    """Stages that stand by without layers, and take over those of a stage that is drained or lost for longer than
+    coordinator.takeoverSeconds."""
     coordinator: Coordinator = Coordinator()
     """The coordinator."""
     wire: Wire = Wire()
@@ -174,7 +177,8 @@ class Spec(Part):
 
     @model_validator(mode="after")
     def _stages_fit_together(self) -> Spec:
-        check_stages(self.stage_list, self.coordinator.http.port)
+        check_stages((*self.stage_list, *self.spares), self.coordinator.http.port)
+        check_spares(self.spares)
         check_layers(self.stage_list)
         return self
 
@@ -228,6 +232,16 @@ class Manifest(Part):
         """The stages in layer order, a number resolved."""
         return self.spec.stage_list
 
+    @property
+    def spares(self) -> tuple[Stage, ...]:
+        """The stages that stand by."""
+        return self.spec.spares
+
+    @property
+    def members(self) -> tuple[Stage, ...]:
+        """Every stage that joins: those that hold layers at the start, then the spares."""
+        return (*self.stages, *self.spares)
+
     def with_directory(self, directory: Path) -> Manifest:
         """Return the same manifest with relative paths starting from `directory`."""
         copy = self.model_copy()
@@ -246,7 +260,7 @@ class Manifest(Part):
     @property
     def all_local(self) -> bool:
         """Whether `relayline up` starts every process on this machine."""
-        return is_local(self.spec.coordinator.host) and all(stage.is_local for stage in self.stages)
+        return is_local(self.spec.coordinator.host) and all(stage.is_local for stage in self.members)
 
     @property
     def uses_tls(self) -> bool:
@@ -283,13 +297,13 @@ class Manifest(Part):
         """Return the port a stage listens on; 0 means chosen by the system."""
         if stage.port or stage.is_local:
             return stage.port
-        return STAGE_PORT + place_on_host(self.stages, stage)
+        return STAGE_PORT + place_on_host(self.members, stage)
 
     def metrics_port(self, stage: Stage) -> int:
         """Return the port of a stage's Prometheus endpoint; 0 means chosen by the system."""
         if stage.metrics_port or stage.is_local:
             return stage.metrics_port
-        return METRICS_PORT + place_on_host(self.stages, stage)
+        return METRICS_PORT + place_on_host(self.members, stage)
 
     def fixed_cuts(self) -> tuple[int | None, ...]:
         """Return the first layer of every stage but the first; None where the planner decides."""

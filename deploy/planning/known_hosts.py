@@ -117,9 +117,9 @@ def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
 
 
 def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
-    """Return what is known of the hosts of a manifest's stages, by the names of these. Raises ModelFileError."""
+    """Return what is known of the hosts of a manifest's stages and spares, by their names. Raises ModelFileError."""
     key, found = content_key(model), {}
-    for stage in manifest.stages:
+    for stage in manifest.members:
         try:
             known = msgspec.json.decode(_path(manifest, stage, key).read_bytes(), type=KnownHost)
         except FileNotFoundError:
@@ -135,14 +135,14 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
 def forget_hosts(manifest: Manifest, model: Path) -> None:
     """Forget what is known of a manifest's hosts with this model."""
     key = content_key(model)
-    for stage in manifest.stages:
+    for stage in manifest.members:
         _path(manifest, stage, key).unlink(missing_ok=True)
 
 
 def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport]) -> dict[str, KnownHost]:
     """Keep what stages have told of their hosts; returns it by their names. A disk that is full is no error."""
     key, found = content_key(model), {}
-    stages = {stage.name: stage for stage in manifest.stages}
+    stages = {stage.name: stage for stage in manifest.members}
     for report in reports:
         stage = stages[report.who.name]
         known = found[stage.name] = known_from(report, stage, model.name)
@@ -160,7 +160,7 @@ def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) 
     Those with the head are left out: of them nobody can tell what the layers cost.
     """
     key = content_key(model)
-    for stage in manifest.stages:
+    for stage in manifest.members:
         known, sample = known_hosts(manifest, model).get(stage.name), served.get(stage.name)
         if known is not None and known.samples and sample is not None and not sample.head_bytes:
             try:

@@ -6,6 +6,7 @@ from typing import Final
 
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.render import compose, kubernetes, leaderworkerset
+from relayline.wire.common.errors import UsageError
 
 TARGETS: Final = (compose.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
 
@@ -16,6 +17,8 @@ def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, 
     The same manifest gives the same bytes. `models_dir` is where Compose finds the model's directory, seen from the
     rendered file. Raises UsageError for a manifest that the target cannot run.
     """
+    if manifest.spares:
+        raise UsageError("spares stand by where `relayline up` runs the pipeline; leave them out of what is rendered")
     if target == compose.TARGET:
         return {"compose.yaml": compose.render(manifest, models_dir)}
     if target == kubernetes.TARGET:

@@ -75,6 +75,9 @@ class LayerChanges:
 
     def _switch(self, order: pb.JoinResponse) -> pb.JoinResponse:
         self._ready = None
+        if order.stands_by:
+            log.info("giving back the layers; standing by")
+            return order
         if order.change.keeps:
             self._served.rename(order.pipeline_id)
         else:
@@ -96,7 +99,7 @@ class LayerChanges:
         report = pb.StagePrepared(change=order.change.number)
         load = Load()
         try:
-            if not order.change.keeps:
+            if not order.change.keeps and not order.stands_by:
                 log.info("preparing other layers", extra={"fields": {"file": order.artifact.file}})
                 source = NextSlice(member, order)
                 path = await obtain(source, self._cache, load, always_fetch=self._always_fetch)

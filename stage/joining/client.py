@@ -194,6 +194,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         process_id=process_id,
         moves=True,
         measures=True,
+        stands_by=True,
         beats=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),

@@ -23,6 +23,7 @@ from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
+from relayline.stage.joining.stand_by import StandBy
 from relayline.stage.joining.survey import survey
 from relayline.stage.process import prepare_environment, serve_changing
 from relayline.stage.served import Served
@@ -53,16 +54,22 @@ OnReady = Callable[[str, StageFacts], None]
 Adapt = Callable[[StageConfig, pb.JoinResponse], StageConfig]
 
 
-def run_joined(config: JoinConfig, on_ready: OnReady, adapt: Adapt = lambda config, order: config) -> None:
+def run_joined(
+    config: JoinConfig,
+    on_ready: OnReady,
+    adapt: Adapt = lambda config, order: config,
+    on_idle: Callable[[], None] = lambda: None,
+) -> None:
     """Join, serve and rejoin until SIGINT or SIGTERM.
 
     `on_ready(address, facts)` is called for every engine that begins to serve. `adapt` may change the configuration of
-    an order, by this process's own flags. Raises the coordinator's refusal, and the errors of `run_stage`.
+    an order, by this process's own flags. `on_idle` is called when this stage begins to stand by without layers. Raises
+    the coordinator's refusal, and the errors of `run_stage`.
     """
     prepare_environment()
 
     async def main(stopping: asyncio.Event) -> None:
-        await JoinedStage(config, on_ready, adapt).run(stopping)
+        await JoinedStage(config, on_ready, adapt, on_idle).run(stopping)
 
     run(main)
 
@@ -75,8 +82,9 @@ class JoinedStage:
         config: JoinConfig,
         on_ready: OnReady,
         adapt: Adapt = lambda config, order: config,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._on_ready, self._adapt = config, on_ready, adapt
+        self._config, self._on_ready, self._adapt, self._on_idle = config, on_ready, adapt, on_idle
         self._hello = introduction(config.name, uuid.uuid4().hex)
         self._member: Member | None = None
         self._is_planned = False  # whether the coordinator said that it stops: that it is away is no surprise then
@@ -90,7 +98,8 @@ class JoinedStage:
         try:
             await self._rejoin(stop)
             while self._member is not None:
-                await self._follow(self._member, stop)
+                follow = self._stand_by if self._member.order.stands_by else self._follow
+                await follow(self._member, stop)
         except Exception as error:
             if self._member is not None:  # else its goodbye would be taken for an end in order
                 await self._member.report(failure=failure_of(error))
@@ -147,23 +156,54 @@ class JoinedStage:
             log.warning("membership ended: %s", error)
             return ""
 
-    async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
-        order = member.order
+    async def _stand_by(self, member: Member, stop: asyncio.Future[Any]) -> None:
+        """Hold no layers until the coordinator gives some, then serve them."""
+        if not (host := await self._listen_host()):
+            await self._rejoin(stop)
+            return
+        log.info("standing by without layers", extra={"fields": {"name": self._config.name}})
+        self._on_idle()
+        config_of, config = self._config_at(host), self._config
+        standing = StandBy(member, stop, config_of, config.cache, always_fetch=config.always_fetch)
+        async with standing.layers() as served:
+            if served is not None:
+                await self._serve_changing(member, host, served, config_of, stop)
+                return
+            if member.lost.done() and not stop.done():
+                self._note_end(member.lost.result())
+        await self._rejoin(stop)
+
+    def _config_at(self, host: str) -> Callable[[Path, pb.JoinResponse], StageConfig]:
+        """Return what says which stage an order leads to, on an address of this machine."""
 
         def config_of(artifact: Path, order: pb.JoinResponse) -> StageConfig:
             return self._adapt(self._stage_config(artifact, host, order), order)
 
-        async with serve_changing(config_of(path, order), load) as served:
-            artifact = served.facts.artifact
-            if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
-                raise ArtifactError(f"{path} is not the artifact that the coordinator's order describes")
-            self._on_ready(served.address, served.facts)
-            cache, always_fetch = self._config.cache, self._config.always_fetch
-            changes = LayerChanges(served, config_of, cache, always_fetch=always_fetch)
-            try:
-                await self._stay(member, host, served, changes, stop)
-            finally:
-                await changes.drop()
+        return config_of
+
+    async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
+        config_of = self._config_at(host)
+        async with serve_changing(config_of(path, member.order), load) as served:
+            await self._serve_changing(member, host, served, config_of, stop)
+
+    async def _serve_changing(
+        self,
+        member: Member,
+        host: str,
+        served: Served,
+        config_of: Callable[[Path, pb.JoinResponse], StageConfig],
+        stop: asyncio.Future[Any],
+    ) -> None:
+        artifact, order = served.facts.artifact, member.order
+        if (artifact.pipeline_id, artifact.stage_index) != (order.pipeline_id, order.stage_index):
+            raise ArtifactError(f"{order.artifact.file} is not the artifact that the coordinator's order describes")
+        self._on_ready(served.address, served.facts)
+        cache, always_fetch = self._config.cache, self._config.always_fetch
+        changes = LayerChanges(served, config_of, cache, always_fetch=always_fetch)
+        try:
+            await self._stay(member, host, served, changes, stop)
+        finally:
+            await changes.drop()
 
     async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
         """Return the artifact's path; None when stopped, or when the coordinator went away meanwhile."""
@@ -216,6 +256,8 @@ class JoinedStage:
             if not switching.cancelled() and switching.exception() is None:
                 order = switching.result()
                 self._member.order = order
+                if order.stands_by:
+                    return
                 self._on_ready(served.address, served.facts)
                 continue
             if not stop.done():
@@ -289,7 +331,7 @@ class JoinedStage:
                 index, count = member.order.stage_index, member.order.stage_count
                 fields = {
                     "name": self._config.name,
-                    "stage": f"{index} of {count}",
+                    "stage": "standing by" if member.order.stands_by else f"{index} of {count}",
                     "coordinator": self._config.coordinator,
                 }
                 log.info("joined", extra={"fields": fields})

@@ -28,8 +28,8 @@ TEXT = st.one_of(
 
 
 def manifests(stages_max: int = STAGES_MAX) -> st.SearchStrategy[Manifest]:
-    """Valid manifests, with every field now and then."""
-    return st.builds(_manifest, _part(Metadata), _part(Spec, without=("stages",)), _stages(stages_max))
+    """Valid manifests, with every field now and then but `spares`, which no rendered deployment can have."""
+    return st.builds(_manifest, _part(Metadata), _part(Spec, without=("stages", "spares")), _stages(stages_max))
 
 
 def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Manifest:

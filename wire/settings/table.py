@@ -365,6 +365,17 @@ class ServingSettings(Settings):
         place="coordinator.lostWaitSeconds",
         reader=COORDINATOR,
     )
+    takeover_s: float = setting(
+        60.0,
+        """
+    How long a stage may be away before a spare, or those with room, take over its layers; 0 for any time.""",
+        low=0,
+        high=86_400,
+        flag="--takeover",
+        flag_doc="Seconds a stage may be away before a spare, or those with room, take over its layers; 0: any time.",
+        place="coordinator.takeoverSeconds",
+        reader=COORDINATOR,
+    )
     rebalance: str = setting(
         "tell",
         """

@@ -12,6 +12,7 @@ export function planView() {
   const ifs = h("tbody");
   const note = h("p");
   const warning = h("p.warn-t", { role: "status" });
+  const idle = h("p.soft", { role: "status" });
   const next = h("div");
   let computed = null;
   let asking = false;
@@ -71,7 +72,7 @@ export function planView() {
 
   return {
     element: h("div", null,
-      h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar, warning), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
+      h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar, warning, idle), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
       h("section", null, h(".head", null, h("h2", null, "What others would give"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
       h("section", null, h(".head", null, h("h2", null, "The next machine")), next)),
     show() {
@@ -95,6 +96,9 @@ export function planView() {
       );
       const unequal = state.imbalance;
       say(warning, unequal ? `${stageName(state.stages[unequal.slowest])} holds the others up for ${unequal.for_s.toFixed(0)} s: layers ${unequal.layers.map(layers).join(", ")} would give ${percent(unequal.gain)} more tokens.` : "");
+      const away = state.stages.filter((stage) => typeof stage.takeover_in_s === "number").map((stage) => `Others take over the layers of ${stageName(stage)} in ${stage.takeover_in_s.toFixed(0)} s.`);
+      const without = (state.idle || []).map((entry) => `${entry.name} (${entry.state})`);
+      say(idle, [...away, ...(without.length ? [`Without layers: ${without.join(", ")}.`] : [])].join(" "));
       const total = Math.max(1, ...state.stages.map((stage) => stage.layers[1]));
       bar.setAttribute("aria-label", state.stages.map((stage) => `${stageName(stage)}: layers ${layers(stage.layers)}`).join(", "));
       if (bar.children.length !== state.stages.length) {

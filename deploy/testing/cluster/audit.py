@@ -10,8 +10,8 @@ from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.link import IN_FLIGHT_MAX
-from relayline.deploy.testing.cluster.mover import ranges
-from relayline.deploy.testing.cluster.node import Node
+from relayline.deploy.testing.cluster.mover import parts
+from relayline.deploy.testing.cluster.node import NOTHING, Node
 
 REFUSALS = {"refused: overloaded", "refused: not_ready"}
 SENDS_MAX = 8_192  # frames that may wait at a stage
@@ -124,6 +124,8 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
         for kept in coordinator.conductor.prefixes._kept
     }
     for node in nodes:
+        if not node.is_up:
+            continue
         check_node(node)
         held = {key for key, lane in node.lanes._by_session.items()}
         if not held <= kept:
@@ -138,8 +140,12 @@ def _check_layers(coordinator: Coordinator, nodes: list[Node]) -> None:
         return
     if coordinator.mover.moves.is_open:
         raise Violation("a change of layers never ended")
-    if [node.layers for node in nodes] != ranges(coordinator.mover.moves.cuts):
+    mover = coordinator.mover
+    held = dict(zip(mover.moves.holders, parts(mover.moves.cuts), strict=True))
+    if any(node.is_up and node.part != held.get(node.place, NOTHING) for node in nodes):
         raise Violation("stages have layers that nobody gave them")
+    if any(mover.pool.is_drained(at) for at in held):
+        raise Violation("a stage that was drained holds layers")
 
 
 def _check_client(client: Client, excuses: Excuses) -> None:

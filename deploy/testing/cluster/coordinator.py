@@ -22,8 +22,8 @@ from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
 from relayline.deploy.testing.cluster.model import ROWS_MAX
-from relayline.deploy.testing.cluster.mover import Mover, ranges
-from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order
+from relayline.deploy.testing.cluster.mover import Mover
+from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order, Part
 from relayline.deploy.testing.cluster.sender import Sender
 from relayline.deploy.testing.simulation.world import smooth
 from relayline.wire.common.bounds import BEAT_EVERY_S, LOST_AFTER_S
@@ -54,6 +54,7 @@ class Coordinator:
         has_slow_calls: bool,
         has_late_answers: bool,
         moves: bool = False,
+        takeover_ns: int = 0,
     ) -> None:
         self.route_id, self.nodes = route_id, nodes
         self._has_slow_calls, self._has_late_answers = has_slow_calls, has_late_answers
@@ -66,7 +67,9 @@ class Coordinator:
         self.audiences: dict[int, Audience] = {}
         self.clients: list[Client] = []
         self.n_lost = 0
-        self._silences = [looks.Silence() for _ in nodes]
+        self._silences = {node.place: looks.Silence() for node in nodes}
+        self.line: list[Node] = []
+        """The nodes that hold layers, in layer order, of the attempt or of the epoch that stands."""
         self._held: list[dict[int, int]] = []
         self._sender: Sender | None = None
         self._attempted = 0  # the epoch that is tried now; 0: none
@@ -74,8 +77,8 @@ class Coordinator:
         self._readers: list[ReturnReader] = []
         self._quiet = Silence()
         self._is_planned = False
-        self.mover = Mover(self, nodes, clock, rng) if moves else None
-        self._served: tuple[int, ...] = ()  # the cuts of the attempt, or of the epoch that stands
+        self.mover = Mover(self, nodes, clock, rng, takeover_ns) if moves else None
+        self._served: tuple[Part, ...] = ()  # of the attempt, or of the epoch that stands
         clock.after(0, self._attempt)
         clock.after(BEAT_NS, self._beat)
 
@@ -117,16 +120,19 @@ class Coordinator:
         epoch = self._attempted = self.conductor.begin_epoch()
         self._lost = None
         self._held, self.links, self._readers = [], [], []
-        self._served = self._cuts()
-        instances = [node.instance for node in self.nodes]
-        if all(node.answers and node.layers == node.ordered for node in self.nodes):
-            self._configure(len(self.nodes) - 1, epoch, instances, None)
+        self.line, self._served = self._wanted()
+        instances = [node.instance for node in self.line]
+        if all(node.answers and node.part == node.ordered for node in self.line):
+            self._configure(len(self.line) - 1, epoch, instances, None)
             self._clock.after(ATTEMPT_NS, self._failed, epoch)
         else:
             self._clock.after(RETRY_NS, self._failed, epoch)
 
-    def _cuts(self) -> tuple[int, ...]:
-        return self.mover.served if self.mover is not None else tuple(node.layers.start for node in self.nodes[1:])
+    def _wanted(self) -> tuple[list[Node], tuple[Part, ...]]:
+        """Return who is to hold layers in the next epoch, in layer order, and which."""
+        if self.mover is None:
+            return list(self.nodes), tuple(node.ordered for node in self.nodes)
+        return [self.nodes[at] for at in self.mover.holders], self.mover.served
 
     @property
     def is_pausing(self) -> bool:
@@ -146,11 +152,11 @@ class Coordinator:
 
     def _configure(self, index: int, epoch: int, instances: list[int], downstream: Link | None) -> None:
         """Order a stage into the next epoch; the one before it follows once it has answered."""
-        node, reader = self.nodes[index], ReturnReader(f"stage {index}")
+        node, reader = self.line[index], ReturnReader(f"stage {index}")
         lost = functools.partial(self._lost_at, epoch, StageLostError(f"the return link of stage {index} is gone"))
         returns = self._new_link(functools.partial(self._returned, epoch, reader), downstream_lost=lost)
         self._readers.insert(0, reader)
-        order = Order(self.route_id, epoch, instances[index], returns, downstream, ranges(self._served)[index])
+        order = Order(self.route_id, epoch, instances[index], returns, downstream, self._served[index])
 
         def reply(held: dict[int, int] | RelaylineError) -> None:
             self._clock.after(self._travel_ns(), answered, held)
@@ -164,7 +170,7 @@ class Coordinator:
             self._held.append(held)
             receive = functools.partial(node.receive, self.route_id, epoch)
             gone = functools.partial(node.upstream_left, self.route_id, epoch)
-            above = self.nodes[index - 1] if index else None
+            above = self.line[index - 1] if index else None
             link = self._new_link(
                 lambda message: node.do(functools.partial(receive, message)),
                 upstream_lost=functools.partial(self._broken, above, epoch, index),
@@ -202,7 +208,7 @@ class Coordinator:
             above.do(functools.partial(above.link_broke, self.route_id, epoch, error))
 
     def _connected(self, link: Link) -> None:
-        if self._served != self._cuts():  # layers were moved meanwhile
+        if (self.line, self._served) != self._wanted():  # layers were moved meanwhile
             self._clock.after(RETRY_NS, self._failed, self._attempted)
             return
         self._sender, self.is_connected = Sender(link, self.conductor.epoch), True
@@ -210,17 +216,17 @@ class Coordinator:
         self._quiet = Silence()
         curve = smooth()
         facts = EpochFacts(
-            n_lanes=min(node.lanes.n_lanes for node in self.nodes),
+            n_lanes=min(node.lanes.n_lanes for node in self.line),
             ctx_tokens=CTX_TOKENS,
             held=held_by_all(self._held),
-            instances=tuple(f"{node.index}/{node.instance}" for node in self.nodes),
-            costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.nodes],
+            instances=tuple(f"{node.place}/{node.instance}" for node in self.line),
+            costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.line],
             rewinds=not self.nodes[0].memory.keeps_state,
             keeps_state=self.nodes[0].memory.keeps_state,
-            tier=tier_of(self.nodes),
+            tier=tier_of(self.line),
         )
-        for node, silence in zip(self.nodes, self._silences, strict=True):
-            silence.heard()
+        for node in self.line:
+            self._silences[node.place].heard()
             self.conductor.availability.heard(node.index, self._clock.now_ns)
             self.conductor.availability.serves(node.index, str(node.instance))
         instructions = self.conductor.connected(facts, self._clock.now_ns)
@@ -262,25 +268,32 @@ class Coordinator:
     def _beat(self) -> None:
         self._clock.after(BEAT_NS, self._beat)
         now_ns, conductor = self._clock.now_ns, self.conductor
-        for node, silence in zip(self.nodes, self._silences, strict=True):
+        line = self._wanted()[0]
+        for index, node in enumerate(line):
             if node.answers:
-                silence.heard()
-                conductor.availability.heard(node.index, now_ns)
+                self._silences[node.place].heard()
+                conductor.availability.heard(index, now_ns)
         self.carry(conductor.look(now_ns))
-        n_looks = [silence.look() for silence in self._silences]
+        n_looks = [self._silences[node.place].look() for node in line]
         if max(n_looks) >= looks.looks_of(LOST_AFTER_S):
             self.lose(StageLostError("a stage gives no sign of life"))
         if self.is_connected:
             self._look_for_lost_sessions()
+        if self.mover is not None:
+            self.mover.look_at_hosts()
+
+    def add(self, node: Node) -> None:
+        """Another node may come."""
+        self._silences[node.place] = looks.Silence()
 
     def _look_for_lost_sessions(self) -> None:
         """Do what coordinator.engine.connection.watch_silence does."""
         now_ns, sender = self._clock.now_ns, self._sender
         silent = self._quiet.silent(self.conductor.scheduler.under_way(), now_ns)
-        if not silent or sender is None or not all(node.answers for node in self.nodes):
+        if not silent or sender is None or not all(node.answers for node in self.line):
             return
         works: list[Work] = []
-        for node, reader in zip(self.nodes, self._readers, strict=True):
+        for node, reader in zip(self.line, self._readers, strict=True):
             route = node.routes.get(self.route_id)
             if route is None or route.epoch != self.conductor.epoch:
                 return
@@ -288,7 +301,7 @@ class Coordinator:
             came, ids = reader.n_messages, node.session_ids(self.route_id)
             works.append(Work(route.n_envelopes, n_out, route.n_returned, came, is_busy=False, session_ids=ids))
         if lost := self._quiet.lost(silent, sender.link.n_sent, works):
-            self.carry(self.conductor.silent(lost, len(self.nodes), now_ns))
+            self.carry(self.conductor.silent(lost, len(self.line), now_ns))
         if self._quiet.broken_way(sender.link.n_sent, works, now_ns) is not None:
             self.lose(StageLostError("a message has not arrived"))
 
@@ -354,7 +367,7 @@ class Coordinator:
         if audience is None:
             return
         readers = list(audience.streams)
-        silent_ns = [node.silent_since_ns for node in self.nodes if not node.answers]
+        silent_ns = [node.silent_since_ns for node in self.line if not node.answers]
         audience.put(event)
         if isinstance(event, RelaylineError) or event.finish_reason is not None:
             del self.audiences[session_id]

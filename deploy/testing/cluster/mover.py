@@ -1,4 +1,4 @@
-"""Planned changes of layers in the cluster: the real `Moves`, driven as coordinator.joining.mover does."""
+"""Planned changes of layers in the cluster: the real `Moves` and `Pool`, driven as coordinator.joining does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, Prepare, Settle, Switch
+from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.pool import Pool
+from relayline.coordinator.planner.share_out import Holder, share_out
 from relayline.deploy.testing.cluster.clock import MS, Clock, S
 from relayline.deploy.testing.cluster.model import N_LAYERS
-from relayline.deploy.testing.cluster.node import Node
+from relayline.deploy.testing.cluster.node import NOTHING, Node, Part
 from relayline.wire.common.errors import NotReadyError, RelaylineError
+from relayline.wire.common.phase import Phase
 
 if TYPE_CHECKING:
     from relayline.deploy.testing.cluster.coordinator import Coordinator
@@ -19,33 +22,51 @@ if TYPE_CHECKING:
 LOAD_NS = 400 * MS  # the longest that a slice takes to be loaded
 
 
-def ranges(cuts: Sequence[int]) -> list[range]:
-    """Return the layers of each stage."""
+def parts(cuts: Sequence[int]) -> tuple[Part, ...]:
+    """Return what each stage has, in layer order."""
     edges = (0, *cuts, N_LAYERS)
-    return [range(edges[index], edges[index + 1]) for index in range(len(edges) - 1)]
+    n_stages = len(edges) - 1
+    return tuple(Part(index, n_stages, range(edges[index], edges[index + 1])) for index in range(n_stages))
 
 
 class Mover:
     """The planned changes of the cluster's only coordinator."""
 
-    def __init__(self, coordinator: Coordinator, nodes: Sequence[Node], clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, coordinator: Coordinator, nodes: Sequence[Node], clock: Clock, rng: random.Random, takeover_ns: int
+    ) -> None:
         self._coordinator, self._nodes, self._clock, self._rng = coordinator, nodes, clock, rng
-        names = [f"stage {node.index}" for node in nodes]
-        cuts = tuple(node.layers.start for node in nodes[1:])
-        self.moves = Moves(coordinator.conductor, names, N_LAYERS, cuts)
-        self.served = cuts
-        """The cuts that the next epoch is begun with."""
+        names = [f"stage {node.place}" for node in nodes]
+        self.holders = tuple(node.place for node in nodes if node.ordered != NOTHING)
+        """Who holds layers in the next epoch, in layer order."""
+        cuts = tuple(nodes[at].layers.start for at in self.holders[1:])
+        self.moves = Moves(coordinator.conductor, names, N_LAYERS, cuts, self.holders)
+        self.pool = Pool(names, set(range(len(nodes))) - set(self.holders), takeover_ns)
+        self.served = parts(cuts)
+        """What each of them has then."""
         self.n_kept = 0  # stages that kept what they had loaded
+        self.n_handed = 0  # changes after which others than before hold layers
         self._switching = 0
         for node in nodes:
-            node.on_death = functools.partial(self._died, node.index)
+            self._watch(node)
 
-    def ask(self, cuts: tuple[int, ...]) -> bool:
+    def _watch(self, node: Node) -> None:
+        node.on_death, node.on_start = (functools.partial(call, node.place) for call in (self._died, self._started))
+        if node.is_up:
+            self.pool.came(node.place, self._clock.now_ns)
+
+    def add(self, node: Node) -> None:
+        """Make a place for one more, which holds nothing."""
+        self.moves.add(f"stage {node.place}")
+        self.pool.add(f"stage {node.place}")
+        self._watch(node)
+
+    def ask(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> bool:
         """Somebody wants other layers; returns whether that is begun."""
-        if not all(node.is_up for node in self._nodes):
+        if not all(self._nodes[at].is_up for at in holders or self.holders):
             return False
         try:
-            instructions = self.moves.begin(cuts, self._clock.now_ns)
+            instructions = self.moves.begin(cuts, self._clock.now_ns, holders)
         except RelaylineError:
             return False
         self._carry(instructions)
@@ -55,6 +76,47 @@ class Mover:
         """Something has come back, or time has passed."""
         self._carry(self.moves.look(self._clock.now_ns))
 
+    # --- nodes that come and go, as coordinator.joining.hosts has it --------------------------------------------------
+
+    def drain(self, place: int, *, is_drained: bool) -> None:
+        """Free a node of its layers, or offer it some again."""
+        if is_drained and (self.moves.is_open or self.pool.is_drained(place)):
+            return
+        self.pool.drain(place, is_drained=is_drained)
+        if is_drained and place in self.moves.holders and not self._change():
+            self.pool.drain(place, is_drained=False)
+
+    def look_at_hosts(self) -> None:
+        """Look whether somebody else is to hold layers."""
+        phase, freed = self._coordinator.conductor.availability.phase, self.pool.freed(self.holders, self._clock.now_ns)
+        if not self.moves.is_open and (phase is Phase.READY or (phase.is_paused and freed)):
+            self._change()
+
+    def _change(self) -> bool:
+        holders = self.pool.wanted(self.moves.holders, N_LAYERS, self._clock.now_ns)
+        if not holders:
+            return False
+        had = dict(zip(self.moves.holders, self.served, strict=True))
+        wanted = [
+            Holder(str(at), held=(part.layers.start, part.layers.stop)) if (part := had.get(at)) else Holder(str(at))
+            for at in holders
+        ]
+        same = self.moves.cuts if len(holders) == len(self.moves.holders) else None
+        if self.ask(share_out(wanted, N_LAYERS, lambda start, end: 0, lambda start, end: True, same=same), holders):
+            return True
+        self.pool.failed(self._clock.now_ns)
+        return False
+
+    def _after_failure(self) -> None:
+        """A change that failed changes nothing: who was to be drained by it is not."""
+        move = self.moves.latest
+        if move is not None and move.state is MoveState.FAILED:
+            self.pool.failed(self._clock.now_ns)
+            for at in set(self.moves.holders) - set(move.holders):
+                self.pool.drain(at, is_drained=False)
+
+    # --- the switch ---------------------------------------------------------------------------------------------------
+
     def ended(self) -> None:
         """Everything of an epoch is closed."""
         self._carry(self.moves.lost(self._clock.now_ns))
@@ -62,11 +124,22 @@ class Mover:
             number, self._switching = self._switching, 0
             move = self.moves.latest
             assert move is not None
-            self.served = move.cuts
+            told = sorted({*self.holders, *move.holders})
+            self.n_handed += self.holders != move.holders
+            self.holders, self.served = move.holders, parts(move.cuts)
             self.n_kept += sum(move.keeps)
-            for node, layers, keeps in zip(self._nodes, ranges(move.cuts), move.keeps, strict=True):
-                node.ordered = layers
-                self._clock.after(self._travel_ns(), node.do, functools.partial(node.switch, number, keeps=keeps))
+            names = [f"stage {at}" for at in self.holders]
+            self._coordinator.conductor.availability.changes_engines(names)
+            kept = dict(zip(move.holders, move.keeps, strict=True))
+            self.pool.moved()
+            for at in told:
+                node = self._nodes[at]
+                node.ordered = self._part_of(at)
+                switch = functools.partial(node.switch, number, keeps=kept.get(at, False))
+                self._clock.after(self._travel_ns(), node.do, switch)
+
+    def _part_of(self, place: int) -> Part:
+        return self.served[self.holders.index(place)] if place in self.holders else NOTHING
 
     def stands(self) -> None:
         """An epoch stands."""
@@ -76,11 +149,23 @@ class Mover:
     def _travel_ns(self) -> int:
         return self._rng.randrange(1, 20 * MS)
 
-    def _died(self, index: int) -> None:
-        self._clock.after(self._travel_ns(), self._left, index)
+    def _died(self, place: int) -> None:
+        self._clock.after(self._travel_ns(), self._left, place)
 
-    def _left(self, index: int) -> None:
-        self._carry(self.moves.left(index, self._clock.now_ns))
+    def _left(self, place: int) -> None:
+        if not self._nodes[place].is_up:
+            self.pool.left(place, self._clock.now_ns)
+        self._carry(self.moves.left(place, self._clock.now_ns))
+        self._after_failure()
+
+    def _started(self, place: int) -> None:
+        self._clock.after(self._travel_ns(), self._came, place)
+
+    def _came(self, place: int) -> None:
+        if self._nodes[place].is_up:
+            self.pool.came(place, self._clock.now_ns)
+
+    # --- instructions -------------------------------------------------------------------------------------------------
 
     def _carry(self, instructions: Iterable[MoveInstruction]) -> None:
         clock, rng = self._clock, self._rng
@@ -105,20 +190,26 @@ class Mover:
     def _cut(self, number: int, cuts: tuple[int, ...]) -> None:
         if self._rng.random() < 0.1:
             self._carry(self.moves.failed(number, "no room on the disk", self._clock.now_ns))
+            self._after_failure()
             return
-        held = zip(ranges(self.served), ranges(cuts), strict=True)
-        self._carry(self.moves.cut(number, [one == other for one, other in held], self._clock.now_ns))
+        move = self.moves.latest
+        assert move is not None
+        keeps = [self._part_of(at) == part for at, part in zip(move.holders, parts(cuts), strict=True)]
+        self._carry(self.moves.cut(number, keeps, self._clock.now_ns))
 
     def _prepare(self, number: int) -> None:
         move = self.moves.latest
         assert move is not None
-        for node, layers, keeps in zip(self._nodes, ranges(move.cuts), move.keeps, strict=True):
+        wanted = dict(zip(move.holders, zip(parts(move.cuts), move.keeps, strict=True), strict=True))
+        for at in sorted({*self.holders, *move.holders}):
+            node, (part, keeps) = self._nodes[at], wanted.get(at, (NOTHING, True))
             after_ns = self._travel_ns() + (0 if keeps else self._rng.randrange(LOAD_NS))
-            prepare = functools.partial(node.prepare, number, layers, functools.partial(self._prepared, number))
+            prepare = functools.partial(node.prepare, number, part, functools.partial(self._prepared, number))
             self._clock.after(after_ns, node.do, prepare)
 
-    def _prepared(self, number: int, index: int) -> None:
-        self._clock.after(self._travel_ns(), self._is_prepared, number, index)
+    def _prepared(self, number: int, place: int) -> None:
+        self._clock.after(self._travel_ns(), self._is_prepared, number, place)
 
-    def _is_prepared(self, number: int, index: int) -> None:
-        self._carry(self.moves.prepared(number, index, self._clock.now_ns))
+    def _is_prepared(self, number: int, place: int) -> None:
+        self._carry(self.moves.prepared(number, place, self._clock.now_ns))
+        self._after_failure()

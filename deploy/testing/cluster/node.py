@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import N_LAYERS, ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
 from relayline.stage.engine.tier import Tier
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -53,6 +53,24 @@ class NodeRoute:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a stage has of the model."""
+
+    index: int
+    """Which stage it is in layer order; -1 where it holds no layers."""
+    n_stages: int
+    layers: range
+
+    @property
+    def is_last(self) -> bool:
+        """Whether tokens are sampled here."""
+        return self.index == self.n_stages - 1
+
+
+NOTHING = Part(-1, 0, range(0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Order:
     """What a coordinator asks of a stage for a new epoch."""
 
@@ -62,8 +80,8 @@ class Order:
     """The process that it means."""
     returns: Link
     downstream: Link | None
-    layers: range
-    """Those that it is to have."""
+    part: Part
+    """The layers that it is to have."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,15 +108,16 @@ class Node:
     """One stage. Everything that reaches its process goes through `do`."""
 
     def __init__(
-        self, index: int, n_stages: int, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
+        self, place: int, part: Part, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
         memory: Memory | None = None,
     ) -> None:  # fmt: skip
         self.memory = memory or Memory()
-        self.index, self.is_last, self._policy = index, index == n_stages - 1, policy
+        self.place, self._policy = place, policy
         self._clock, self._rng = clock, rng
-        self.ordered = range(N_LAYERS * index // n_stages, N_LAYERS * (index + 1) // n_stages)
-        """The layers that a process which starts now gets."""
+        self.ordered = part
+        """What a process which starts now gets."""
         self.on_death: Callable[[], None] = lambda: None
+        self.on_start: Callable[[], None] = lambda: None
         self.instance = 0  # how often its process was started
         self.is_up = False
         self.silent_since_ns = 0  # when it last stopped answering
@@ -116,12 +135,13 @@ class Node:
         self._waiting: list[Callable[[], None]] = []  # what reached a process that hangs
         self.newest: dict[int, int] = {}  # route id -> newest epoch that ever began here
         self._load(n_lanes)
+        self.on_start()
 
     def _load(self, n_lanes: int) -> None:
         """Have an engine with the ordered layers, and nothing in it."""
-        self.layers = self.ordered
-        self._prepared: dict[int, range] = {}  # by the number of the change: it is one or none
-        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.is_last, keeps_state=self.memory.keeps_state)
+        self.part = self.ordered
+        self._prepared: dict[int, Part] = {}  # by the number of the change: it is one or none
+        self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, keeps_state=self.memory.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
         states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers))
@@ -131,6 +151,16 @@ class Node:
         self.step: Step | None = None
         self._n_to_lose = 0
         self._between: list[Callable[[], None]] = []  # what is to be done between two steps
+
+    @property
+    def index(self) -> int:
+        """Which stage it is."""
+        return self.part.index
+
+    @property
+    def layers(self) -> range:
+        """Those that it holds."""
+        return self.part.layers
 
     @property
     def answers(self) -> bool:
@@ -189,7 +219,7 @@ class Node:
         try:
             if order.instance != self.instance:
                 raise NotReadyError("this stage has been started anew")
-            if order.layers != self.layers:
+            if order.part != self.part:
                 raise HandshakeError("this stage has other layers")
             if (previous := self.routes.get(order.route_id)) is not None:
                 check_newer(order.epoch, previous.epoch)
@@ -201,17 +231,17 @@ class Node:
             return
         self.newest[order.route_id] = max(order.epoch, self.newest.get(order.route_id, 0))
         route = NodeRoute(order.route_id, order.epoch, order.returns, order.downstream)
-        pool = None if self.is_last else BufferPool(DTYPE_F16, WIDTH)
+        pool = None if self.part.is_last else BufferPool(DTYPE_F16, WIDTH)
         held = self.executor.begin_route(order.route_id, RouteWiring(order.epoch, pool))
         self.routes[order.route_id] = route
         reply(held)
 
     # --- planned changes, as stage.joining.changes and stage.served make them ---------------------------------------
 
-    def prepare(self, number: int, layers: range, ready: Callable[[int], None]) -> None:
+    def prepare(self, number: int, part: Part, ready: Callable[[int], None]) -> None:
         """Have a slice ready beside the one that serves."""
-        self._prepared = {number: layers}
-        ready(self.index)
+        self._prepared = {number: part}
+        ready(self.place)
 
     def drop(self, number: int) -> None:
         """Give back what was prepared."""
@@ -219,9 +249,9 @@ class Node:
 
     def switch(self, number: int, *, keeps: bool) -> None:
         """Serve what was prepared, with an engine of its own unless the layers stay; else join anew."""
-        layers = self._prepared.pop(number, None)
-        if layers is None:
-            if self.layers != self.ordered:
+        part = self._prepared.pop(number, None)
+        if part is None:
+            if self.part != self.ordered:
                 n_lanes = self.lanes.n_lanes
                 self.die()
                 self._clock.after(REJOIN_NS, self.start, n_lanes)
@@ -233,8 +263,8 @@ class Node:
             self._load(self.lanes.n_lanes)
             for action in between:  # calls that came to the engine before are answered, by refusing them
                 action()
-        elif layers != self.layers:
-            raise Violation(f"stage {self.index} is to keep {self.layers} as {layers}")
+        elif part != self.part:
+            raise Violation(f"stage {self.index} is to keep {self.part} as {part}")
 
     def _end(self, route: NodeRoute) -> None:
         if self.routes.get(route.route_id) is route:

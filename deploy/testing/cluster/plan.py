@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+from relayline.coordinator.engine.pool import STEADY_S
 from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
@@ -13,6 +14,8 @@ from relayline.deploy.testing.cluster.model import N_VOCAB
 
 START_NS = 100 * MS  # until the first thing happens
 COMES_BACK_NS = 400 * MS  # between two turns of what happens several times
+TAKEOVER_NS = 3 * S  # after which others take over the layers of a stage that is away
+STEADY_NS = round(STEADY_S * S)
 TROUBLE_NS = 2 * S  # from the beginning on, in which things begin to go wrong and clients come
 
 
@@ -71,12 +74,17 @@ class Plan:
     """Answers of an epoch that is over come while the next one stands."""
     wishes: tuple[Wish, ...]
     troubles: tuple[Trouble, ...]
+    n_spares: int = 0
+    """Stages that stand by, where there is one coordinator."""
+    takeover_ns: int = 0
+    """How long a stage may be away before others take over its layers; 0: for any time."""
 
     @property
     def settled_ns(self) -> int:
         """When nothing more goes wrong."""
         ends_ns = (trouble.at_ns + 4 * (trouble.lasts_ns + COMES_BACK_NS) for trouble in self.troubles)
-        return START_NS + max([TROUBLE_NS, *ends_ns])
+        hands_over = any(trouble.kind in HANDS_OVER for trouble in self.troubles)
+        return START_NS + max([TROUBLE_NS, *ends_ns]) + hands_over * 2 * (TAKEOVER_NS + STEADY_NS)
 
 
 KINDS = (
@@ -89,9 +97,13 @@ KINDS = (
     "cut",  # a link is, up to three times
     "slow link",
     "moves",  # nothing goes wrong: other layers are wanted, up to three times
+    "drains",  # nothing goes wrong: a stage is to hold no layers for a while
+    "is lost for long",  # so that others take over
+    "joins",  # one more stage
     "answers again",  # answers of now, or of an epoch that is over, come once more
 )
 
+HANDS_OVER = ("drains", "is lost for long", "joins")
 OFTEN = {"cut": 4, "moves": 3}  # where only a link breaks, sessions go on from what stages hold
 
 
@@ -130,6 +142,8 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
         has_late_answers=rng.random() < 0.4,
         wishes=tuple(wishes),
         troubles=tuple(_trouble(rng, n_stages, kinds) for _ in range(n_troubles)),
+        n_spares=random.Random(f"{seed} spares").choice((0, 0, 1)),
+        takeover_ns=random.Random(f"{seed} takeover").choice((0, TAKEOVER_NS)),
     )
 
 

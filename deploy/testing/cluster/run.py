@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import os
 import random
 import secrets
@@ -23,9 +24,18 @@ from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
 from relayline.deploy.testing.cluster.model import N_LAYERS, N_VOCAB, Truth
-from relayline.deploy.testing.cluster.mover import Mover
-from relayline.deploy.testing.cluster.node import Memory, Node
-from relayline.deploy.testing.cluster.plan import COMES_BACK_NS, KINDS, START_NS, Plan, Trouble, Wish, plan_of
+from relayline.deploy.testing.cluster.mover import Mover, parts
+from relayline.deploy.testing.cluster.node import NOTHING, Memory, Node, Part
+from relayline.deploy.testing.cluster.plan import (
+    COMES_BACK_NS,
+    KINDS,
+    START_NS,
+    TAKEOVER_NS,
+    Plan,
+    Trouble,
+    Wish,
+    plan_of,
+)
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.phase import Phase
 
@@ -45,6 +55,8 @@ class Outcome:
     ends: collections.Counter[str]
     n_moves: int = 0
     """Changes of layers that were made."""
+    n_handed: int = 0
+    """Those of them after which others than before held layers."""
 
 
 class Cluster:
@@ -56,20 +68,9 @@ class Cluster:
         self.n_moves_asked = 0
         self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
         n = plan.n_stages
-        self.nodes = [
-            Node(
-                i,
-                n,
-                plan.n_lanes,
-                plan.stage_policy,
-                self.clock,
-                self._rng,
-                memory=Memory(plan.keeps_state, plan.tier_bytes, plan.tier_survives),
-            )
-            for i in range(n)
-        ]
-        for node in self.nodes:
-            node.on_rows = self._on_rows
+        shares = parts([N_LAYERS * index // n for index in range(1, n)])
+        n_spares = plan.n_spares if plan.n_coordinators == 1 else 0
+        self.nodes = [self._node(at, part) for at, part in enumerate([*shares, *[NOTHING] * n_spares])]
         config = ConductorConfig(
             schedule=plan.schedule,
             stage_names=tuple(f"stage {index}" for index in range(n)),
@@ -89,6 +90,7 @@ class Cluster:
                 has_slow_calls=plan.has_slow_calls,
                 has_late_answers=plan.has_late_answers,
                 moves=plan.n_coordinators == 1,
+                takeover_ns=plan.takeover_ns,
             )
             for route_id in range(1, 1 + plan.n_coordinators)
         ]
@@ -97,6 +99,13 @@ class Cluster:
             self.clock.at(START_NS + wish.at_ns, self._arrive, number, wish)
         for trouble in plan.troubles:
             self.clock.at(START_NS + trouble.at_ns, self._begin, trouble)
+
+    def _node(self, place: int, part: Part) -> Node:
+        plan = self.plan
+        memory = Memory(plan.keeps_state, plan.tier_bytes, plan.tier_survives)
+        node = Node(place, part, plan.n_lanes, plan.stage_policy, self.clock, self._rng, memory=memory)
+        node.on_rows = self._on_rows
+        return node
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -121,6 +130,7 @@ class Cluster:
             self.excuses.n_deaths,
             collections.Counter("left" if client.has_left else client.end for client in clients),
             sum(coordinator.mover.moves.n_done for coordinator in self.coordinators if coordinator.mover),
+            sum(coordinator.mover.n_handed for coordinator in self.coordinators if coordinator.mover),
         )
 
     def _check(self) -> None:
@@ -140,7 +150,11 @@ class Cluster:
                 coordinator.is_connected and not coordinator.conductor._is_dispatching
                 for coordinator in self.coordinators
             )
-            and all(node.answers and node.step is None and not len(node.batcher) for node in self.nodes)
+            and all(
+                node.answers and node.step is None and not len(node.batcher)
+                for node in self.nodes
+                if node.is_up or node.ordered != NOTHING
+            )
             and not any(coordinator.mover and coordinator.mover.moves.is_open for coordinator in self.coordinators)
             and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is noticed later
         )
@@ -168,7 +182,7 @@ class Cluster:
             self.excuses.poisoned.add(request.request_id)
 
     def _on_rows(self, node: Node, frames: list[QueuedFrame]) -> bool:
-        kills = any(self._poison.get(frame.session_key) == node.index for frame in frames)
+        kills = any(self._poison.get(frame.session_key) == node.place for frame in frames)
         if kills:
             self.excuses.n_deaths += 1
             self.clock.after(COMES_BACK_NS, node.start, node.lanes.n_lanes)
@@ -203,6 +217,16 @@ class Cluster:
             case "moves" if coordinator.mover is not None:
                 for turn in range(1 + trouble.which % 3):
                     clock.after(turn * (lasts_ns + COMES_BACK_NS), self._move, coordinator.mover, trouble.which >> turn)
+            case "drains" if coordinator.mover is not None:
+                coordinator.mover.drain(node.place, is_drained=True)
+                offer_again = functools.partial(coordinator.mover.drain, node.place, is_drained=False)
+                clock.after(lasts_ns, offer_again)
+            case "is lost for long":
+                self._die(node, TAKEOVER_NS + lasts_ns, node.lanes.n_lanes)
+            case "joins" if coordinator.mover is not None:
+                self.nodes.append(self._node(len(self.nodes), NOTHING))
+                coordinator.add(self.nodes[-1])
+                coordinator.mover.add(self.nodes[-1])
             case "slow link" if links:
                 link = links[trouble.which % len(links)]
                 before_ns, link.delay_ns = link.delay_ns, lasts_ns // 4
@@ -218,7 +242,7 @@ class Cluster:
             self.clock.after(lasts_ns, node.start, n_lanes)
 
     def _move(self, mover: Mover, which: int) -> None:
-        cuts = random.Random(which).sample(range(1, N_LAYERS), self.plan.n_stages - 1)
+        cuts = random.Random(which).sample(range(1, N_LAYERS), len(mover.moves.cuts))
         self.n_moves_asked += mover.ask(tuple(sorted(cuts)))
 
     def _cut(self, which: int) -> None:
@@ -255,6 +279,7 @@ def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outc
             total.n_deaths + one.n_deaths,
             total.ends + one.ends,
             total.n_moves + one.n_moves,
+            total.n_handed + one.n_handed,
         )
     return total
 

@@ -28,7 +28,7 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
 ) -> None:
     layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
     file = cast("PipelineFile", SimpleNamespace(stages=layers))
-    balance = Balance(["desk", "laptop"])
+    balance = Balance(lambda: ["desk", "laptop"])
     scheduler = Scheduler(ScheduleConfig(mode="fixed", n_groups=2, group_rows=8), GroupPlanner([cost(10), cost(10)]))
     refresh = balance.refresh(scheduler, file)
     now: dict[str, Any] = {"ns": 0}

@@ -62,8 +62,8 @@ def test_where_nothing_is_under_way_the_switch_is_made_at_once(world: World) -> 
     described = world.moves.describe(9 * S)
     assert described["layers"] == [[0, 3], [3, 5], [5, 8]]
     assert described["move"] == {
-        "number": 1, "cuts": [3, 5], "state": "done", "state_s": 6.75, "took_s": 2.25, "keep": ["a"],
-        "waiting_for": [], "paused_s": 0.25, "problem": "",
+        "number": 1, "cuts": [3, 5], "stages": ["a", "b", "c"], "state": "done", "state_s": 6.75, "took_s": 2.25,
+        "keep": ["a"], "waiting_for": [], "paused_s": 0.25, "problem": "",
     }  # fmt: skip
     assert not world.moves.connected(3 * S), "a later epoch is no change"
 
@@ -161,3 +161,47 @@ def test_one_change_at_a_time_and_only_while_ready(world: World) -> None:
     refused: type[RelaylineError] = NotReadyError
     with pytest.raises(refused, match="recovering"):
         world.moves.begin((2, 5), 0)
+
+
+def test_others_may_hold_the_layers_and_who_holds_nothing_then_is_not_waited_for(world: World) -> None:
+    world.moves = Moves(world.conductor, (*NAMES, "s"), 8, (3, 6), (0, 1, 2))
+    assert world.moves.begin((3, 6), 0, (0, 3, 2)) == [Cut(1, (3, 6))]
+    assert world.moves.cut(1, (True, False, True), S) == [Prepare(1)]
+    assert world.moves.prepared(1, 1, S) == world.moves.prepared(1, 0, S) == world.moves.prepared(1, 2, S) == []
+    assert world.moves.left(1, S) == [], "b is to hold nothing: that it goes is no harm"
+    assert world.moves.prepared(1, 3, 2 * S) == [Switch(1)]
+    assert (world.moves.holders, world.moves.describe(3 * S)["stages"]) == ((0, 3, 2), ["a", "s", "c"])
+
+
+def test_more_and_fewer_stages_than_before(world: World) -> None:
+    assert world.moves.add("d") == 3
+    with pytest.raises(InvalidRequestError, match="4 stages need 3 cuts"):
+        world.moves.begin((3, 6), 0, (0, 1, 2, 3))
+    with pytest.raises(InvalidRequestError, match="is named once, and is one of this pipeline's"):
+        world.moves.begin((3, 6), 0, (0, 1, 1))
+    with pytest.raises(InvalidRequestError, match="is one of this pipeline's"):
+        world.moves.begin((3, 6), 0, (0, 1, 4))
+    world.moves.begin((2, 4, 6), 0, (0, 1, 2, 3))
+    world.moves.cut(1, (False,) * 4, S)
+    for place in range(4):
+        world.moves.prepared(1, place, S)
+    assert world.moves.describe(S)["layers"] == [[0, 2], [2, 4], [4, 6], [6, 8]]
+    world.moves.connected(S)
+    world.moves.begin((), 2 * S, (3,))
+    world.moves.cut(2, (False,), 2 * S)
+    assert world.moves.prepared(2, 3, 2 * S) == [Switch(2)]
+    assert world.moves.describe(3 * S)["layers"] == [[0, 8]]
+
+
+def test_while_a_stage_is_lost_only_a_change_without_it_can_be_made(world: World) -> None:
+    world.moves = Moves(world.conductor, (*NAMES, "s"), 8, (3, 6), (0, 1, 2))
+    world.conductor.availability.enter(Phase.RECOVERING, 0)
+    with pytest.raises(NotReadyError, match="layers move while it is ready"):
+        world.moves.begin((3, 5), 0)
+    with pytest.raises(NotReadyError, match="layers move while it is ready"):
+        world.moves.begin((2, 4, 6), 0, (0, 1, 2, 3))
+    assert world.moves.begin((3, 6), 0, (0, 3, 2)) == [Cut(1, (3, 6))]
+    world.moves.cut(1, (True, False, True), S)
+    world.moves.prepared(1, 0, S)
+    world.moves.prepared(1, 2, S)
+    assert world.moves.prepared(1, 3, S) == [Switch(1)], "nothing is under way"

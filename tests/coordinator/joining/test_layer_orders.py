@@ -15,8 +15,8 @@ from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
-from relayline.stage.joining.client import Member
-from relayline.wire.common.errors import ArtifactError
+from relayline.stage.joining.client import Member, introduction
+from relayline.wire.common.errors import ArtifactError, HandshakeError
 from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from tests.support.join_support import NAMES, JoinPort, write_split
@@ -38,6 +38,9 @@ class Heard:
 
     def left(self, index: int) -> None:
         self.lines.put_nowait(("left", index))
+
+    def came(self, index: int) -> None:
+        pass
 
 
 class ChangingPort(JoinPort):
@@ -122,8 +125,8 @@ async def test_after_the_switch_every_stage_is_waited_for_and_who_joins_gets_the
     lost: list[str] = []
     port.roster.watch(lambda error: lost.append(error.message))
     await port.service.prepare(1, port.next, (True, False))
-    port.service.switch()
-    await port.service.tell_switch(1)
+    assert port.service.switch() == [0, 1]
+    await port.service.tell_switch(1, [0, 1])
     assert port.roster.missing() == list(NAMES)
     orders = [await two.changes.get() for _ in range(2)]
     assert orders[1].change.step == pb.LAYER_CHANGE_STEP_SWITCH
@@ -136,6 +139,45 @@ async def test_after_the_switch_every_stage_is_waited_for_and_who_joins_gets_the
     assert again.order.pipeline_id == "next"
     for member in (two, again):
         await member.close()
+
+
+async def test_a_spare_gets_layers_and_who_is_freed_of_its_own_is_told_to_stand_by(tmp_path: Path) -> None:
+    file = write_split(tmp_path / "split")
+    config = JoinConfig((*(JoiningStage(name) for name in NAMES), JoiningStage("spare", is_spare=True)))
+    roster, services = make_roster(config), list[JoinService]()
+    joining = serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT, services.append)
+    async with asyncio.timeout(60), joining as (address, _):
+        port, service = JoinPort(address, roster, config), services[0]
+        one, two, spare = await port.join("box1"), await port.join("box2", "p2"), await port.join("spare", "p3")
+        assert (spare.order.stands_by, one.order.stands_by) == (True, False)
+        with pytest.raises(ArtifactError):
+            await fetched(spare, "")
+        same = Split.at(tmp_path / "split", load_pipeline(tmp_path / "split"))
+        await service.prepare(1, same, (True, False), (0, 2))
+        orders = [await member.changes.get() for member in (one, two, spare)]
+        assert [order.change.keeps for order in orders] == [True, False, False]
+        assert [order.stands_by for order in orders] == [False, True, False]
+        assert (orders[2].stage_index, orders[2].artifact.sha256) == (1, file.stages[1].sha256)
+        assert len(await fetched(spare, orders[2].artifact.sha256)) == file.stages[1].size_bytes
+        assert service.switch() == [0, 1, 2]
+        assert roster.holders == (0, 2)
+        assert [entry["state"] for entry in roster.describe_idle()] == ["spare"]
+        await serving(two, "late")
+        assert roster.missing() == ["box1", "spare"], "what the freed one says of itself does not count"
+        assert service.unmovable((0, 1)) == []
+        for member in (one, two, spare):
+            await member.close()
+
+
+async def test_a_stage_that_cannot_stand_by_is_no_spare(tmp_path: Path) -> None:
+    file = write_split(tmp_path / "split")
+    config = JoinConfig((*(JoiningStage(name) for name in NAMES), JoiningStage("spare", is_spare=True)))
+    roster = make_roster(config)
+    async with asyncio.timeout(60), serve_joining(config, tmp_path / "split", file, roster, PLAINTEXT) as (address, _):
+        hello = introduction("spare", "p1")
+        hello.stands_by = False
+        with pytest.raises(HandshakeError, match="is to hold no layers now, which its version cannot do"):
+            await Member.join(address, PLAINTEXT, hello)
 
 
 async def test_a_stage_of_a_version_that_cannot_move_is_named(port: ChangingPort) -> None:

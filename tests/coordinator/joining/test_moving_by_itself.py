@@ -37,7 +37,7 @@ class Placed:
         )
         conductor.availability.enter(Phase.READY, 0)
         self.moves = Moves(conductor, ("a", "b"), 8, (4,))
-        self.balance = Balance(("a", "b"))
+        self.balance = Balance(lambda: ("a", "b"))
         self.asked: list[tuple[int, ...]] = []
         self.unmovable: list[str] = []
         epochs = SimpleNamespace(balance=self.balance, on_ended=None, on_stands=None)
@@ -48,7 +48,7 @@ class Placed:
         self.now_ns = S
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
         self.mover = LayerMover(cast(Pipeline, pipeline), self._cut, rebalancer=self.rebalancer)
-        service = SimpleNamespace(unmovable=lambda: self.unmovable, changes=None)
+        service = SimpleNamespace(unmovable=lambda holders=(): self.unmovable, changes=None)
         self.mover.attach(cast(JoinService, service))
 
     async def _cut(self, cuts: tuple[int, ...]) -> Path:

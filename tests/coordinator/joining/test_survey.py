@@ -34,7 +34,7 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def surveyed() -> AsyncIterator[Port]:
-    config = JoinConfig((JoiningStage("box1"), JoiningStage("box2")))
+    config = JoinConfig((JoiningStage("box1"), JoiningStage("box2"), JoiningStage("spare", is_spare=True)))
     states: list[tuple[str, HostState]] = []
     orders = {"box1": SLICES, "box2": []}  # how fast box2 is, is known
     async with serve_survey(config, orders, PLAINTEXT, lambda place: states.append((place.name, place.state))) as port:
@@ -76,6 +76,20 @@ async def test_a_survey_is_complete_when_every_host_with_something_to_measure_ha
         assert isinstance(await asyncio.wait_for(member.lost, 10), NotReadyError), "they join again, for their layers"
         await member.close()
     assert port.states == [], "nobody is told that stages were lost"
+
+
+async def test_a_spare_is_let_in_and_not_waited_for() -> None:
+    async with surveyed() as port:
+        spare = await port.join("spare")
+        assert spare.order.HasField("survey")
+        assert not spare.order.stands_by, "it measures its link, and stands by once there is a plan"
+        await spare.report(measured=pb.HostMeasured(round_trip_ns=5, bytes_per_s=1e6))
+        unknown = await port.join("box1")
+        await unknown.report(measured=pb.HostMeasured(slices=[costs((1, 1_000))]))
+        await asyncio.wait_for(port.service.is_complete.wait(), 10)
+        await unknown.close()
+    assert isinstance(await asyncio.wait_for(spare.lost, 10), NotReadyError), "it joins again, for its order"
+    await spare.close()
 
 
 async def test_a_link_is_measured_with_bytes_that_nobody_keeps() -> None:

@@ -8,7 +8,8 @@ import os
 import pytest
 
 from relayline.deploy.testing.cluster.clock import MS, S
-from relayline.deploy.testing.cluster.plan import CALM, Trouble
+from relayline.deploy.testing.cluster.node import NOTHING
+from relayline.deploy.testing.cluster.plan import CALM, TAKEOVER_NS, Trouble
 from relayline.deploy.testing.cluster.run import SEED_VARIABLE, Cluster, base_seed, simulate, simulate_many
 
 N_SEEDS = 60
@@ -28,6 +29,7 @@ def test_hundreds_of_histories_with_losses(part: int) -> None:
     assert outcome.n_epochs_lost > N_SEEDS // 10
     assert outcome.n_deaths > N_SEEDS // 10
     assert outcome.n_moves > 0
+    assert outcome.n_handed > 0
     assert outcome.ends["length"] > 2 * N_SEEDS, "else little was tried"
 
 
@@ -59,6 +61,38 @@ def test_a_stage_that_keeps_its_layers_keeps_what_it_has_loaded() -> None:
     outcome = cluster.run()
     assert (outcome.n_moves, outcome.ends) == (1, {"length": 3})
     assert (mover.n_kept, [node.instance for node in cluster.nodes]) == (1, [1, 2, 2])
+
+
+def test_a_drained_stage_is_freed_and_gets_layers_again_and_nobody_is_told_of_it() -> None:
+    cluster = Cluster(dataclasses.replace(CALM, troubles=(Trouble(150 * MS, "drains", 1, 500 * MS, 0),)))
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    cluster.clock.at(1_500 * MS, lambda: seen.append((mover.holders, cluster.nodes[1].part)))
+    seen: list[object] = []
+    outcome = cluster.run()
+    assert (outcome.n_epochs_lost, outcome.ends, outcome.n_tokens) == (0, {"length": 3}, 60)
+    assert seen == [((0, 2), NOTHING)]
+    assert (outcome.n_handed, mover.holders) == (2, (0, 1, 2))
+
+
+@pytest.mark.parametrize("n_spares", [0, 1])
+def test_the_layers_of_a_stage_that_is_lost_for_good_are_taken_over(n_spares: int) -> None:
+    cluster = Cluster(dataclasses.replace(CALM, n_spares=n_spares, takeover_ns=TAKEOVER_NS))
+    cluster.clock.at(300 * MS, cluster.nodes[1].die)
+    outcome = cluster.run()
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    assert (outcome.ends, outcome.n_tokens, outcome.n_handed) == ({"length": 3}, 60, 1)
+    assert mover.holders == ((0, 3, 2) if n_spares else (0, 2))
+
+
+def test_one_more_stage_gets_layers() -> None:
+    cluster = Cluster(dataclasses.replace(CALM, troubles=(Trouble(150 * MS, "joins", 0, 500 * MS, 0),)))
+    outcome = cluster.run()
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    assert (outcome.n_epochs_lost, outcome.ends, outcome.n_handed) == (0, {"length": 3}, 1)
+    assert mover.holders == (0, 1, 2, 3)
 
 
 def test_a_change_that_a_stage_does_not_live_to_see_changes_nothing() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from relayline.coordinator.engine.conductor import Conductor
 from relayline.coordinator.engine.moves import Moves
+from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.readers import Readers
@@ -18,6 +19,7 @@ from relayline.coordinator.sessions.silence import Silence
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.deploy.testing.cluster import node, run
 from relayline.deploy.testing.cluster.clock import S, Violation
+from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.plan import CALM, KINDS
 from relayline.deploy.testing.cluster.run import Cluster, simulate_many
 from relayline.stage.steps import step
@@ -150,6 +152,16 @@ def holds_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "look", lambda self, now_ns: [])
 
 
+def hands_layers_to_nobody_new(patch: pytest.MonkeyPatch) -> None:
+    """Who takes over is never told: the next epoch begins with those of before."""
+    patch.setattr(Mover, "_part_of", lambda self, place: self._nodes[place].part)
+
+
+def forgets_who_prepares(patch: pytest.MonkeyPatch) -> None:
+    """A stage that dies while it prepares is waited for as if it still did."""
+    patch.setattr(Moves, "left", lambda self, index, now_ns: [])
+
+
 ANY = KINDS
 # What each breaks, and what goes wrong where that shows soonest.
 CANARIES = [
@@ -170,6 +182,8 @@ CANARIES = [
     (loses_a_row, ("dies", "cut")),
     (keeps_rows_of_other_layers, ("moves",)),
     (holds_for_ever, ("moves",)),
+    (hands_layers_to_nobody_new, ("drains", "joins")),
+    (forgets_who_prepares, ("joins", "dies", "moves")),
 ]
 
 
@@ -186,3 +200,12 @@ def test_a_request_that_brings_stages_down_for_ever_is_found(monkeypatch: pytest
     monkeypatch.setattr(run, "PATIENCE_NS", 20 * S)
     with pytest.raises(Violation, match="never ended"):
         Cluster(POISONED).run()
+
+
+def test_layers_that_nobody_takes_over_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "freed", lambda self, holders, now_ns: [])
+    monkeypatch.setattr(run, "PATIENCE_NS", 20 * S)
+    cluster = Cluster(dataclasses.replace(CALM, takeover_ns=3 * S))
+    cluster.clock.at(S // 4, cluster.nodes[1].die)
+    with pytest.raises(Violation, match=r"ended with 'not_ready'|never ended"):
+        cluster.run()

@@ -61,6 +61,21 @@ def test_everything_else_takes_a_new_start() -> None:
 
 
 def test_other_stages_are_one_line() -> None:
-    differs = against(manifest(), manifest(3), 9)
-    assert [str(change) for change in differs.others] == ["stages: stage-0, stage-1 -> stage-0, stage-1, stage-2"]
+    differs = against(manifest(3), manifest(), 8, 16)
+    assert [str(change) for change in differs.others] == ["stages: stage-0, stage-1, stage-2 -> stage-0, stage-1"]
     assert differs.layers == ()
+
+
+def test_one_more_stage_joins_what_runs() -> None:
+    running = manifest(named([0, 8], [8, 24]))
+    wanted = manifest([*named("auto", "auto"), {"name": "fifth"}], spares=[{"name": "spare"}])
+    differs = against(running, wanted, 8)
+    assert [stage.name for stage in differs.added] == ["fifth", "spare"]
+    assert (differs.layers, differs.others) == ((), ())
+    again = difference(settled(running, Path("/models/m.gguf"), [(0, 8), (8, 24)]), wanted, (8, 12), N_LAYERS,
+                       holders=["desk", "laptop", "fifth"], known=["desk", "laptop", "fifth", "spare"])  # fmt: skip
+    assert again == Difference((), (8, 12), ()), "it has joined since"
+    gone = against(running, manifest(named("auto")), 8)
+    assert gone.others == (Change("stages", "desk, laptop", "desk"),)
+    elsewhere = manifest([*named("auto", "auto"), {"name": "fifth", "host": "10.0.0.5"}])
+    assert [change.field for change in against(running, elsewhere, 8).others] == ["stages"], "nothing listens for it"

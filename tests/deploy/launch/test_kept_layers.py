@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.deploy.launch.kept_layers import keeper, kept_cuts, kept_split
+from relayline.deploy.launch.kept_layers import keeper, kept_split, kept_state
 from relayline.deploy.launch.splits import split_for
 from tests.end_to_end.test_end_to_end import DEMO
 
@@ -21,26 +22,28 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_moved_is_served_again(base: Path, tmp_path: Path) -> None:
     kept = tmp_path / "state" / "layers.json"
-    assert kept_split(kept, base, DEMO) == base, "nothing has moved"
+    assert kept_split(kept, base, DEMO) == (base, None), "nothing has moved"
     keep = keeper(kept, base)
     assert keep is not None
-    keep((3,))
-    keep((5,))
-    assert kept_cuts(kept, base) == (5,)
-    assert load_pipeline(kept_split(kept, base, DEMO)).cuts == (5,), "made again: nothing was in the cache"
-    assert kept_split(kept, base, None) == base, "the model is not known"
+    keep(PoolState((3,), ("a", "b")))
+    state = PoolState((5,), ("a", "d"), ("b",), ("d",))
+    keep(state)
+    assert kept_state(kept, base) == state
+    directory, known = kept_split(kept, base, DEMO, ("a", "b"))
+    assert (load_pipeline(directory).cuts, known) == ((5,), state), "made again: nothing was in the cache"
+    assert kept_split(kept, base, None) == (base, None), "the model is not known"
     other = split_for(DEMO, None, (2,), tmp_path / "other")
-    assert kept_split(kept, other, DEMO) == other, "told to serve something else"
+    assert kept_split(kept, other, DEMO) == (other, None), "told to serve something else"
     assert [path.name for path in kept.parent.iterdir()] == ["layers.json"]
 
 
 def test_a_file_that_makes_no_sense_is_none(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = tmp_path / "layers.json"
     kept.write_bytes(b'{"cuts": "many"}')
-    assert kept_split(kept, base, DEMO) == base
+    assert kept_split(kept, base, DEMO) == (base, None)
     assert "holds no moved layers" in caplog.text
     assert keeper(None, base) is None
-    assert kept_split(None, base, DEMO) == base
+    assert kept_split(None, base, DEMO) == (base, None)
 
 
 def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
@@ -49,15 +52,37 @@ def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
     kept = tmp_path / "layers.json"
     keep = keeper(kept, base)
     assert keep is not None
-    keep((99,))
+    keep(PoolState((99,), ("a", "b")))
     with caplog.at_level(logging.WARNING):
-        assert kept_split(kept, base, DEMO) == base
+        assert kept_split(kept, base, DEMO) == (base, None)
     assert "the moved layers 99 cannot be served again" in caplog.text
+
+
+def test_layers_of_a_stage_that_is_none_any_more_are_told_and_left(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "layers.json"
+    keep = keeper(kept, base)
+    assert keep is not None
+    keep(PoolState((3,), ("a", "gone")))
+    with caplog.at_level(logging.WARNING):
+        assert kept_split(kept, base, DEMO, ("a", "b")) == (base, None)
+    assert "gone is no stage any more" in caplog.text
+
+
+def test_one_stage_may_hold_all_that_two_were_to(base: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "layers.json"
+    keep = keeper(kept, base)
+    assert keep is not None
+    state = PoolState((), ("b",), ("a",))
+    keep(state)
+    directory, known = kept_split(kept, base, DEMO, ("a", "b"))
+    assert (load_pipeline(directory).cuts, known) == ((), state)
 
 
 def test_a_full_disk_is_told(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     keep = keeper(tmp_path / "file" / "layers.json", base)
     assert keep is not None
-    keep((3,))
+    keep(PoolState((3,), ("a", "b")))
     assert "the moved layers are not kept" in caplog.text

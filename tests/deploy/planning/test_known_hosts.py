@@ -122,6 +122,17 @@ def test_what_was_told_to_a_settled_manifest_is_known_to_the_one_that_people_wro
     assert unknown_hosts(written, DEMO_MODEL) == []
 
 
+def test_what_a_spare_tells_is_kept_and_no_start_waits_for_it() -> None:
+    text = MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="") + "  spares:\n  - {name: spare, host: 203.0.113.3}\n"
+    with_spare = parse_manifest(text.encode(), "manifest")
+    remember_hosts(with_spare, DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    assert unknown_hosts(with_spare, DEMO_MODEL) == [], "it holds no layers at the start"
+    remember_hosts(with_spare, DEMO_MODEL, [report("spare", 2.0)])
+    assert known_hosts(with_spare, DEMO_MODEL)["spare"].host == "203.0.113.3"
+    forget_hosts(with_spare, DEMO_MODEL)
+    assert known_hosts(with_spare, DEMO_MODEL) == {}
+
+
 def test_a_file_that_cannot_be_read_is_measured_again() -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0)])
     (path,) = (state_dir() / HOSTS_DIR).iterdir()

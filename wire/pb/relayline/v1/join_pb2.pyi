@@ -49,7 +49,7 @@ class JoinRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class StageHello(_message.Message):
     MOVES_FIELD_NUMBER: _ClassVar[int]
     MEASURES_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
+    STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
@@ -66,7 +67,8 @@ class StageHello(_message.Message):
     moves: bool
     measures: bool
     beats: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
+    stands_by: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
@@ -191,7 +193,7 @@ class LayerChange(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[LayerChangeStep, str]] = ..., keeps: _Optional[bool] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "survey", "beats")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "survey", "stands_by", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +206,7 @@ class JoinResponse(_message.Message):
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
+    STANDS_BY_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     stage_index: int
     stage_count: int
@@ -217,8 +220,9 @@ class JoinResponse(_message.Message):
     listen_port: int
     change: LayerChange
     survey: Survey
+    stands_by: bool
     beats: bool
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")

@@ -1,0 +1,127 @@
+"""Which layers each holder gets when others than before are to hold them. Pure.
+
+Where each new holder takes the place of an old one, the cuts stay and nobody else moves anything, if there is room.
+Else the slowest stage is to be as fast as it can be: layers go by what a layer takes on each host, within the room that
+each has and at cuts that the model allows. Among equal ways the one that moves fewest layers wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from relayline.wire.common.errors import NotReadyError
+
+GIB = 1 << 30
+Need = Callable[[int, int], int]
+"""Bytes that a stage with the layers [start, end) holds."""
+IsAllowed = Callable[[int, int], bool]
+"""Whether the layers [start, end) may be one stage."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holder:
+    """One place that is to hold layers."""
+
+    name: str
+    layer_ns: float = 0.0
+    """What one layer takes of a decode step there; 0 where it has not been measured: as long as with the others."""
+    room_bytes: int | None = None
+    """For layers that it does not hold now, beside those; None where that is not known."""
+    held: tuple[int, int] = (0, 0)
+    """The layers that it holds now: the first, and one past the last."""
+
+
+class NoRoomError(NotReadyError):
+    """The holders cannot hold all layers; the message says who lacks what."""
+
+
+def share_out(
+    holders: Sequence[Holder],
+    n_layers: int,
+    need: Need,
+    is_allowed: IsAllowed,
+    *,
+    same: tuple[int, ...] | None = None,
+    must_be_known: bool = False,
+) -> tuple[int, ...]:
+    """Return the cuts: the first layer of each holder but the first.
+
+    `same`: the cuts of now, where each new holder stands for an old one. With `must_be_known` a holder of which nobody
+    knows how much room it has gets nothing beyond what it holds. Raises NoRoomError.
+    """
+
+    def fits(holder: Holder, start: int, end: int) -> bool:
+        if (start, end) == holder.held:
+            return True
+        if holder.room_bytes is None:
+            return not must_be_known
+        return need(start, end) <= holder.room_bytes
+
+    if same is not None and all(
+        fits(holder, *edge) for holder, edge in zip(holders, _edges(same, n_layers), strict=True)
+    ):
+        return same
+    cuts = _best(holders, n_layers, fits, is_allowed)
+    if cuts is None:
+        raise NoRoomError(_why(holders, n_layers, need, fits, is_allowed))
+    return cuts
+
+
+def _edges(cuts: Sequence[int], n_layers: int) -> list[tuple[int, int]]:
+    ends = (0, *cuts, n_layers)
+    return [(ends[at], ends[at + 1]) for at in range(len(ends) - 1)]
+
+
+def _best(
+    holders: Sequence[Holder], n_layers: int, fits: Callable[[Holder, int, int], bool], is_allowed: IsAllowed
+) -> tuple[int, ...] | None:
+    """Return the cuts with the fastest slowest stage, None where there are none."""
+    known = [holder.layer_ns for holder in holders if holder.layer_ns > 0]
+    usual_ns = sum(known) / len(known) if known else 1.0
+    # Behind so many layers: the slowest stage's time, the layers that move, the cuts.
+    reached: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
+    for index, holder in enumerate(holders):
+        layer_ns = holder.layer_ns if holder.layer_ns > 0 else usual_ns
+        following: dict[int, tuple[float, int, tuple[int, ...]]] = {}
+        n_behind = len(holders) - index - 1
+        for start, (slowest_ns, n_moved, cuts) in reached.items():
+            ends = range(start + 1, n_layers - n_behind + 1) if n_behind else (n_layers,)
+            for end in ends:
+                kept = max(0, min(end, holder.held[1]) - max(start, holder.held[0]))
+                found = (
+                    max(slowest_ns, layer_ns * (end - start)),
+                    n_moved + end - start - kept,
+                    (*cuts, start) if index else cuts,
+                )
+                is_better = end not in following or found < following[end]
+                if is_better and is_allowed(start, end) and fits(holder, start, end):
+                    following[end] = found
+        reached = following
+    return reached[n_layers][2] if n_layers in reached else None
+
+
+def _why(
+    holders: Sequence[Holder],
+    n_layers: int,
+    need: Need,
+    fits: Callable[[Holder, int, int], bool],
+    is_allowed: IsAllowed,
+) -> str:
+    """Return what is missing, one line."""
+    if not holders:
+        return "nobody is left to hold the layers"
+    wished = _best(holders, n_layers, lambda holder, start, end: True, is_allowed)
+    if wished is None:
+        return f"the model's {n_layers} layers cannot be cut for {len(holders)} stages"
+    short = [
+        f"{holder.name} would need {_gib(need(start, end))} for layers {start}-{end - 1} and has "
+        + (f"{_gib(holder.room_bytes)} free" if holder.room_bytes is not None else "nobody knows how much")
+        for holder, (start, end) in zip(holders, _edges(wished, n_layers), strict=True)
+        if not fits(holder, start, end)
+    ]
+    return f"no room for all layers: {'; '.join(short)}"
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB // 10 else f"{n_bytes / (1 << 20):.0f} MiB"

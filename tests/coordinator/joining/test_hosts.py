@@ -1,0 +1,117 @@
+"""What people ask about stages: they are freed where others have room, else one line says why and nothing changes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
+from relayline.coordinator.engine.membership import Introduction, Membership
+from relayline.coordinator.engine.moves import Moves
+from relayline.coordinator.engine.pipeline import Pipeline
+from relayline.coordinator.engine.roster import JoinedRoster
+from relayline.coordinator.joining.config import JoiningStage, PoolState
+from relayline.coordinator.joining.hosts import Hosts
+from relayline.coordinator.joining.service import JoinService
+from relayline.coordinator.planner.instance import ModelShape
+from relayline.coordinator.planner.memory import GIB
+from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.wire.common import bounds
+from relayline.wire.common.errors import InvalidRequestError, NotReadyError
+from relayline.wire.common.phase import Phase
+
+S = 1_000_000_000
+LAYER_BYTES = 2 * GIB
+
+
+class World:
+    """Stages a, b and c of an eight-layer model, of 2 GiB a layer; their hosts have as much memory as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, memory_gib: int, *, spare: bool = False) -> None:
+        self.now_ns = S
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+        names = ["a", "b", "c", *(["s"] if spare else [])]
+        conductor = Conductor(
+            ConductorConfig(ScheduleConfig(), ("a", "b", "c"), 100), lambda _: False, itertools.count(1), 0
+        )
+        conductor.availability.enter(Phase.READY, 0)
+        self.moves = Moves(conductor, names, 8, (3, 6), (0, 1, 2))
+        membership = Membership(names, "1.0.0", 0, (0, 1, 2))
+        self.roster = JoinedRoster(membership)
+        self.places = [JoiningStage(name, is_spare=name == "s") for name in names]
+        self.begun: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.kept: list[PoolState] = []
+        pipeline = SimpleNamespace(phase=Phase.READY, file=SimpleNamespace(n_layers=8), stages=(), conductor=conductor)
+        service = SimpleNamespace(roster=self.roster, place=lambda at: self.places[at], add=self.places.append)
+        shape = ModelShape((LAYER_BYTES,) * 8, 0, 0, (0,) * 8, 64, 100, 64)
+        self.hosts = Hosts(
+            cast(Pipeline, pipeline),
+            cast(Any, self),
+            cast(JoinService, service),
+            lambda: shape,
+            takeover_s=60,
+            on_changed=self.kept.append,
+        )
+        for at, name in enumerate(names):
+            facts = ("host", "Linux", 4, memory_gib * GIB)
+            membership.join(Introduction(name, name, bounds.PROTOCOL_VERSION, "1.0.0", f"10.0.0.{at}", *facts), 0)
+            self.hosts.came(at)
+
+    def move(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> None:
+        self.moves.begin(cuts, self.now_ns, holders)
+        self.begun.append((cuts, holders))
+
+
+async def test_the_others_share_where_they_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 64)
+    await world.hosts.drain("b", is_drained=True)
+    assert world.begun == [((4,), (0, 2))]
+    assert world.kept[-1] == PoolState((3, 6), ("a", "b", "c"), ("b",))
+    with pytest.raises(NotReadyError, match="layers are being moved just now"):
+        await world.hosts.drain("a", is_drained=True)
+
+
+async def test_where_nobody_has_room_nothing_changes_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 12)
+    with pytest.raises(NotReadyError, match=r"no room for all layers: a would need 8\.\d GiB for layers 0-3 and has"):
+        await world.hosts.drain("b", is_drained=True)
+    assert (world.begun, world.kept) == ([], [])
+    assert world.hosts.describe(S)["b"]["drained"] is False
+
+
+async def test_a_spare_takes_its_place_and_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 12, spare=True)
+    await world.hosts.drain("b", is_drained=True)
+    assert world.begun == [((3, 6), (0, 3, 2))], "nobody else moves anything"
+    world.moves.failed(1, "the disk is full", S)
+    assert world.moves.latest is not None
+    world.hosts.failed(world.moves.latest)
+    assert world.hosts.describe(S)["b"]["drained"] is False
+
+
+async def test_nobody_takes_over_by_itself_what_is_not_known_to_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(monkeypatch, 0)
+    world.hosts.left(1)
+    world.now_ns += 60 * S
+    await world.hosts.look()
+    assert world.begun == []
+    assert "nobody knows how much" in caplog.text
+    await world.hosts.drain("b", is_drained=True)
+    assert world.begun == [((4,), (0, 2))], "somebody who asks for it decides"
+
+
+async def test_what_cannot_be_asked_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 64)
+    with pytest.raises(InvalidRequestError, match="there is no stage x; the stages are a, b, c"):
+        await world.hosts.drain("x", is_drained=True)
+    with pytest.raises(InvalidRequestError, match="there is a stage b already"):
+        world.hosts.add("b")
+    world.hosts.left(2)
+    with pytest.raises(NotReadyError, match="c is not here to take layers"):
+        await world.hosts.drain("b", is_drained=True)

@@ -1,0 +1,132 @@
+"""A member without layers gets some ready when it is told to, serves them once they are switched to, and not before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.stage.engine.loading import Load, LoadStoppedError
+from relayline.stage.joining import stand_by
+from relayline.stage.joining.stand_by import StandBy
+from relayline.wire.common.errors import NativeError, RelaylineError, StageLostError
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+PREPARE, SWITCH, DROP = pb.LAYER_CHANGE_STEP_PREPARE, pb.LAYER_CHANGE_STEP_SWITCH, pb.LAYER_CHANGE_STEP_DROP
+
+
+class FakeMember:
+    """A membership of which the test holds the other end."""
+
+    def __init__(self) -> None:
+        self.peer, self.order = "the coordinator", pb.JoinResponse(stands_by=True)
+        self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
+        self.changes: asyncio.Queue[pb.JoinResponse] = asyncio.Queue()
+        self.reports: asyncio.Queue[pb.StagePrepared] = asyncio.Queue()
+
+    async def report(self, prepared: pb.StagePrepared) -> None:
+        self.reports.put_nowait(prepared)
+
+    def tell(self, step: int, number: int = 1) -> None:
+        change = pb.LayerChange(number=number, step=step)  # type: ignore[arg-type]
+        self.changes.put_nowait(pb.JoinResponse(pipeline_id=f"split {number}", change=change))
+
+
+class World:
+    """One member that stands by; what it serves is noted, and loading lasts for as long as the test says."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None, *, is_slow: bool = False
+    ) -> None:
+        self.member, self.stop = FakeMember(), asyncio.get_running_loop().create_future()
+        self.log: list[str] = []
+        self.is_loading = asyncio.Event()
+
+        async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Path:
+            return cache / source.order.pipeline_id
+
+        @contextlib.asynccontextmanager
+        async def serve(config: str, load: Load) -> AsyncIterator[str]:
+            self.log.append(f"loads {config}")
+            if error is not None:
+                raise error
+            self.is_loading.set()
+            if is_slow:
+                await asyncio.to_thread(load._stopped.wait, 20)
+            if load.is_stopped:
+                raise LoadStoppedError(config)
+            yield config
+            self.log.append(f"closes {config}")
+
+        monkeypatch.setattr(stand_by, "obtain", obtain)
+        monkeypatch.setattr(stand_by, "serve_changing", serve)
+        member: Any = self.member
+        config_of: Any = lambda path, order: path.name  # noqa: E731
+        self.standing = StandBy(member, self.stop, config_of, Path("cache"), always_fetch=False)
+
+    async def served(self) -> Any:
+        """What it serves in the end, None for nothing."""
+        async with asyncio.timeout(20), self.standing.layers() as served:
+            return served
+
+
+async def test_layers_are_loaded_beside_the_others_and_served_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    serving = asyncio.create_task(world.served())
+    world.member.tell(PREPARE)
+    assert (await world.member.reports.get()).is_ready
+    assert not serving.done()
+    world.member.tell(SWITCH)
+    assert await serving == "split 1"
+    assert world.member.order.pipeline_id == "split 1"
+    assert world.log == ["loads split 1", "closes split 1"]
+
+
+async def test_a_change_that_is_off_is_given_back_and_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    serving = asyncio.create_task(world.served())
+    world.member.tell(PREPARE)
+    await world.member.reports.get()
+    world.member.tell(DROP)
+    world.member.tell(PREPARE, 2)
+    assert (await world.member.reports.get()).change == 2
+    world.member.tell(SWITCH, 2)
+    assert await serving == "split 2"
+    assert world.log == ["loads split 1", "closes split 1", "loads split 2", "closes split 2"]
+
+
+async def test_a_load_is_given_up_as_soon_as_the_change_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, is_slow=True)
+    serving = asyncio.create_task(world.served())
+    world.member.tell(PREPARE)
+    await world.is_loading.wait()
+    world.member.tell(DROP)
+    world.member.lost.set_result(StageLostError("gone"))
+    assert await serving is None
+    assert world.member.reports.empty(), "nobody is told of what nobody wants any more"
+
+
+@pytest.mark.parametrize(
+    ("error", "label"), [(NativeError("no memory"), NativeError.label), (ValueError(), "internal")]
+)
+async def test_what_cannot_be_prepared_is_said_and_it_stands_by_as_before(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, label: str
+) -> None:
+    world = World(monkeypatch, error)
+    serving = asyncio.create_task(world.served())
+    world.member.tell(PREPARE)
+    report = await world.member.reports.get()
+    assert (report.is_ready, report.failure.label) == (False, label)
+    world.stop.set_result(None)
+    assert await serving is None
+
+
+async def test_who_is_to_serve_what_it_has_not_prepared_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.member.tell(SWITCH)
+    assert await world.served() is None
+    assert world.log == []

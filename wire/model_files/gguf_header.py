@@ -36,7 +36,7 @@ KEY_BYTES_MAX = 1_024
 # Of a header, or of all headers of a sharded set. The largest known vocabulary has 262,144 tokens and 514,906 merges in
 # 20 MiB; models have some thousand tensors and some hundred keys, and chat templates of some ten KiB.
 HEADER_BYTES_MAX = 64 * 1024 * 1024
-STRINGS_MAX = 1_250_000
+STRINGS_MAX = 1_000_000
 TOKENS_MAX = 524_288
 TOKEN_BYTES_MAX = 65_536
 TENSORS_MAX = 16_384

@@ -21,8 +21,13 @@ HERE = ("--help",), ("inspect", "nowhere.gguf"), ("nonsense",), ("status",), ("s
 
 
 def is_fork(pid: int) -> bool:
-    """Whether the kernel still shows the environment of the fork server."""
-    return b"OPENBLAS_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    """Whether it has the addresses that the kernel chose for a fork server: each new program gets random ones."""
+    servers = (child for child in children(os.getpid()) if any("zygote" in argument for argument in shown(child)))
+    return any(addresses(pid) == addresses(server) for server in servers)
+
+
+def addresses(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/auxv").read_bytes()
 
 
 def shown(pid: int) -> list[str]:

@@ -9,7 +9,7 @@ A place holds layers or stands by, see coordinator.engine.moves. `wanted` says w
   part again if the others shared it, and stands by if another took its place.
 
 What cannot be done is tried again after a while that doubles each time, or as soon as somebody comes, goes or is
-drained. Who gets which layers is decided by `coordinator.planner.share_out`.
+drained. `coordinator.planner.share_out` decides which layers each place gets.
 """
 
 from __future__ import annotations

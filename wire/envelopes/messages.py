@@ -20,11 +20,11 @@ from relayline.wire.envelopes import _weigh
 
 _UNKNOWN, _SINGLE, _REPEATED, _TEXT, _MESSAGE = range(5)  # as in _weigh.c
 # An element of the worst type takes so much for the two bytes that it has in a message.
-_COST_PER_BYTE_MAX = 128
+_COST_PER_BYTE_MAX = 136
 _UNWEIGHED_BYTES_MAX = bounds.MESSAGE_COST_BYTES_MAX // _COST_PER_BYTE_MAX
 _ELEMENT_BYTES = 16  # as in _weigh.c
 _HEAD_BYTES = 32  # of a message in memory, without its fields
-_MAP_ENTRY_BYTES = 208  # of an entry of a map with its place in a hash table that grows by doubling
+_MAP_ENTRY_BYTES = 224  # of an entry of a map with its place in a hash table that grows by doubling
 
 _VARINT, _FIXED32, _FIXED64 = 0, 4, 8
 _FORMS: dict[int, tuple[int, int]] = {  # field type -> (bytes of a value in memory, how it travels)

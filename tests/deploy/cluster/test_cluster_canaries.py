@@ -148,12 +148,12 @@ def keeps_rows_of_other_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def holds_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """What is under way is waited for, and nobody looks whether it has come back."""
+    """The switch waits for frames in flight, but no code looks whether they have returned."""
     patch.setattr(Moves, "look", lambda self, now_ns: [])
 
 
 def hands_layers_to_nobody_new(patch: pytest.MonkeyPatch) -> None:
-    """Who takes over is never told: the next epoch begins with those of before."""
+    """The places that take over are never announced: the next epoch begins with the old holders."""
     patch.setattr(Mover, "_part_of", lambda self, place: self._nodes[place].part)
 
 

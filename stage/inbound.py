@@ -20,6 +20,8 @@ from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.envelope import NUMPY_DTYPE, EnvelopeView, bytes_max_of, parse
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.parts import PartReader
+from relayline.wire.links import rpc
+from relayline.wire.links.guard import caller
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -112,6 +114,27 @@ class Inbound:
         self._closed = True
         if self._replying is not None:
             self._replying.cancel()
+
+
+async def accepted(
+    context: grpc.aio.ServicerContext[Any, Any], awaited: Callable[[int, int], Route], artifact: StageArtifact
+) -> tuple[Route, pb.LinkOpen]:
+    """Read and check the first message of a Relay stream, unless its metadata name no route that waits for it.
+
+    `awaited(route_id, epoch)` returns the route that has no upstream link yet, or raises. Raises its errors,
+    UnauthenticatedError, ProtocolError and HandshakeError.
+    """
+    metadata = context.invocation_metadata()
+    route = awaited(*rpc.route_of(metadata))
+    route.check_upstream(caller(), rpc.pass_of(metadata))
+    try:
+        async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+            first = await context.read()
+    except TimeoutError as error:
+        raise ProtocolError("no handshake came on this link") from error
+    hello = Inbound.hello(first, route)
+    check_fit(hello, artifact)
+    return awaited(route.route_id, route.epoch), hello  # another stream may have come meanwhile
 
 
 def check_due(view: EnvelopeView, epoch: int, number: int) -> None:

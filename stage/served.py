@@ -56,7 +56,8 @@ class Work:
     ) -> None:
         self.facts, self._executor, self._crash = facts, executor, crash
         self.service = StageService(facts, executor, stats, telemetry)
-        self._runner = Runner(Batcher(policy), executor, self.service.deliver, crash, self.service.account)
+        outbound = self.service.outbound
+        self._runner = Runner(Batcher(policy), executor, outbound.deliver, crash, outbound.account)
         self._tasks: list[asyncio.Task[None]] = []  # what sends, then what watches
 
     def begin(self, guard: Guard) -> None:
@@ -64,7 +65,7 @@ class Work:
         self.service.attach(self._runner, guard)
         watch = StepWatch(self.facts.curves.predict_ns)
         for work in (
-            self.service.send_forever(),
+            self.service.outbound.send_forever(),
             watch_steps(lambda: self._runner.snapshot.running, watch, self._crash),
         ):
             task = asyncio.create_task(work)
@@ -216,7 +217,7 @@ class Served:
             "policy": facts.config.engine.policy,
             "version": facts.software_version,
         }
-        yield from StageCollector(info, self._stats, self._telemetry, self.service.gauges).collect()
+        yield from StageCollector(info, self._stats, self._telemetry, self.service.report.gauges).collect()
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

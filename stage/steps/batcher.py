@@ -46,7 +46,7 @@ class Batcher:
     """Waiting frames of one stage.
 
     Rows are bounded by the links' credits, which are given back as frames leave; frames without rows by
-    stage.service.QUEUED_FRAMES_MAX, past which no link is read.
+    stage.intake.QUEUED_FRAMES_MAX, past which no link is read.
     """
 
     def __init__(self, policy: Policy) -> None:

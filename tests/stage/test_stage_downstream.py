@@ -97,7 +97,8 @@ async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None
         # The same chunk again and again is a retry each time, and each takes a step of its own.
         await old.send(control(1, Flag.OPEN), *(tokens_frame(1, 0, [1] * 32, PREFILL) for _ in range(40)))
         await counted(steps, OUTBOX_STEPS_MAX)
-        while stage.service._sends.qsize() < OUTBOX_STEPS_MAX - 1:  # the rest of the outbox is in the sender's hand
+        sends = stage.service.outbound._sends
+        while sends.qsize() < OUTBOX_STEPS_MAX - 1:  # the rest of the outbox is in the sender's hand
             await stage.settled()
         await new.configure(next_address=healthy.address)
         await new.upstream()
@@ -154,18 +155,18 @@ async def test_a_coordinator_that_leaves_while_it_configures_leaves_nothing_half
                 await status_of(other)
             configuring.cancel()
             await asyncio.gather(configuring, return_exceptions=True)
-            while not stage.service._tasks:  # the stage has heard of it
+            while not stage.service.epochs._tasks:  # the stage has heard of it
                 await status_of(other)
             blocked.release()
-            while stage.service._tasks:
+            while stage.service.epochs._tasks:
                 await status_of(other)
-            assert list(stage.service._routes) == [OTHER]
+            assert list(stage.service.epochs.routes) == [OTHER]
             while neighbour.n_links > 1:
                 await status_of(other)
 
 
 async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayline.stage.service.QUEUED_FRAMES_MAX", 8)
+    monkeypatch.setattr("relayline.stage.intake.QUEUED_FRAMES_MAX", 8)
     async with served() as stage, Coordinator(stage) as one:
         blocked = BlockedDecode(stage.engine)
         await one.start()
@@ -190,7 +191,7 @@ async def test_a_busy_stage_stops_reading_controls_at_their_bound(monkeypatch: p
 async def test_a_reader_that_waits_for_room_goes_on_when_another_coordinator_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relayline.stage.service.QUEUED_FRAMES_MAX", 4)
+    monkeypatch.setattr("relayline.stage.intake.QUEUED_FRAMES_MAX", 4)
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as other:
         await one.start()
         await other.start()

@@ -44,13 +44,13 @@ async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str)
         await one.reply()
         before, n_steps = await stage.settled(), len(stage.engine.steps)
         blocked = asyncio.Event()
-        end_route = stage.service._end_route
+        end_route = stage.service.epochs._end
 
         async def held(route: Route) -> None:
             await blocked.wait()
             await end_route(route)
 
-        stage.service._end_route = held  # type: ignore[method-assign]
+        stage.service.epochs._end = held  # type: ignore[method-assign]
         stale = [control(1, Flag.CLOSE), rows_frame(1, 0, 2, SAMPLE), control(9, Flag.OPEN)]
         await one.write(*stale, epoch=one.epoch if where == "frame" else EPOCH)
         assert isinstance(await one.refusal(), StaleEpochError)
@@ -104,14 +104,14 @@ async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
 
 async def test_what_is_left_yields_to_whoever_needs_a_lane_and_is_forgotten_after_a_while() -> None:
     async with served(n_lanes=2) as stage, Coordinator(stage) as one, Coordinator(stage, route_id=ROUTE + 1) as other:
-        stage.service._left._after_s = 0.0
+        stage.service.epochs._left._after_s = 0.0
         await one.start()
         await one.send(*prompt(1), *prompt(2))
         while (await stage.settled())[0] < 2:
             await one.reply()
         await other.start()
         forgotten = asyncio.Event()
-        forget, stage.service._left._forget = stage.service._left._forget, lambda _: forgotten.set()
+        forget, stage.service.epochs._left._forget = stage.service.epochs._left._forget, lambda _: forgotten.set()
         one.call.cancel()
         async with asyncio.timeout(20):
             await one.lost
@@ -156,7 +156,7 @@ async def test_an_upstream_that_leaves_takes_no_lane_along(how: str) -> None:
         assert stage.executor.sessions.samplers == {}
         await stage.service.runner.call(lambda: stage.executor.sessions.forget_left(ROUTE))
         assert await stage.settled() == (0, [[], [], [], []])
-        assert stage.service._routes == {}
+        assert stage.service.epochs.routes == {}
 
 
 async def test_a_coordinator_that_stops_reading_loses_its_route_and_its_lanes() -> None:
@@ -164,7 +164,7 @@ async def test_a_coordinator_that_stops_reading_loses_its_route_and_its_lanes() 
         await one.start()
         await one.send(*prompt(1))
         await one.reply()
-        route = stage.service._routes[ROUTE]
+        route = stage.service.epochs.routes[ROUTE]
         listener = route.listen()  # nobody reads it
         sample = RouteOutput(ROUTE, EPOCH, samples=[pb.Sampled(session_id=1)])
         while not route.ended.is_set():
@@ -175,7 +175,7 @@ async def test_a_coordinator_that_stops_reading_loses_its_route_and_its_lanes() 
             await one.lost
         await stage.settled()
         assert (await stage.settled())[0] == 0
-        assert stage.service._routes == {}
+        assert stage.service.epochs.routes == {}
 
 
 async def test_two_coordinators_share_a_stage() -> None:
@@ -237,8 +237,8 @@ async def test_an_upstream_that_dies_while_it_is_accepted_leaves_no_route(failur
                 relaying.cancel()  # what gRPC does to the handler when the peer goes
             with pytest.raises(asyncio.CancelledError if failure is None else type(failure)):
                 await relaying
-            await asyncio.gather(*stage.service._tasks)
-        assert stage.service._routes == {}
+            await asyncio.gather(*stage.service.epochs._tasks)
+        assert stage.service.epochs.routes == {}
         await one.configure(epoch=EPOCH)
 
 
@@ -246,26 +246,26 @@ async def test_coordinators_that_never_came_back_make_room_for_others() -> None:
     async with served() as stage, contextlib.AsyncExitStack() as stack:
         for route_id in range(ROUTES_MAX + 2):
             await (await stack.enter_async_context(Coordinator(stage, 100 + route_id))).configure()
-        assert len(stage.service._routes) <= ROUTES_MAX
+        assert len(stage.service.epochs.routes) <= ROUTES_MAX
 
 
 async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own link would keep the next stage's route in use, whatever becomes of the coordinator."""
-    monkeypatch.setattr("relayline.stage.service.UNUSED_S", 0.0)
+    monkeypatch.setattr("relayline.stage.epochs.UNUSED_S", 0.0)
     async with served() as stage, Coordinator(stage) as one:
         await one.configure()
         async with asyncio.timeout(20):
-            for route in list(stage.service._routes.values()):
+            for route in list(stage.service.epochs.routes.values()):
                 await route.ended.wait()
-            await asyncio.gather(*stage.service._tasks)
-        assert stage.service._routes == {}
-    monkeypatch.setattr("relayline.stage.service.UNUSED_S", 3_600.0)
+            await asyncio.gather(*stage.service.epochs._tasks)
+        assert stage.service.epochs.routes == {}
+    monkeypatch.setattr("relayline.stage.epochs.UNUSED_S", 3_600.0)
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
-        (route,) = stage.service._routes.values()
-        stage.service._unused(route.route_id, route.epoch)
-        await asyncio.gather(*stage.service._tasks)
-        assert list(stage.service._routes.values()) == [route], "one that is linked to stays"
+        (route,) = stage.service.epochs.routes.values()
+        stage.service.epochs._unused(route.route_id, route.epoch)
+        await asyncio.gather(*stage.service.epochs._tasks)
+        assert list(stage.service.epochs.routes.values()) == [route], "one that is linked to stays"
 
 
 async def test_all_that_a_step_closes_is_told_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +273,13 @@ async def test_all_that_a_step_closes_is_told_in_one_message(monkeypatch: pytest
     n_closed = RETURN_QUEUE_MAX + 7
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
-        (route,) = stage.service._routes.values()
+        (route,) = stage.service.epochs.routes.values()
         listener = route.listen()
         close = control(1, Flag.CLOSE)
         assert (close.route_id, close.epoch) == (route.route_id, route.epoch)
         closed = [(close, pb.SessionSummary(session_id=number)) for number in range(1, n_closed + 1)]
         monkeypatch.setattr(stage.service._observer, "step_done", lambda _: closed)
-        stage.service.account(StepResult(step_of(), [], [], []))
+        stage.service.outbound.account(StepResult(step_of(), [], [], []))
         assert not route.ended.is_set()
         assert listener.queue.get_nowait().subscribed
         message = listener.queue.get_nowait()
@@ -288,7 +288,7 @@ async def test_all_that_a_step_closes_is_told_in_one_message(monkeypatch: pytest
 
 
 async def test_routes_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relayline.stage.service.ROUTES_MAX", 1)
+    monkeypatch.setattr("relayline.stage.epochs.ROUTES_MAX", 1)
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:
         await one.start()
         with pytest.raises(LaneLimitError, match="already serves 1"):
@@ -351,10 +351,10 @@ async def test_who_is_told_what_is_left_has_the_whole_time_to_open_it() -> None:
         async with asyncio.timeout(20):
             await old.lost
         await stage.settled()
-        before = stage.service._left._timers[ROUTE]
-        await stage.service._forget_left(ROUTE)  # of an earlier time, which came to its turn only now
+        before = stage.service.epochs._left._timers[ROUTE]
+        await stage.service.epochs._forget_left(ROUTE)  # of an earlier time, which came to its turn only now
         await new.configure()
         assert new.held == {1: 3}
         assert before.cancelled()
-        assert stage.service._left._timers[ROUTE].when() >= before.when()
-    assert not stage.service._left._timers
+        assert stage.service.epochs._left._timers[ROUTE].when() >= before.when()
+    assert not stage.service.epochs._left._timers

@@ -50,11 +50,11 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
     async with served(0, 2) as stage:
         link, sent = SlowLink(), asyncio.Queue[None]()
         monkeypatch.setattr(stage.service.runner, "sent", lambda: sent.put_nowait(None))
-        stage.service._routes[ROUTE] = Route(ROUTE, EPOCH, 0, cast(RelayLink, link))
-        stage.service.deliver(result_with("a"))
+        stage.service.epochs.routes[ROUTE] = Route(ROUTE, EPOCH, 0, cast(RelayLink, link))
+        stage.service.outbound.deliver(result_with("a"))
         assert link.log == ["begin a"]
-        stage.service.deliver(result_with("b"))
-        stage.service.deliver(result_with("c"))
+        stage.service.outbound.deliver(result_with("b"))
+        stage.service.outbound.deliver(result_with("c"))
         for _ in range(3):
             await asyncio.sleep(0)
         assert (link.log, sent.qsize()) == (["begin a"], 0)
@@ -63,12 +63,13 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
             async with asyncio.timeout(20):
                 await sent.get()
             assert link.log[2 * n_sent - 2 : 2 * n_sent] == [f"begin {let}", f"end {let}"]
-        stage.service.deliver(result_with("d"))
+        stage.service.outbound.deliver(result_with("d"))
         assert link.log[-1] == "begin d", "nothing is in its way again"
         link.lets.put_nowait(None)
         async with asyncio.timeout(20):
             await sent.get()
-        assert (stage.service._stats.envelopes["out"], stage.service._stats.payload_bytes["out"]) == (4, 4 * 16)
+        stats = stage.service.outbound._stats
+        assert (stats.envelopes["out"], stats.payload_bytes["out"]) == (4, 4 * 16)
 
 
 async def test_a_link_that_is_lost_at_once_is_told_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +79,10 @@ async def test_a_link_that_is_lost_at_once_is_told_and_blocks_nobody(monkeypatch
         monkeypatch.setattr(stage.service.runner, "sent", lambda: sent.put_nowait(None))
         lost: list[Any] = []
         monkeypatch.setattr(Route, "report_lost", lambda route, error: lost.append(error.message))
-        stage.service._routes[ROUTE] = Route(ROUTE, EPOCH, 0, cast(RelayLink, link))
+        stage.service.epochs.routes[ROUTE] = Route(ROUTE, EPOCH, 0, cast(RelayLink, link))
         for name in ("a", "b"):
-            stage.service.deliver(result_with(name))
+            stage.service.outbound.deliver(result_with(name))
             async with asyncio.timeout(20):
                 await sent.get()
         assert lost == ["gone", "gone"]
-        assert stage.service._stats.envelopes["out"] == 0
+        assert stage.service.outbound._stats.envelopes["out"] == 0

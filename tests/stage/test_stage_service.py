@@ -88,7 +88,7 @@ async def test_status_and_gauges_never_look_at_lanes_while_the_decode_thread_cha
         monkeypatch.setattr(stage.executor, "lanes", Changing())
         status = await one.client.status(with_recent=True)
         assert status is not None
-        gauges = stage.service.gauges()
+        gauges = stage.service.report.gauges()
         monkeypatch.setattr(stage.executor, "lanes", table)
         for found in (status, gauges):
             assert (found.lanes_used, found.lanes_kept, found.lanes_total) == (1, 0, 4)
@@ -171,7 +171,7 @@ async def test_configure_refuses_a_downstream_that_is_not_there() -> None:
             await one.configure(next_address="127.0.0.1:1")
         with pytest.raises(HandshakeError, match="only the last stage"):
             await one.configure()
-        assert stage.service._routes == {}
+        assert stage.service.epochs.routes == {}
 
 
 @pytest.mark.parametrize(

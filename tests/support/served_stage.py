@@ -39,7 +39,7 @@ class StageUnderTest:
 
     def __init__(self, address: str, service: StageService, executor: StepExecutor, engine: FakeEngine) -> None:
         self.address, self.service, self.executor, self.engine = address, service, executor, engine
-        self.artifact = service._facts.artifact
+        self.artifact = service.epochs.facts.artifact
 
     async def settled(self) -> tuple[int, list[list[tuple[float, ...]]]]:
         """(used lanes, KV content) once the decode thread has done everything that was asked of it before."""
@@ -65,11 +65,10 @@ async def served(
     executor = StepExecutor(engine, LaneTable(n_lanes, CTX), stage_index, embeddings, close=engine.close)
     service = StageService(facts, executor, StageStats(), telemetry)
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-    runner = Runner(
-        Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS)), executor, service.deliver, crashed.set_result, service.account
-    )
+    outbound, batcher = service.outbound, Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS))
+    runner = Runner(batcher, executor, outbound.deliver, crashed.set_result, outbound.account)
     service.attach(runner)
-    sender = asyncio.create_task(service.send_forever())
+    sender = asyncio.create_task(outbound.send_forever())
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     server.add_generic_rpc_handlers((handlers(lambda: service),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -91,6 +91,12 @@ def route_of(metadata: Any) -> tuple[int, int]:
     return int(found[1], 16), int(found[2], 16)
 
 
+def pass_of(metadata: Any) -> str:
+    """Return the pass that a call shows in its metadata, empty for none."""
+    shown = next((value for key, value in metadata or () if key == PASS_KEY), "")
+    return shown.decode(errors="replace") if isinstance(shown, bytes) else str(shown)
+
+
 def receive_limit(bytes_max: int) -> tuple[str, int]:
     """Return the option with which gRPC refuses longer messages by what their first bytes announce, unread."""
     return "grpc.max_receive_message_length", bytes_max

@@ -212,7 +212,7 @@ class Node:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     def configure(self, order: Order, reply: Reply) -> None:
-        """Begin an epoch, as stage.service.StageService does; `reply` gets what sessions hold here, or the refusal."""
+        """Begin an epoch, as stage.epochs.Epochs does; `reply` gets what sessions hold here, or the refusal."""
         self._between_steps(lambda: self._configure(order, reply))
 
     def _configure(self, order: Order, reply: Reply) -> None:

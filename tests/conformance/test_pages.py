@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from tests.conformance.run import SUITES, SUITES_DIR, Result, _read_report, written
+from tests.conformance.kinds import SUITES_DIR
+from tests.conformance.results import Result, read_report, written
+from tests.conformance.table import SUITES
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="a.TestModels" name="test_delete">
@@ -19,8 +22,8 @@ def test_a_report_is_told_apart(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     result, other = Result(SUITES[0], "openai 1"), Result(SUITES[1], "anthropic 1")
-    _read_report(result, report)
-    _read_report(other, report)
+    read_report(result, report)
+    read_report(other, report)
     assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 2)
     known, unknown = result.split()
     assert [*known.values()] == [1]
@@ -34,8 +37,25 @@ def test_a_report_is_told_apart(tmp_path: Path) -> None:
 
 def test_a_suite_that_leaves_no_report_has_failed(tmp_path: Path) -> None:
     result = Result(SUITES[0])
-    _read_report(result, tmp_path / "none.xml")
+    read_report(result, tmp_path / "none.xml")
     assert result.split()[1]
+
+
+def test_the_lines_of_go_are_told_apart(tmp_path: Path) -> None:
+    events = [
+        {"Action": "start"},
+        {"Action": "output", "Test": "TestChat", "Output": "main_test.go:9: 400\n  no such model\n"},
+        {"Action": "fail", "Test": "TestChat"},
+        {"Action": "pass", "Test": "TestModels"},
+        {"Action": "skip", "Test": "TestOdd"},
+        {"Action": "fail"},  # of the package: it says nothing more
+    ]
+    report = tmp_path / "report.jsonl"
+    report.write_text("".join(json.dumps(event) + "\n" for event in events))
+    result = Result(SUITES[0])
+    read_report(result, report)
+    assert (result.n_passed, result.n_skipped) == (1, 1)
+    assert result.failures == [("TestChat", "main_test.go:9: 400 no such model")]
 
 
 def test_suites_of_ours_are_files_that_no_other_run_collects() -> None:

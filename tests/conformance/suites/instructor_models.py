@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 URL, MODEL = os.environ["CONFORMANCE_URL"], os.environ["CONFORMANCE_MODEL"]
-ASK = {"model": MODEL, "max_tokens": 256, "messages": [{"role": "user", "content": "count"}]}
+ASK = {"model": MODEL, "max_tokens": 256, "temperature": 0, "messages": [{"role": "user", "content": "count"}]}
 
 
 class Answer(BaseModel):

@@ -10,7 +10,14 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 URL, MODEL = os.environ["CONFORMANCE_URL"], os.environ["CONFORMANCE_MODEL"]
-OPENAI = {"base_url": f"{URL}/v1", "api_key": "none", "model": MODEL, "max_tokens": 48, "temperature": 0}
+OPENAI = {
+    "base_url": f"{URL}/v1",
+    "api_key": "none",
+    "model": MODEL,
+    "max_tokens": 256,
+    "temperature": 0,
+    "stream_usage": True,  # off by itself where the address isn't OpenAI's
+}
 
 
 class TestChat(ChatModelIntegrationTests):
@@ -36,4 +43,4 @@ class TestMessages(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self):
-        return {"base_url": URL, "api_key": "none", "model": MODEL, "max_tokens": 48, "temperature": 0}
+        return {"base_url": URL, "api_key": "none", "model": MODEL, "max_tokens": 256, "temperature": 0}

@@ -1,0 +1,113 @@
+"""What a suite found: read from the report that its runner writes, and written down as one page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conformance.explained import EXPLAINED
+from tests.conformance.table import Suite
+
+MESSAGE_CHARS = 300
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    """What a suite found."""
+
+    suite: Suite
+    version: str = ""
+    n_passed: int = 0
+    n_skipped: int = 0
+    failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (test, message)
+    skipped: str = ""  # why it did not run
+
+    def split(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
+        """Return the failures that are explained, counted by reason, and the others."""
+        known: dict[str, int] = {}
+        unknown = []
+        for test, message in self.failures:
+            reason = next(
+                (why for name, pattern, why in EXPLAINED if re.fullmatch(name, self.suite.name)
+                 and re.search(pattern, f"{test}: {message}")), "",
+            )  # fmt: skip
+            if reason:
+                known[reason] = known.get(reason, 0) + 1
+            else:
+                unknown.append((test, message))
+        return known, unknown
+
+
+def read_report(result: Result, report: Path) -> None:
+    """Read the report of a suite that has ended. One without a report has failed."""
+    if not report.exists():
+        result.failures.append(("the suite", "it ended without a report; see its log"))
+    elif report.suffix == ".xml":
+        _read_junit(result, report)
+    else:
+        _read_go(result, report)
+
+
+def _read_junit(result: Result, report: Path) -> None:
+    for case in ElementTree.parse(report).iter("testcase"):
+        fault = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}".removeprefix("::")
+        if fault is not None:
+            result.failures.append((name, _short(fault.get("message") or fault.text or "")))
+        elif case.find("skipped") is not None:
+            result.n_skipped += 1
+        else:
+            result.n_passed += 1
+
+
+def _read_go(result: Result, report: Path) -> None:
+    """Read the lines of `go test -json`: one event each, and what a test prints before it ends."""
+    printed: dict[str, str] = {}
+    for line in report.read_text().splitlines():
+        event = json.loads(line)
+        test, action = event.get("Test", ""), event["Action"]
+        if action == "output":
+            printed[test] = printed.get(test, "") + event["Output"]
+        elif action == "fail" and (test or not result.failures):
+            result.failures.append((test or "the suite", _short(printed.get(test, ""))))
+        elif test:
+            result.n_passed += action == "pass"
+            result.n_skipped += action == "skip"
+
+
+def _short(message: str) -> str:
+    return " ".join(message.split())[:MESSAGE_CHARS]
+
+
+def written(results: Sequence[Result]) -> str:
+    """Return the page."""
+    lines = [
+        "# Conformance",
+        "",
+        "`make conformance` runs suites that nobody here wrote against the demo model of two stages. Each has an",
+        "environment of its own. The suites without an API of their own to test are driven by short files in",
+        "`tests/conformance/suites`; the libraries' own checks of what they read decide.",
+        "",
+        "| suite | version | passed | skipped by itself | explained | not explained |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for result in results:
+        known, unknown = result.split()
+        row = [result.suite.name, result.version, result.n_passed, result.n_skipped, sum(known.values()), len(unknown)]
+        if result.skipped:
+            row = [result.suite.name, f"not run: {result.skipped}", "", "", "", ""]
+        lines.append(f"| {' | '.join(map(str, row))} |")
+    lines += ["", "What each is:", ""]
+    lines += [f"* **{result.suite.name}**: {result.suite.what}." for result in results]
+    lines += ["", "## Explained failures", ""]
+    for result in results:
+        lines += [f"* {result.suite.name}, {count}: {reason}" for reason, count in result.split()[0].items()]
+    unexplained = [(result.suite.name, *each) for result in results for each in result.split()[1]]
+    if unexplained:
+        lines += ["", "## Not explained", ""]
+        lines += [f"* {name}, `{test}`: `{message.replace('`', ' ')}`" for name, test, message in unexplained]
+    return "\n".join(lines) + "\n"

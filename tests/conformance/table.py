@@ -1,0 +1,153 @@
+"""The suites that `make conformance` runs: each is one entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+_PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout")
+_STAINLESS = (*_PYTEST, "pytest-xdist", "respx", "dirty-equals", "time-machine", "rich")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Suite:
+    """One suite."""
+
+    name: str
+    what: str
+    requirements: tuple[str, ...]  # the first is what is tested
+    tests: tuple[str, ...]  # files
+    kind: Literal["pytest", "schemathesis", "npm", "go"] = "pytest"  # what runs it, see kinds.py
+    source: str = ""  # the package whose source archive holds the tests; else they are in suites/
+    sources_dir: str = ""  # of the tests within that archive; else its root
+    build_needs: tuple[str, ...] = ("hatchling", "hatch-fancy-pypi-readme")  # what pip needs to read the archive
+    select: str = ""  # pytest's -k
+    base_path: str = ""  # of the API, after the host
+
+
+SUITES = (
+    Suite(
+        "openai-python",
+        "the official Python client's own API tests, with our model's name",
+        ("openai==3.57.0", *_STAINLESS),
+        (
+            "tests/api_resources/test_models.py",
+            "tests/api_resources/test_completions.py",
+            "tests/api_resources/chat/test_completions.py",
+            "tests/api_resources/test_responses.py",
+            "tests/api_resources/responses",
+        ),
+        source="openai",
+        select="loose and not Async",
+        base_path="/v1",
+    ),
+    Suite(
+        "anthropic-sdk",
+        "the official Python client's own API tests, with our model's name",
+        ("anthropic==2.14.0", *_STAINLESS, "inline-snapshot", "http-snapshot[httpx]==0.1.9"),
+        ("tests/api_resources/test_models.py", "tests/api_resources/test_messages.py"),
+        source="anthropic",
+        select="loose and not Async",
+    ),
+    Suite(
+        "langchain",
+        "langchain-tests' standard tests of ChatOpenAI (chats, responses) and ChatAnthropic (messages)",
+        ("langchain-tests==1.1.9", "langchain-openai==1.7.4", "langchain-anthropic==1.7.10", *_PYTEST),
+        ("langchain_standard.py",),
+    ),
+    Suite(
+        "openai-agents",
+        "runs, streams, tools and typed outputs over responses and chats",
+        ("openai-agents==0.24.0", *_PYTEST),
+        ("openai_agents.py",),
+    ),
+    Suite(
+        "pydantic-ai",
+        "text, streams and typed outputs over chats, responses and messages",
+        ("pydantic-ai-slim[openai,anthropic]", *_PYTEST),
+        ("pydantic_ai_agents.py",),
+    ),
+    Suite(
+        "instructor",
+        "typed answers by tools and by a schema",
+        ("instructor", "anthropic", *_PYTEST),
+        ("instructor_models.py",),
+    ),
+    Suite(
+        "schemathesis", "requests made from our own /openapi.json", ("schemathesis==4.32.5",), (), kind="schemathesis"
+    ),
+    Suite(
+        "litellm",
+        "chats, streams, tools, schemas, completions, embeddings, responses and messages",
+        ("litellm", *_PYTEST),
+        ("litellm_library.py",),
+    ),
+    Suite(
+        "llama-index",
+        "texts, chats, streams, tools, typed answers and embeddings",
+        ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like", *_PYTEST),
+        ("llama_index_models.py",),
+    ),
+    Suite(
+        "lm-eval",
+        "log-likelihoods and texts by completions and chats",
+        ("lm-eval[api]", *_PYTEST),
+        ("lm_eval_tasks.py",),
+    ),
+    Suite(
+        "llama-server",
+        "llama.cpp's own tests of its server, against ours",
+        (
+            "llama-cpp-python==0.3.36",
+            *_PYTEST,
+            "openai",
+            "requests",
+            "filelock",
+            "numpy",
+            "wget",
+            "prometheus-client",
+            "aiohttp",
+        ),
+        tuple(
+            f"unit/test_{name}.py"
+            for name in (
+                "basic",
+                "chat_completion",
+                "compat_anthropic",
+                "compat_oai_responses",
+                "completion",
+                "embedding",
+                "infill",
+                "metrics",
+                "security",
+                "template",
+                "tokenize",
+                "tool_call",
+            )
+        ),
+        source="llama_cpp_python",
+        sources_dir="vendor/llama.cpp/tools/server/tests",
+        build_needs=("scikit-build-core",),
+    ),
+    Suite(
+        "npm-openai",
+        "models, chats, streams, tools, schemas, completions, embeddings and responses",
+        ("openai@7.59.0", "zod@4.6.7"),
+        ("npm_openai.mjs",),
+        kind="npm",
+    ),
+    Suite(
+        "ai-sdk",
+        "Vercel's AI SDK: texts, streams, tools, objects and embeddings by its providers openai and openai-compatible",
+        ("ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7"),
+        ("ai_sdk.mjs",),
+        kind="npm",
+    ),
+    Suite(
+        "openai-go",
+        "models, chats, streams, tools, schemas, completions, embeddings and responses",
+        ("github.com/openai/openai-go/v3@v3.99.0",),
+        ("openai_go.go.txt",),
+        kind="go",
+    ),
+)

@@ -1,7 +1,7 @@
 """Every benchmark of the project, one after the other: `python -m benches [--quick | --full] [--only NAME,...]`.
 
-Each runs in a process of its own, so that none inherits another's memory, threads or open models; each prints its
-tables and leaves NAME.json (and plots) in the output directory, and everything together is `results.json`.
+Each runs in its own process, so that none inherits another's memory, threads or open models. Each prints its tables and
+writes NAME.json (and plots) to the output directory. `results.json` holds all of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from benches.arguments import some_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bench:
-    """One benchmark: its module, and how it is run in its share of `make bench`, and in full."""
+    """One benchmark: its module, and its arguments in `make bench` and in a full run."""
 
     module: str
     takes_out: bool = False  # whether it has --out
-    short: tuple[str, ...] | None = ()  # None: only in full
+    short: tuple[str, ...] | None = ()  # None: only in a full run
     full: tuple[str, ...] = ()
 
 
-# 10 minutes on two cores, 15 on slow ones, hold every comparison at every number of streams, with shorter answers and a
-# shorter long prompt, and as many repeats as there is time for.
+# 10 minutes on two cores, 15 on slow ones, are enough for every comparison at every number of streams. Answers and the
+# long prompt are shorter than in a full run, and the time left decides the number of repeats.
 BENCHES: dict[str, Bench] = {
     "envelope": Bench("benches.bench_envelope"),
     "engine": Bench("benches.bench_engine"),
@@ -76,8 +76,8 @@ def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
                 kept.write(line)
             code = child.wait()
         except BaseException:
-            # It ends what it started before it goes. Ctrl-C at a terminal has reached it already, once more does no
-            # harm.
+            # The benchmark ends what it started before it exits. Ctrl-C at a terminal has already reached it; a second
+            # one does no harm.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             child.send_signal(signal.SIGINT)
             child.wait()
@@ -86,7 +86,7 @@ def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
 
 
 def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the benchmarks of this run left behind."""
+    """Return the results of all benchmarks of this run."""
     found: dict[str, Any] = {"machine": facts, "took_s": took_s}
     for name in names:
         written, text = out / f"{name}.json", out / f"{name}.txt"
@@ -98,7 +98,7 @@ def collect(out: Path, names: Sequence[str], took_s: dict[str, float], facts: di
 
 
 def forget(out: Path, names: Sequence[str]) -> None:
-    """Remove what earlier runs of these benchmarks left: where one fails, an old result must not pass for a new one."""
+    """Remove the results of earlier runs. When a benchmark fails, an old result must not pass for a new one."""
     for left in ("results.json", *(f"{name}.{kind}" for name in names for kind in ("json", "png", "txt"))):
         (out / left).unlink(missing_ok=True)
 
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what was asked for; exit code 1 if one of them failed."""
+    """Run the chosen benchmarks; exit code 1 if one of them failed."""
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     forget(options.out, options.names)

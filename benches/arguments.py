@@ -1,4 +1,6 @@
-"""What the benches' command lines share: numbers and lists with commas, refused in one line before anything is done."""
+"""Parsers for the benches' command lines: numbers and comma-separated lists. Bad ones are refused in one line at the
+start.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What the native engine adds to a bare llama_decode on the same slice: `python -m benches.bench_engine [--quick]`.
+"""The cost of the native engine over a bare llama_decode on the same slice: `python -m benches.bench_engine [--quick]`.
 
-A random Q4_0 llama is made in a temporary directory; the hybrid is the demo's, in two stages. The engine and a bare
-ctypes loop (no capture callback; norm and head computed) decode the same rows in alternation, so that drift of the
-machine meets both. Printed are medians, their ratio, and the ratio of minima, which a busy machine disturbs least. The
-goal is a ratio of at most 1.03, of the hybrid's 1.05. Below 1 means that stopping before norm and head saved more than
-the engine costs.
+The models are a random Q4_0 llama, made in a temporary directory, and the demo's hybrid in two stages. The engine and a
+bare ctypes loop (no capture callback; norm and head computed) decode the same rows in turns, so that a drifting machine
+affects both. The bench prints medians, their ratio, and the ratio of minima, which a busy machine disturbs least. The
+goal is a ratio of at most 1.03, or 1.05 for the hybrid. A ratio below 1 means that stopping before norm and head saved
+more than the engine costs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUICK = TinyShape(n_layers=3, n_embd=256, n_heads=4, n_kv_heads=2, n_ff=512, n_v
 
 
 class BareLoop:
-    """The least that decodes hidden rows: one context with the engine's parameters and llama.cpp's own batch."""
+    """The minimum that decodes hidden rows: one context with the engine's parameters, and llama.cpp's own batch."""
 
     def __init__(self, path: Path, settings: EngineSettings, n_embd: int) -> None:
         self._model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
@@ -75,7 +75,7 @@ class BareLoop:
 
 
 def engine_step(engine: NativeEngine, n_rows: int, position: int) -> None:
-    """The same step through the engine, with what its caller does for it."""
+    """The same step through the engine, including its caller's work."""
     engine.positions[:n_rows] = position
     engine.decode(n_rows)
     if engine.is_last:
@@ -90,7 +90,7 @@ def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> 
         "engine": lambda position: engine_step(engine, n_rows, position),
     }
     for position in range(n_steps + 2):
-        # The one that goes second finds caches the first one left; so they take turns.
+        # The second of the two finds warm caches, so they take turns.
         for name in sorted(steps, reverse=position % 2 == 0):
             started_ns = time.perf_counter_ns()
             steps[name](position)
@@ -105,7 +105,7 @@ def measure(engine: NativeEngine, bare: BareLoop, n_rows: int, n_steps: int) -> 
 
 
 def slices(shape: TinyShape, directory: Path) -> dict[str, Path]:
-    """Return a stage without head and one with it, of a model of this shape and of the hybrid demo model."""
+    """Return a stage without a head and one with it, for a model of this shape and for the hybrid demo model."""
     found = {
         kind: write_stage(directory / f"{kind}.gguf", shape, index, cuts)
         for kind, index, cuts in (("not last", 0, [shape.n_layers - 1]), ("last", 1, [1]))
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.json:
         print(json.dumps({"goal_ratio": GOAL_RATIO, "n_threads": options.threads, "results": results}))
         return
-    print(f"goal: ratio <= {GOAL_RATIO}, of the hybrid {HYBRID_GOAL_RATIO}")
+    print(f"goal: ratio <= {GOAL_RATIO}, for the hybrid {HYBRID_GOAL_RATIO}")
     print(f"{'stage':>16} {'rows':>5} {'bare ms':>9} {'engine ms':>10} {'ratio':>7} {'of minima':>10}")
     row = "{stage:>16} {rows:>5} {bare_ms:>9.3f} {engine_ms:>10.3f} {ratio:>7.3f} {of_minima:>10.3f}"
     for result in results:

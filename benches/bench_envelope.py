@@ -1,15 +1,15 @@
-"""What an envelope costs: relayline's reusable buffers against a new message and new arrays per token.
+"""The cost of an envelope: relayline's reusable buffers against a new message and new arrays per token.
 
 `python -m benches.bench_envelope [--quick] [--json FILE]`. One frame per row, as in a decode step; f16 on the wire.
 
 * encode: f32 rows and frame fields to the bytes that gRPC sends. decode: those bytes, checked, to rows in the f32 batch
-  array of the native engine. gRPC's own work is the same for both and left out.
-* The two ways run in alternation, so that drift of the machine meets both; printed are medians over the runs.
+  array of the native engine. gRPC's own work is the same for both, so it is left out.
+* The two ways run in turns, so that a drifting machine affects both. The figures are medians over the runs.
 * new: objects of at least the payload's size that one warm step makes, as tracemalloc sees them while the step's
   intermediates are kept alive. It does not see memory inside protobuf messages.
-* copies: passes that write the whole payload once more, the f16 conversion included, counted in the code below (each
-  is marked). Those inside protobuf count.
-* Both ways must give the same rows at the end, or the run fails.
+* copies: passes that write the whole payload again, including the f16 conversion. Each is marked in the code below.
+Copies inside protobuf count.
+* The run fails if the two ways give different rows.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure every size and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few and short runs: does it work?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--quick", action="store_true", help="few and short runs: checks the bench itself")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     n_runs, run_us = (3, 2_000.0) if options.quick else (31, 20_000.0)
     results = [measure(width, n_rows, n_runs, run_us) for width in WIDTHS for n_rows in ROW_COUNTS]

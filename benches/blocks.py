@@ -1,8 +1,6 @@
-"""Random weights as ready-made blocks of a ggml type: what `quantize` would write, without quantising anything. Pure.
-
-Every generator gives values of zero mean. That matters more than it looks: nibbles drawn evenly from 0..15 around 8
-have mean -0.5, which adds one and the same vector to every row, the model falls into one repeated token, and every
-parity check passes for nothing.
+"""Random weights as ready-made blocks of a ggml type, as `quantize` would write them. Pure. Every generator gives
+values of zero mean. This matters: nibbles drawn evenly from 0..15 around 8 have mean -0.5, which adds the same vector
+to every row. Then the model repeats one token, and every parity check passes without proving anything.
 
 Speed comes from drawing bytes and mapping them through tables; a matrix is filled at some hundred MB a second.
 """

@@ -1,9 +1,9 @@
-"""Chats of several turns, with kept lanes and without: `python -m benches.chats [--quick]`.
+"""Chats of several turns, with and without kept prefixes: `python -m benches.chats [--quick]`.
 
-Every chat asks with all that was said so far and a few tokens more, waits for the answer and asks again; all chats side
-by side. With kept lanes (`--prefix-lanes`) only what is new is read, and what all begin with (`--system`) once. The two
-in turns, each run with processes of its own; what is reported is the time to first token by turn. Answers must be whole
-and the unsplit model's; the exit code is 1 where one is not.
+Each chat sends its whole history and a few new tokens, waits for the answer and asks again. All chats run at once. With
+kept prefixes (`--prefix-lanes`) a stage reads only the new tokens, and the common beginning (`--system`) once. The two
+settings take turns, each run with new processes. The bench reports the time to first token by turn. Every answer must
+be complete and equal to the unsplit model's; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ N_STAGES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One question of one chat, with all that was said before, and its answer."""
+    """One question of one chat, with the chat's history, and its answer."""
 
     prefix_lanes: int
     number: int
@@ -45,14 +45,14 @@ class Turn:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; 0.0 where none came."""
+        """Time to first token; 0.0 if no token came."""
         return (self.request.token_ns[0] - self.request.due_ns) / 1e9 if self.request.token_ns else 0.0
 
 
 async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, prefix_lanes: int) -> list[Turn]:
-    """Run one pipeline and all chats; said[chat][turn] is what its user adds."""
+    """Run one pipeline and all chats; said[chat][turn] holds the user's new tokens."""
     longest = max(sum(map(len, chat)) + n_tokens * len(chat) for chat in said)
-    n_lanes = 2 * len(said) + 1  # one for each chat's stream and one that is kept, and one to copy into
+    n_lanes = 2 * len(said) + 1  # one for each chat's stream, one for its kept prefix, and one to copy into
     settings: dict[str, Any] = {"ctx_tokens": longest, "n_lanes": n_lanes, "prefix_lanes": prefix_lanes}
     manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
     turns: list[Turn] = []
@@ -73,7 +73,7 @@ async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, pref
 
 
 async def wrong_turns(path: Path, mix: str, turns: Sequence[Turn]) -> list[str]:
-    """Return one line for each answer that is not the unsplit model's."""
+    """Return one line for each answer that differs from the unsplit model's."""
     prompts = sorted({turn.prompt for turn in turns})
     asked = [dataclasses.replace(turn.request, prompt_index=prompts.index(turn.prompt)) for turn in turns]
     return await wrong_answers(path, mix, prompts, asked)
@@ -93,7 +93,7 @@ def show(turns: Sequence[Turn]) -> None:
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
-    """Talk, judge, report."""
+    """Run the chats, judge the answers, report."""
     parser = argparse.ArgumentParser(prog="python -m benches.chats", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model: checks the bench itself")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")

@@ -1,8 +1,9 @@
-"""Where one row more makes every row dearer: `python -m benches.cliffs [--quick]`.
+"""Finds where one more row makes every row dearer: `python -m benches.cliffs [--quick]`.
 
-Steps of 1 to 512 rows of small slices on one thread: decode rows, one of each lane, and rows of one prompt, by heads
-that share a key, by layout of the KV cache and by context that all lanes hold. A cliff is a step whose rows cost more
-than 1.3 times what they do in the next smaller one. Processor time counts, so that other programs hide less.
+Steps of 1 to 512 rows of small slices on one thread: decode rows, one of each lane, and rows of one prompt. They vary
+by the heads that share a key, by the layout of the KV cache, and by the context that all lanes hold. A cliff is a step
+whose rows cost more than 1.3 times as much each as in the next smaller step. The bench counts processor time, since
+other programs disturb it less.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Walk:
     ms: dict[int, float]  # by rows, the fastest of the repeats
 
     def cliffs(self) -> list[tuple[int, int, float]]:
-        """Return (few, many, ratio) where a row of `many` costs CLIFF times what it does in the next smaller step."""
+        """Return (few, many, ratio) where a row in a step of `many` costs at least CLIFF times as much as in the next
+        smaller step.
+        """
         found = []
         for (few, least), (many, most) in itertools.pairwise(sorted(self.ms.items())):
             ratio = most / many / (least / few)
@@ -61,7 +64,7 @@ class Walk:
 
 
 def cpu_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]) -> float:
-    """Run one step, forget it again, and return the processor time that it took."""
+    """Run one step, undo it, and return its processor time."""
     n_rows = len(lanes)
     engine.seq_ids[:n_rows], engine.positions[:n_rows] = lanes, positions
     engine.input_rows[:n_rows] = 0.01

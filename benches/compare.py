@@ -1,15 +1,16 @@
 """relayline against itself and against llama.cpp over HTTP: `python -m benches.compare [--quick]`.
 
-One GGUF, the same cores for everyone, all servers up at once and idle except the one being asked; points are measured
-in turns (every system at one number of streams, where they are few several times, then the next number, then the
-whole again), so that a drifting machine meets all alike. What is compared are ratios of medians over these runs.
+One GGUF, and the same cores for every system. All servers are up at once, and only the one under test works. The
+systems take turns at one number of streams (several times if the streams are few), then at the next number; then all of
+it is repeated. So a drifting machine affects all systems alike. The bench compares ratios of medians over these runs.
 
 llama.cpp's programs are measured as they ship. `--systems` can name them once more as `rpc+kernels` and
-`unsplit+kernels`: built with the kernels of relayline's own stages, so that what is left is splitting and batching.
+`unsplit+kernels`: built with the kernels of relayline's own stages, so that the difference left is splitting and
+batching.
 
-A run counts only if every request was answered with the right number of tokens and every answer agrees with the
-unsplit model's, as the llama.cpp computes it that the system is made of (see reference.py). Runs that do not count are
-listed with the reason and enter no figure.
+A run counts only if every request was answered with the right number of tokens and every answer agrees with the unsplit
+model's. The unsplit model is computed by the same build of llama.cpp as the system (see reference.py). Runs that do not
+count are listed with the reason, and no figure includes them.
 """
 
 from __future__ import annotations
@@ -56,34 +57,35 @@ LABELS = {
     "rpc+kernels": "llama.cpp RPC + our kernels",
     "unsplit+kernels": "llama-server, unsplit + our kernels",
 }
-UNLESS_NAMED = (*POLICIES, "rpc", "unsplit")  # what a comparison measures; the others need a second build of llama.cpp
+UNLESS_NAMED = (*POLICIES, "rpc", "unsplit")  # the systems of a normal run; the others need a second build of llama.cpp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What one comparison measures."""
+    """The scope of one comparison."""
 
     shape: Shape
     mix: str
     streams: tuple[int, ...]
     repeats: int
     repeat_minutes: int
-    """Repeats of `streams` that would end later than so long after the first began are left out, and delays measured
-    once; 0: nothing is left out."""
+    """Seconds after the start by which repeats of `streams` must end; later ones are left out, and delays are measured
+    once. 0: no limit.
+    """
     n_tokens: int  # of every answer
     n_prompt: int  # tokens of every prompt
-    rounds: int  # requests of each stream: the more, the less its start and end weigh
+    rounds: int  # requests of each stream: more of them make its start and end matter less
     n_stages: int
     kv_layout: str  # of relayline's stages
-    gpu_layers: int  # of each stage, and of the unsplit server, on a GPU; -1 for all
+    gpu_layers: int  # layers of each stage, and of the unsplit server, on a GPU; -1 for all
     cores: tuple[int, ...]
     systems: tuple[str, ...]
     delays_ms: tuple[float, ...]  # one way, between the processes of a 4-stage pipeline
     delay_streams: tuple[int, ...]
-    prefill_tokens: int  # of the long prompt beside running streams; 0 leaves that part out
-    open_rate_per_s: float  # Poisson arrivals; 0 leaves that part out
+    prefill_tokens: int  # of the long prompt beside running streams; 0 skips that part
+    open_rate_per_s: float  # Poisson arrivals; 0 skips that part
     open_requests: int
-    sweep: bool  # hand-set groups x rows beside the automatic choice
+    sweep: bool  # hand-set groups x rows, compared with the automatic choice
 
 
 @dataclasses.dataclass(slots=True)
@@ -95,12 +97,12 @@ class Run:
     n_streams: int
     repeat: int
     summary: load.Summary
-    pipeline: dict[str, Any]  # what relayline said of the run: rows per step, overlap, plan; empty for others
+    pipeline: dict[str, Any]  # relayline's figures of the run: rows per step, overlap, plan; empty for other systems
     requests: list[Request]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-    fault: str = ""  # why it does not count
+    fault: str = ""  # why the run does not count
     n_exact: int = 0  # answers equal to the unsplit model's, token for token
-    worst_gap: float = 0.0  # deviations of the logits, of the answers that are not
+    worst_gap: float = 0.0  # of answers that differ: deviations of the logits
 
 
 class Bench:
@@ -121,13 +123,13 @@ class Bench:
         )
         n_prompts = max(max(plan.streams) * plan.rounds, plan.open_requests)
         self.prompts: list[Prompt] = prompts_for(n_prompts, plan.n_prompt, plan.shape.n_vocab)
-        self.more_prompts: dict[int, Prompt] = {}  # that belong to one part alone
+        self.more_prompts: dict[int, Prompt] = {}  # prompts that belong to one part alone
         self.answers: list[tuple[int, ...]] = []
         self.runs: list[Run] = []
-        self.notes: list[str] = []  # what was left out, and why
+        self.notes: list[str] = []  # parts that were left out, with the reason
 
     def note(self, text: str) -> None:
-        """Keep and show what the reader of the results must know."""
+        """Keep and print a note for the reader of the results."""
         self.notes.append(text)
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -161,7 +163,7 @@ class Bench:
         repeat: int,
         ask: Callable[[], Awaitable[list[Request]]] | None = None,
     ) -> Run:
-        """Measure one point (N streams in a closed loop unless told otherwise) and keep it."""
+        """Measure one point (N streams in a closed loop unless `load` says otherwise) and keep it."""
         before = await parts.pipeline_status(session, target)
         if ask is None:
             requests = await load.closed_loop(
@@ -179,9 +181,10 @@ class Bench:
         return run
 
     async def judge_all(self) -> None:
-        """Decide which runs count: each by the unsplit model as the llama.cpp computes it that the system is made of.
+        """Decide which runs count.
 
-        Answers that are not exact are weighed by it, each kind once.
+        Each is compared with the unsplit model, computed by the same build of llama.cpp as the system. Answers that are
+        not exact are scored by it, each distinct one once.
         """
         for libraries in dict.fromkeys(self._libraries_of(run) for run in self.runs):
             await self._judge_runs([run for run in self.runs if self._libraries_of(run) == libraries], libraries)
@@ -223,7 +226,7 @@ class Bench:
 
 
 def expected(answers: Sequence[Answer], request: Request) -> Answer | None:
-    """Return the unsplit model's answer, as many tokens of it as were asked for; None: so many are not known."""
+    """Return the first n_tokens of the unsplit model's answer; None if fewer are known."""
     known = answers[request.prompt_index] if request.prompt_index >= 0 else ()
     return known[: request.n_tokens] if request.n_tokens <= len(known) else None
 
@@ -243,7 +246,7 @@ async def by_streams(bench: Bench) -> None:
                 if not pace.has_time(n_streams, repeat, now_ns := time.monotonic_ns()):
                     continue
                 for turn in range(turns_of(n_streams)):
-                    first = (repeat + point + turn) % len(targets)  # nobody is always first, or behind the same one
+                    first = (repeat + point + turn) % len(targets)  # so that no system is always first
                     in_turn = [*targets.items()][first:] + [*targets.items()][:first]
                     await _at_one_point(bench, session, in_turn, n_streams, repeat)
                 pace.took(n_streams, time.monotonic_ns() - now_ns)
@@ -319,14 +322,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--rounds", type=number, default=1, help="requests of each stream, one after the other")
     parser.add_argument("--repeats", type=number, default=0)
-    in_time = "leave repeats out that would end later than so many minutes after the first began; delays are run once"
+    in_time = "skip repeats that would end later than this many minutes after the first began; delays run once"
     parser.add_argument("--repeat-minutes", type=number, default=0, help=in_time)
     delayed = "such as 1,8; streams through delayed links"
     parser.add_argument("--delay-streams", type=numbers, default=(), help=delayed)
     parser.add_argument("--long-prompt", type=number, default=0, help="tokens of the prompt beside running streams")
     layout = "of the KV cache of relayline's stages"
     parser.add_argument("--kv-layout", choices=KV_LAYOUTS, default="auto", help=layout)
-    gpu = "of each stage, and of the unsplit server, on a GPU; -1 for all"
+    gpu = "layers of each stage, and of the unsplit server, on a GPU; -1 for all"
     parser.add_argument("--gpu-layers", type=int, default=0, help=gpu)
     parser.add_argument("--no-arrivals", action="store_true", help="without Poisson arrivals")
     parser.add_argument("--cores", type=number, default=2, help="cores that every system gets")
@@ -339,12 +342,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def wanted_kernels(options: argparse.Namespace) -> list[Kernels]:
-    """Return which builds of llama.cpp the systems to measure come from."""
+    """Return the builds of llama.cpp that the chosen systems need."""
     return list(dict.fromkeys(RIVALS[name] for name in options.systems or UNLESS_NAMED if name in RIVALS))
 
 
 def peers_for(options: argparse.Namespace) -> dict[Kernels, Peers]:
-    """Return the peers: a quick run takes them only if they are there, and no run fails for want of them."""
+    """Return the peers. A quick run takes them only if they are built already, and goes on without them if they are
+    not.
+    """
     try:
         found = {
             kernels: find_peers(kernels) if options.quick else build_peers(options.cores, kernels)
@@ -383,12 +388,12 @@ async def compare(
     machine.write_json(out.with_suffix(".json"), results)
     report.show(results, LABELS)
     plot.compare(results, LABELS, out.with_suffix(".png"))
-    # A smoke run asks whether relayline and the bench work: what rivals answer is in the table all the same.
+    # A smoke run checks that relayline and the bench work. The rivals' answers are in the table all the same.
     return int(any(run.fault for run in bench.runs if not (is_smoke and run.system in RIVALS)))
 
 
 def _show_logs(directory: Path) -> None:
-    if isinstance(sys.exception(), asyncio.CancelledError):  # interrupted: nobody asks why
+    if isinstance(sys.exception(), asyncio.CancelledError):  # interrupted: the exit code has no reader
         return
     for log in sorted(directory.glob("*.log")):
         lines: Sequence[str] = log.read_text(errors="replace").splitlines()[-5:]

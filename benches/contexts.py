@@ -1,8 +1,8 @@
-"""What a native step costs where streams have grown long: `python -m benches.contexts [--quick]`.
+"""The cost of a native step when streams have a long context: `python -m benches.contexts [--quick]`.
 
 One slice of a 1B-shape llama, three layers without head, on one thread, with each layout of the KV cache: decode rows,
-one of each lane, and chunks of one prompt, while all lanes hold a context: computed cells and copies of them. Layouts
-are measured in turns, so that a drifting machine meets all alike.
+one of each lane, and chunks of one prompt. All lanes hold a context of computed cells and copies of them. The layouts
+take turns, so that a drifting machine affects all alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from relayline.deploy.launch.splits import split_for
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine
 
-COPIED_TOKENS = 16  # cells that are computed and then copied
+COPIED_TOKENS = 16  # cells that are computed first and copied afterwards
 MAX_ROWS = 256  # of one step
 REPEATS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def step_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]) -> float:
-    """Run one step, forget it again, and return what it took."""
+    """Run one step, undo it, and return its time."""
     n_rows = len(lanes)
     engine.seq_ids[:n_rows], engine.positions[:n_rows] = lanes, positions
     engine.input_rows[:n_rows] = 0.01
@@ -52,7 +52,7 @@ def step_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]
 
 
 def fill(engine: NativeEngine, n_lanes: int, n_tokens: int) -> None:
-    """Let every lane hold so many cells, and positions go on at COPIED_TOKENS."""
+    """Fill every lane with so many cells; positions go on at COPIED_TOKENS."""
     for lane in range(n_lanes):
         engine.seq_ids[:COPIED_TOKENS], engine.positions[:COPIED_TOKENS] = lane, np.arange(COPIED_TOKENS)
         engine.input_rows[:COPIED_TOKENS] = 0.01

@@ -42,7 +42,7 @@ DRAFTS = ("off", "auto")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """All streams once, on one of the pipelines."""
+    """One round of all streams on one of the pipelines."""
 
     draft: str
     n_streams: int
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def tok_s(self) -> float:
-        """Tokens a second while answers were written: first tokens and prompts left out."""
+        """Tokens a second while answers were written: without first tokens and prompts."""
         return summarise(self.requests).decode_tok_s
 
 

@@ -46,7 +46,7 @@ from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, wi
 from relayline.wire.common.process import first_of
 
 N_STAGES, CTX_TOKENS = 3, 2_048  # of a lane: from 1,024 on each has KV cells of its own
-# Every stage dies as often as the bench wants it to, and is back soon.
+# The launcher restarts a stage as often as the bench kills it, and soon.
 RESTARTS = RestartPolicy(max_s=2.5, deaths_max=1_000, healthy_s=5.0)
 READY_MAX_S, POLL_S = 60.0, 0.02
 KILL_SHARES = (0.02, 0.9)  # of a round's tokens, or of its time where prompts are long, at which a stage is killed
@@ -54,7 +54,7 @@ KILL_SHARES = (0.02, 0.9)  # of a round's tokens, or of its time where prompts a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked."""
+    """The requests of one case."""
 
     label: str
     fields: Mapping[str, Any]  # of the request's body
@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What came of all answers of one case, with or without kills. JSON-ready."""
+    """The outcome of all answers of one case, with or without kills. JSON-ready."""
 
     case: str
     n_kills: int
@@ -92,7 +92,7 @@ class Row:
     n_equal: int
     pause_s: float
     parted_at: tuple[int, ...]  # of each complete answer that is not equal, the first token that differs
-    errors: tuple[str, ...]  # of those that are not complete
+    errors: tuple[str, ...]  # of incomplete answers
 
 
 def pause_s(request: Request) -> float:
@@ -102,7 +102,7 @@ def pause_s(request: Request) -> float:
 
 
 def row_of(case: str, n_kills: int, requests: Sequence[Request], alone: Sequence[Request]) -> Row:
-    """Hold answers against those that the same prompts had alone. Pure."""
+    """Compare answers with those that the same prompts had alone. Pure."""
     complete = [request for request in requests if is_complete(request)]
     parted = [
         next(
@@ -298,7 +298,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
         rounds = Rounds(pipeline, session, Target(ready["url"], "openai", ready["model"]), options.seed)
         for name in options.cases:
             rows += await rounds.measure(name, options.streams, options.kills)
-            store(rows, options)  # what is measured stays, should the rest be interrupted
+            store(rows, options)  # keeps the figures so far if the rest is interrupted
     show(rows)
     missed = misses(rows)
     for line in missed:

@@ -1,8 +1,7 @@
 """Held-out loss of both demo models, unsplit and through two and four stages, with f16 and f32 between them.
 
-The stages run in one process and hand their rows on through the very codec of the wire (wire.envelopes.envelope buffers
-and wire.envelopes.rows): what is measured is what the split and the number format cost in quality. `relayline certify`
-does the same comparison over real processes.
+The stages run in one process and pass their rows through the production codec (wire.envelopes). So the loss shows the
+cost in quality of the split and of the number format. `relayline certify` does the same comparison over real processes.
 
     python -m benches.heldout [--model FILE ...] [--text FILE] [--stages 2,4] [--quick]
 """
@@ -52,7 +51,7 @@ class Stages:
             np.copyto(out, buffer.payload)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return natural-log probabilities of tokens[1:], each given all before it."""
+        """Return natural-log probabilities of tokens[1:], each given all tokens before it."""
         n_rows = len(tokens) - 1
         first = self.engines[0]
         self.table.lookup(np.asarray(tokens[:-1], np.int32), first.input_rows[:n_rows])

@@ -1,10 +1,10 @@
 """The budget of one hop: from "rows ready at stage i" to "native step starts at stage i+1". `python -m benches.hop`
 
-Two stage processes and a coordinator over loopback, everything real but the engine: `stage.process.serve` with its
-gRPC server, decode thread, batcher, executor and envelopes; the engine computes nothing and takes the time instead.
-Then the same with an engine that reads as much memory in each step as fills the caches: whatever runs behind a real
-step finds them cold, and every part takes longer.
-CLOCK_MONOTONIC is the same in all processes of a host, so stamps of both ends subtract.
+Two stage processes and a coordinator over loopback, with everything real except the engine: `stage.process.serve` with
+its gRPC server, decode thread, batcher, executor and envelopes; the engine computes nothing and records the time. A
+second run has an engine that reads enough memory in each step to fill the caches. After such a step, as after a real
+one, caches are cold, and every part takes longer. CLOCK_MONOTONIC is the same in all processes of a host, so stamps of
+both ends can be subtracted.
 
 The parts, which add up to the hop:
   encode    rows out of the engine -> envelope sealed (decode thread of stage i)
@@ -107,7 +107,7 @@ class Driver:
         for position in range(n_steps):
             self._answered, self._wanted = 0, n_sessions
             self._done.clear()
-            if not self._failure:  # told between two steps, it would be cleared away and waited for without end
+            if not self._failure:  # a fault between two steps would be cleared, and the wait would not end
                 await self._send(int(Flag.WANTS_SAMPLE), n_sessions, first_session, position)
                 await self._done.wait()
             if self._failure:
@@ -129,7 +129,7 @@ class Driver:
 
 @asynccontextmanager
 async def _stage(index: int, width: int, out: Path, swept_bytes: int) -> AsyncIterator[str]:
-    """Run one stage process, on its share of the cores where `relayline up` would give it one; yields its address."""
+    """Run one stage process, on its share of the cores, as `relayline up` gives it one; yields its address."""
     cores = (shares([1, 1]) or [(), ()])[index]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.hop_stage", str(index), str(width), str(out), str(swept_bytes),
@@ -248,7 +248,7 @@ async def _report(width: int, n_steps: int, out: Path) -> int:
 
 
 def floor_lines(found: list[dict[str, Any]], bare_us: dict[int, float]) -> list[str]:
-    """Return what a bare stream takes beside the hop's `wire`, and a warning where it is no floor to it."""
+    """Return the time of a bare stream next to the hop's `wire`, with a warning if it is not a lower bound."""
     told = ", ".join(
         f"{bare_us[entry['message_bytes']]:.0f} us for {entry['message_bytes']} bytes ({entry['p50_us']['wire']:.0f})"
         for entry in found
@@ -258,7 +258,7 @@ def floor_lines(found: list[dict[str, Any]], bare_us: dict[int, float]) -> list[
     if above:
         rows = ", ".join(map(str, above))
         lines.append(
-            f"note: at {rows} rows that is above the hop's own wire, so it is no floor: measure on a quiet machine"
+            f"note: at {rows} rows that exceeds the hop's own wire and is no lower bound: measure on a quiet machine"
         )
     return lines
 

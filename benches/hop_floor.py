@@ -65,7 +65,7 @@ async def one_way_us(sizes: list[int], n_rounds: int) -> dict[int, float]:
 
 
 async def rounds_us(call: Any, message: bytes, n_rounds: int) -> float:
-    """Return the p50 of what the message takes to the other end of the call, which answers when it has read it."""
+    """Return the p50 of a message's one-way time. The other end answers with the moment at which it had read it."""
     took_us: list[float] = []
     for _ in range(WARM_ROUNDS + n_rounds):
         began_ns = time.monotonic_ns()

@@ -1,4 +1,6 @@
-"""One of the two stage processes of the hop bench: everything real but the engine, and a stamp at every point."""
+"""One of the two stage processes of the hop bench: everything is real except the engine, and every point has a time
+stamp.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ from relayline.wire.envelopes.envelope import EnvelopeView, parse
 from relayline.wire.links.relay_link import RelayLink
 
 N_VOCAB = 32
-N_LANES = 33  # those of as many streams as the widest step has, and the spare one for scratch rows
+N_LANES = 33  # one for each stream of the widest step, and a spare one for scratch rows
 CTX_TOKENS = 1 << 14
 PIPELINE_ID = "hop"
 SOURCE_SHA256 = "0" * 64
-# So that whether to pad is asked, as in a stage; the answer must be no, see stamped_execute.
+# The batcher asks whether to pad, as in a stage. The answer must be no, see stamped_execute.
 COSTS = tuple((rows, 1e6 * rows) for rows in LADDER)
 
 
@@ -55,10 +57,10 @@ class Stamps:
 
 
 class StampingEngine:
-    """Satisfies stage.steps.step_types.Engine: gives rows of noise at once."""
+    """Satisfies stage.steps.step_types.Engine: returns rows of noise at once."""
 
     def __init__(self, width: int, *, is_last: bool, swept_bytes: int = 0) -> None:
-        """`swept_bytes`: what a step reads in place of weights, with the GIL given away; 0: it takes no time."""
+        """`swept_bytes`: memory that a step reads in place of weights, without the GIL. 0: a step takes no time."""
         self._swept = np.zeros(swept_bytes, np.uint8)
         self._sweeps_into = np.ones_like(self._swept)
         self.n_embd, self.max_rows, self.is_last = width, N_LANES, is_last
@@ -75,7 +77,7 @@ class StampingEngine:
         self.hidden = None
 
     def decode(self, n_rows: int) -> None:
-        """Take the time; the output rows are what they always are."""
+        """Read the memory; the output rows are always the same."""
         self.begin_ns = time.monotonic_ns()
         if self._swept.size:
             np.copyto(self._sweeps_into, self._swept)
@@ -110,7 +112,7 @@ class StampingEngine:
 
 
 class FixedCurves(Curves):
-    """Curves that nothing refines: steps that all take the same, whatever their rows, would teach to pad them."""
+    """Curves that do not change: steps that take the same time for any number of rows would teach it to pad them."""
 
     def observe(self, shape: StepShape, ns: int) -> None:
         """Learn nothing."""
@@ -126,7 +128,7 @@ class NoEmbeddings:
 class Recorder:
     """Stamps the points of a stage process by wrapping the functions that a step passes. One step at a time.
 
-    What a step waits for is a few plain numbers kept, no more: the stamps are made of them at the end.
+    On a step's path it only keeps a few plain numbers. The stamps are made from them at the end.
     """
 
     def __init__(self, engine: StampingEngine) -> None:
@@ -150,7 +152,7 @@ class Recorder:
 
         def stamped_execute(step: Step) -> StepResult:
             result = execute(step)
-            assert not result.padded_rows, "a padded step is another one than was asked for"
+            assert not result.padded_rows, "a padded step has other rows than were sent"
             if step.frames:
                 sealed_ns, engine = time.monotonic_ns(), recorder._engine
                 recorder._steps.append((
@@ -170,7 +172,7 @@ class Recorder:
         RelayLink.send = stamped_send  # type: ignore[assignment, method-assign]
 
     def stamps(self) -> list[Stamps]:
-        """Return what was recorded of every step that ran frames."""
+        """Return the records of all steps that ran frames."""
         sent_ns = self._sent_ns or [0] * len(self._steps)
         assert len(sent_ns) == len(self._steps), "a step's rows left in several envelopes"
         return [Stamps(*(*step[:-1], send_ns, step[-1])) for step, send_ns in zip(self._steps, sent_ns, strict=True)]

@@ -1,10 +1,9 @@
-"""What others notice of hostile requests, `python -m benches.hostile [--quick] [--only NAMES]`.
+"""The effect of hostile requests on other clients: `python -m benches.hostile [--quick] [--only NAMES]`.
 
-One pipeline of the bundled model answers one long stream. Beside it a probe asks /live every 10 ms, and a process of
-its own sends one hostile body after the other. For each body the table shows the answer, the longest silence of the
-stream, /live at the 99th percentile, and the resident memory of the coordinator with its workers: before, at its
-highest, and after. The first row is a quiet time, the second an honest request: a machine that stutters by itself
-shows it there.
+One pipeline of the bundled model answers one long stream. Meanwhile a probe asks /live every 10 ms, and another process
+sends one hostile body after the other. For each body the table shows the answer, the longest silence of the stream,
+/live at the 99th percentile, and the resident memory of the coordinator with its workers: before, at its highest, and
+after. The first row is a quiet time, the second an honest request: they show whether the machine itself stutters.
 
 Goals: a silence stays under three times the quiet gap at the 99th percentile, or 100 ms; /live under 50 ms; memory
 under 256 MiB above idle.
@@ -40,7 +39,7 @@ MIB = 1 << 20
 SILENCE_MAX_S, SILENCE_RATIO, LIVE_MAX_S, MEMORY_MAX_BYTES = 0.1, 3.0, 0.05, 256 * MIB  # the goals
 PROBE_EVERY_S, MEMORY_EVERY_S = 0.01, 0.4
 CTX_TOKENS = 2048
-QUIET_S, WATCHED_S = 5.0, 1.5  # the quiet row; after each answer, since work may go on when the client has left
+QUIET_S, WATCHED_S = 5.0, 1.5  # of the quiet row; after each answer: work may go on when the client has left
 ANSWER_TIMEOUT_S = 60.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -81,7 +80,7 @@ def _said(**fields: Any) -> Callable[[], bytes]:
 
 
 def _filled(before: str, item: str, after: str, size_bytes: int = 16 * MIB - 256) -> Callable[[], bytes]:
-    """Return what makes a body of about that size: one item again and again, between commas."""
+    """Return a body of about that size: one item again and again, between commas."""
     n_items = (size_bytes - len(before) - len(after)) // (len(item) + 1)
     return lambda: (before + ",".join([item] * n_items) + after).encode()
 
@@ -95,7 +94,7 @@ def _bomb(pack: Callable[[bytes], bytes], size_bytes: int) -> Callable[[], bytes
 
 
 def _patterns() -> list[Body]:
-    """Regular expressions, grammars and schemas that are dear to compile or to follow."""
+    """Regular expressions, grammars and schemas that are expensive to compile or to follow."""
     regexes = {
         "alternatives": "(a|b|ab)*" * 3000, "optionals": "(a?){6000}" + "a" * 50, "dots": "(.*x){3000}",
         "classes": "[a-z]*[a-y]*[a-x]*" * 1200, "properties": r"\p{L}*\p{Lu}*" * 800, "nested": "([a-z]+ ?)+" * 2500,
@@ -164,7 +163,7 @@ def bodies() -> list[Body]:
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """What was seen beside one body; times in seconds, memory in bytes."""
+    """The measurements during one body; times in seconds, memory in bytes."""
 
     name: str
     status: int = 0
@@ -181,7 +180,7 @@ class Row:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` of them do not exceed; 0 of none."""
+    """Return the value that `share` of them do not exceed; 0 if there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
@@ -230,7 +229,7 @@ class Beside:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Stream, probe and weigh for the length of a with block, which begins with the first token."""
+        """Stream, probe and read memory during a with block, which begins with the first token."""
         tasks = [asyncio.create_task(work) for work in (self._stream(), self._probe(), self._weigh())]
         try:
             await self.streams.wait()
@@ -241,7 +240,7 @@ class Beside:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Drop the measurements so far."""
         self.gaps_s, self.probes_s, self.peak_bytes = [], [], 0
 
     async def _stream(self) -> None:
@@ -288,7 +287,7 @@ async def one(beside: Beside, url: str, pid: int, body: Body) -> Row:
     await child.stdin.drain()
     before = resident_bytes(family_of(pid))
     child.stdin.close()
-    await child.stdout.readline()  # it has the body, and starts now
+    await child.stdout.readline()  # it has the body and starts now
     beside.clear()
     status, took_s, answer = json.loads(await child.stdout.readline())
     await child.wait()
@@ -299,7 +298,7 @@ async def one(beside: Beside, url: str, pid: int, body: Body) -> Row:
 def row_of(
     name: str, beside: Beside, after: int, before: int, answer: tuple[int, float, str] = (0, 0.0, ""), sent: int = 0
 ) -> Row:
-    """Return what was seen beside one body until now."""
+    """Return the measurements of one body until now."""
     return Row(
         name, *answer, sent, max(beside.gaps_s, default=0.0), percentile(beside.gaps_s, 0.99),
         percentile(beside.probes_s, 0.99), max(beside.probes_s, default=0.0), before, beside.peak_bytes, after,
@@ -326,7 +325,7 @@ async def measure(chosen: Sequence[Body], log_dir: Path, console: Console) -> li
 
 
 def missed(row: Row, quiet: Row) -> list[str]:
-    """Return the goals that a row misses."""
+    """Return the goals that this row misses."""
     silence_max_s = max(SILENCE_MAX_S, SILENCE_RATIO * quiet.gap_p99_s)
     return [
         word

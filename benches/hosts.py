@@ -1,12 +1,13 @@
-"""Four hosts, 1x, 1x, 2x and 4x as fast: a plan from what they measure, and equal shares. `python -m benches.hosts`.
+"""Four hosts, 1x, 1x, 2x and 4x as fast: a plan from their own measurements, compared with equal shares. `python -m
+benches.hosts`.
 
-`relayline up` gets a manifest with four hosts of open layers, and this program starts their stages as somebody on each
-host would. All run on this machine. Their native steps are lengthened (benches/slowed): a step takes so many
-milliseconds for each layer, whatever else the machine does.
+`relayline up` gets a manifest with four hosts and no layer ranges. This program starts the stages as a person on each
+host would. All run on this machine. Their native steps are lengthened (benches/slowed): a step takes a set number of
+milliseconds per layer, independent of the load.
 
 The plan's tokens per second are compared with those of 8 streams in a closed loop. Then `relayline move` gives all
-hosts equal shares while it serves, and the same streams run again. Goals: within 15 % of the prediction, and at least
-1.5 times as many tokens as with equal shares.
+hosts equal shares while the pipeline serves, and the same streams run again. Goals: within 15 % of the prediction, and
+at least 1.5 times as many tokens as with equal shares.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ READY_S = 180.0
 
 
 class Hosts:
-    """A pipeline of `relayline up` with stages that were started for it."""
+    """A pipeline of `relayline up` and the stages started for it."""
 
     def __init__(self, logs: Path, layer_ms: dict[str, float]) -> None:
         self.logs, self.layer_ms = logs, layer_ms
@@ -47,7 +48,7 @@ class Hosts:
         self._stages: list[asyncio.subprocess.Process] = []
 
     async def start(self, up: asyncio.subprocess.Process, state: Path) -> dict[str, Any]:
-        """Do what `up` prints until it is ready; returns the ready event."""
+        """Run the commands that `up` prints until it is ready; returns the ready event."""
         assert up.stdout is not None
         async for line in up.stdout:
             event: dict[str, Any] = json.loads(line)
@@ -62,7 +63,7 @@ class Hosts:
 
     async def _stage(self, name: str, words: Sequence[str]) -> None:
         environment = {**os.environ, "SLOWED_LAYER_MS": str(self.layer_ms[name]), "PYTHONPATH": str(SLOWED)}
-        # A host has its own disk: what it fetches and what it measured is nobody else's.
+        # Each host has its own disk: hosts share neither fetched layers nor measurements.
         environment["XDG_CACHE_HOME"] = str(self.logs / f"{name}-cache")
         with (self.logs / f"{name}.log").open("wb") as log:
             command = module_command("relayline.deploy.cli", *words, "--always-fetch")
@@ -109,7 +110,7 @@ async def measured(target: Target, n_vocab: int, n_tokens: int) -> float:
 
 
 async def compared(logs: Path, n_tokens: int) -> dict[str, Any]:
-    """Return what was planned and measured."""
+    """Return the planned and the measured rates."""
     path = model(SHAPE, "q4_0")
     async with unequal_hosts(path, logs, LAYER_MS, N_STREAMS) as (hosts, ready):
         target = Target(ready["url"], "openai", ready["model"])
@@ -139,8 +140,8 @@ async def compared(logs: Path, n_tokens: int) -> dict[str, Any]:
 async def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benches.hosts", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few tokens; the goals are not held")
-    parser.add_argument("--logs", type=Path, default=None, help="folder that keeps all that is logged")
+    parser.add_argument("--quick", action="store_true", help="few tokens; goals are not checked")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for all logs")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
     assert SHAPE.name not in SHAPES

@@ -1,4 +1,4 @@
-"""Ends a bench in order: whatever it started is ended before it goes, however often it is interrupted."""
+"""Ends a bench in order: it ends everything that it started before it exits, even if it is interrupted again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ async def _supervised(main: Coroutine[Any, Any, int]) -> int:
     work = asyncio.create_task(main)
 
     def stop() -> None:
-        if not work.cancelling():  # a second one would break the clean-up that the first began
+        if not work.cancelling():  # a second one would interrupt the clean-up
             work.cancel()
 
     loop = asyncio.get_running_loop()
@@ -27,7 +27,7 @@ async def _supervised(main: Coroutine[Any, Any, int]) -> int:
 
 
 def run(main: Coroutine[Any, Any, int], new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> int:
-    """Run a bench under an event loop of its own; the first SIGINT or SIGTERM cancels it, further ones do nothing.
+    """Run a bench under a new event loop; the first SIGINT or SIGTERM cancels it, further ones do nothing.
 
     `new_loop` makes the loop, asyncio's own unless given.
     """

@@ -1,16 +1,15 @@
 """Takes pictures of Jaeger's page with a headless Chromium: `python -m benches.jaeger_pictures --out DIRECTORY`.
 
 Jaeger (2.20 or newer) runs with deploy/observability/jaeger/config.yaml and holds the spans of a pipeline at level
-`batches` (docs/guide/observability.md says how to come by both). Each picture answers a question of that page:
+`batches` (docs/guide/observability.md says how to get both). Each picture answers a question of that page:
 
-    search.png        did batches form? seconds of passes, each with the size of its largest batch
-    passes.png        which stage holds us up? the passes of one second, from stage to stage
-    request.png       why was this request slow? a request with its stages, and the batches of one of them
-    mates.png         who shared its batches? one batch, and the requests to which it links
-    padding.png       what did padding cost? the same batch's attributes: rows, padding, predicted and measured time
-    architecture.png  what the pipeline is
+    search.png did batches form? seconds of passes, each with the size of its largest batch passes.png which stage is
+    the slowest? the passes of one second, from stage to stage request.png why was this request slow? a request with its
+    stages, and the batches of one of them mates.png which requests shared its batches? one batch, and the requests to
+    which it links padding.png what did padding cost? the same batch's attributes: rows, padding, predicted and measured
+    time architecture.png what the pipeline is
 
-Needs Debian's package `chromium`; it is spoken to over its debugging protocol, so nothing else is installed.
+Needs Debian's package `chromium`, and talks to it over its debugging protocol, so nothing else has to be installed.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Page:
             )
 
     async def picture(self, out: Path) -> None:
-        """Write what the tab shows."""
+        """Write a picture of the tab."""
         found = await self.call("Page.captureScreenshot", format="png")
         await asyncio.to_thread(out.write_bytes, base64.b64decode(found["data"]))
         print(out, flush=True)
@@ -113,7 +112,7 @@ async def browser(session: aiohttp.ClientSession) -> AsyncIterator[Page]:
             "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}", "about:blank",
         ]  # fmt: skip
         if os.geteuid() == 0:
-            command.insert(1, "--no-sandbox")  # which Chromium demands of root
+            command.insert(1, "--no-sandbox")  # which Chromium requires for root
         child = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
         try:
             port = await _port_of(child)
@@ -133,7 +132,7 @@ async def _port_of(child: asyncio.subprocess.Process) -> int:
         while line := (await child.stderr.readline()).decode(errors="replace"):
             if "DevTools listening on ws://" in line:
                 return urllib.parse.urlsplit(line.split()[-1]).port or 0
-    raise RuntimeError("the browser ended before it could be spoken to")
+    raise RuntimeError("the browser ended before it answered")
 
 
 async def traces_of(session: aiohttp.ClientSession, jaeger: str, operation: str) -> dict[str, list[str]]:
@@ -182,7 +181,7 @@ async def best_passes(session: aiohttp.ClientSession, jaeger: str) -> str:
 
 
 def _sharing(name: str) -> int:
-    """Return how many mates a stream has in a batch of this name. Seconds in which prompts are read come last."""
+    """Return how many other streams share a batch of this name. Seconds in which prompts are read come last."""
     if name not in names.BATCH_NAMES:
         return 0
     phase, _, size = name.partition(" ×")
@@ -190,9 +189,10 @@ def _sharing(name: str) -> int:
 
 
 async def best_batch(session: aiohttp.ClientSession, jaeger: str) -> tuple[str, str]:
-    """Return the trace and the span of a batch of the last stages that shows most: padding first, then streams.
+    """Return the trace and the span of the last stages' most telling batch: one with padding first, then the one with
+    most streams.
 
-    Raises RuntimeError where there is no batch.
+    Raises RuntimeError if there is no batch.
     """
     found = await _spans_of(session, jaeger, f"{names.SERVICE_STEM}-{names.SERVICE_STAGE}-1")
     batches = [span for span in found if _sharing(span["name"]) > 0]
@@ -246,7 +246,7 @@ def _has_text(text: str) -> str:
 
 
 async def _zoom(page: Page, share: float) -> None:
-    """Look at the first part of a second, in which single batches can be told apart."""
+    """Look at the first part of a second, where single batches can be distinguished."""
     drag = (
         "(() => { const view = document.querySelector('.ViewingLayer--graph'); if (!view) return;"
         " const box = view.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
@@ -266,7 +266,7 @@ async def _zoom(page: Page, share: float) -> None:
 
 
 async def _open_batches(page: Page) -> None:
-    """Click on the last stage's but one `batches`, and on its list of events."""
+    """Click on `batches` of the last stage but one, and on its list of events."""
     click = (
         "(() => { const rows = [...document.querySelectorAll('.span-row')]"
         ".filter(row => row.innerText.trim().includes('batches')); const row = rows[rows.length - 2] || rows[0];"

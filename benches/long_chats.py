@@ -1,7 +1,7 @@
 """More chats than lanes, one after the other, twice: `python -m benches.long_chats [--quick]`.
 
-Between its two turns each chat's lane is taken by others, so the second turn goes on from the stages' tier
-(`--prefix-memory-bytes`), or with `--prefix-memory-bytes 0` reads everything again. Both are run. The
+Between a chat's two turns other chats take its lane. So the second turn starts from the prefixes that stages have
+stored (`--prefix-memory-bytes`), or with `--prefix-memory-bytes 0` reads everything again. The bench runs both. The
 report has medians over the chats: the time to the first token, and the tokens that came from kept prefixes.
 """
 
@@ -52,7 +52,7 @@ async def talk(path: Path, first: Sequence[Any], said: Sequence[Any], n_tokens: 
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
-    """Talk with a tier and without; report."""
+    """Run the chats with stored prefixes and without; report."""
     parser = argparse.ArgumentParser(prog="python -m benches.long_chats", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model: checks the bench itself")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")

@@ -1,4 +1,4 @@
-"""What a result was measured on: processor, cores, memory, versions. Part of every results file, which it writes."""
+"""Describes the machine of a result: processor, cores, memory, versions. Also writes the results files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _commit() -> str:
 
 
 def write_json(path: Path, results: object) -> None:
-    """Write one results file, making its directory if need be. What is no number, such as the latency of a run without
-    an answer, is null in it.
+    """Write one results file, making its directory if need be. A value that is no number, such as the latency of a run
+    without an answer, becomes null.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(json_ready(results), indent=1, allow_nan=False))
@@ -53,7 +53,7 @@ def facts() -> dict[str, object]:
         "memory": _first_of("/proc/meminfo", "MemTotal"),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "load_average": list(os.getloadavg()),  # at the start: above a few tenths, others used the machine too
+        "load_average": list(os.getloadavg()),  # at the start: above a few tenths, other programs used the machine too
         "commit": _commit(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }

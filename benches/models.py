@@ -1,17 +1,16 @@
-"""Models of real shapes with random weights, made on this machine: `python -m benches.models --help`. No download.
+"""Models of real shapes with random weights, made on this machine: `python -m benches.models --help`. Nothing is
+downloaded. A model is a GGUF that llama.cpp and relayline load like any other. Its widths, layers, heads and vocabulary
+size are real. Its byte-level tokenizer has unique strings as filler tokens, so that prompts go in as token ids and
+different answers are different texts. Weights are drawn block by block (see blocks.py) and streamed to the file.
 
-A model is a GGUF that llama.cpp and relayline load like any other: real widths, layers, heads and vocabulary size, a
-byte-level tokenizer whose filler tokens are unique strings, so that prompts go in as token ids and answers come out
-as text that can be told apart. Weights are drawn block by block (see blocks.py) and streamed to the file.
+Why the scales matter: a random network is easily degenerate. It repeats one token, or its answers depend on the last
+token alone, and then greedy parity proves nothing. Weights have standard deviation 1 / sqrt(inputs); Queries and keys
+are a little larger, so that attention selects. Each block adds a visible part to the residual stream, so that the
+answer depends on the whole history. The head is not tied and its rows differ in length, as in trained models, so that
+the best token is usually well ahead of the second. `--check` shows the result.
 
-What the scales are for. A random network is easily degenerate: it repeats one token, or its answers hang on the last
-token alone, and then greedy parity proves nothing. Weights have standard deviation 1 / sqrt(inputs); queries and keys
-are a little larger, so that attention picks; each block adds a visible part to the residual stream, so that the answer
-depends on the whole history; the head is not tied and its rows differ in length, as in trained models, so that the
-best token usually stands clear of the second. `--check` shows what came of it.
-
-One type stands for the whole file, embedding table and head included; `q4_k_m` is a mix as llama.cpp makes it.
-Models of the types that only the quantisation bench uses have a Q6_K head.
+One type is used for the whole file, embedding table and head included; `q4_k_m` is a mix as llama.cpp makes it. Models
+of the types that only the quantisation bench uses have a Q6_K head.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from benches.blocks import Bytes, random_rows
 from relayline.wire.common.places import cache_dir
 
-RECIPE: Final = 2  # raised whenever the same shape and type would give other bytes
+RECIPE: Final = 2  # raised whenever the bytes for a shape and type change
 SEED: Final = 20_25
 N_BYTE_TOKENS: Final = 256
 CHUNK_BYTES: Final = 32 << 20  # of one tensor drawn at a time
@@ -150,8 +149,8 @@ def _draw(rng: np.random.Generator, matrix: _Matrix) -> Iterator[Bytes]:
         if matrix.spread:
             std *= np.exp(rng.standard_normal(count, np.float32) * np.float32(matrix.spread))
         if matrix.is_head:
-            # No answer holds the end token, which `ignore_eos` bars in one server and not in another, or a piece of a
-            # character, which llama-server keeps back and leaves out of the token ids that it returns.
+            # No answer may hold the end token, since servers treat `ignore_eos` differently. Nor may it hold a piece of
+            # a character: llama-server holds it back, and leaves it out of the token ids that it returns.
             ids = np.arange(first, first + count)
             std[(ids < N_BYTE_TOKENS) | (ids == matrix.n_out - 1)] = 0.0
         yield random_rows(rng, matrix.kind, std, matrix.n_in)
@@ -168,7 +167,7 @@ def _byte_pieces() -> list[str]:
 def vocabulary(n_vocab: int) -> tuple[list[str], list[int], list[str]]:
     """Return (tokens, their gguf types, merges): 256 bytes, unique fillers, and an end token as the last.
 
-    Rows of the head for bytes and for the end token are zero, so that no answer ever wants them.
+    Rows of the head for bytes and for the end token are zero, so that no answer contains them.
     """
     pieces = _byte_pieces()
     space = pieces[ord(" ")]
@@ -202,7 +201,7 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
 
 
 def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> None:
-    """Write one model; `path` appears only when it is complete. The same arguments give the same bytes."""
+    """Write one model; `path` appears only once the file is complete. The same arguments give the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     rng = np.random.Generator(np.random.SFC64(seed))
@@ -236,7 +235,7 @@ def model_path(shape: Shape, mix_name: str) -> Path:
 
 
 def model(shape: Shape, mix_name: str) -> Path:
-    """Return the path of a model, making it first if it is not there."""
+    """Return the path of a model, making it first if it does not exist."""
     path = model_path(shape, mix_name)
     if not path.exists():
         started_s = time.monotonic()
@@ -247,7 +246,7 @@ def model(shape: Shape, mix_name: str) -> Path:
 
 
 def main() -> None:
-    """Make one model and print its path; with --check, show what its greedy answers are like."""
+    """Make one model and print its path; with --check, show properties of its greedy answers."""
     parser = argparse.ArgumentParser(prog="python -m benches.models", description=__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")

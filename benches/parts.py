@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 DELAY_STAGES = 4
 DELAYED_RPC = f"{DELAY_STAGES} workers of RPC"
-LONG_PROMPT = -1  # its index, beside those of the bench's prompts
+LONG_PROMPT = -1  # its index among the bench's prompts
 RUNNING_STREAMS = 4  # beside the long prompt
-# Of each running stream before the long prompt comes: 250 for one of 2,000 tokens, hence some 1,000 intervals. (Of 250
-# intervals the p99 is the third largest, which was 177 ms in one run and 251 in another with the same median.)
+# Tokens of each running stream before the long prompt comes. With 250 before a prompt of 2,000 tokens there are some
+# 1,000 intervals. (Of 250 intervals the p99 is the third largest: 177 ms in one run and 251 in another with the same
+# median.)
 QUIET_TOKENS_MIN, QUIET_PART = 64, 8
 RUNNING_TOKENS_MAX = 1_500  # a running stream is cancelled once the long prompt has its first token
 
 
-# --- what relayline says of itself ------------------------------------------------------------------------------------
+# --- relayline's own figures ------------------------------------------------------------------------------------
 
 
 async def pipeline_status(
     session: aiohttp.ClientSession, target: Target, before: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return GET /v1/pipeline, with the overlap since an earlier look; empty for a server that has none."""
+    """Return GET /v1/pipeline, with the overlap since an earlier reading; empty for a server without it."""
     if target.dialect != "openai":
         return {}
     since = {"since_ns": str(before["now_ns"])} if before else {}
@@ -48,7 +49,7 @@ async def pipeline_status(
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any], name: str) -> dict[str, int]:
-    """Return how often each key of a histogram was counted in between, without the keys that were not."""
+    """Return the increase of each key of a histogram, without keys that did not increase."""
     earlier = old.get(name, {})
     counts = {key: int(n) - int(earlier.get(key, 0)) for key, n in new.get(name, {}).items()}
     return {key: n for key, n in counts.items() if n > 0}
@@ -61,13 +62,13 @@ def _travelled_in(histogram: dict[str, int]) -> float:
 
 
 def pipeline_figures(before: dict[str, Any], after: dict[str, Any], wall_s: float) -> dict[str, Any]:
-    """Return what happened between two looks at GET /v1/pipeline. Fields that a version lacks are left out.
+    """Return the difference of two readings of GET /v1/pipeline. Fields that a version lacks are left out.
 
-    `batch_mean` of a stage counts frames (one per session), so that prompts do not pass for batches; `rows_mean`
-    counts rows. `computing_mean` is the mean number of stages inside a native step over the run, prompts included.
-    `overlap` is the share of the time with any stage computing in which two or more were, and `overlap_covers` the
-    share of the time between the looks that it was taken from: stages remember a bounded number of steps. Both are
-    left out where the second look was not told of the first: its overlap is of other runs too.
+    `batch_mean` of a stage counts frames (one per session), so a prompt does not look like a batch; `rows_mean` counts
+    rows. `computing_mean` is the mean number of stages inside a native step over the run, prompts included. `overlap`
+    is the share of the time with any stage computing in which two or more were, and `overlap_covers` the share of the
+    time between the readings that it covers, since stages remember a bounded number of steps. Both are left out if the
+    second reading did not name the first: its overlap would include other runs.
     """
     if not after.get("stages"):
         return {}
@@ -149,7 +150,7 @@ async def delays(bench: Bench) -> None:
 async def prefill_beside_decode(bench: Bench) -> None:
     """Inter-token latency of running streams while a long prompt is read, against their quiet latency.
 
-    Once for each system, whatever the repeats: it takes minutes, and is a figure over hundreds of tokens in itself.
+    Each system is measured once, without repeats: one run takes minutes and covers hundreds of tokens.
     """
     plan = bench.plan
     room = bench.plan.n_prompt + RUNNING_TOKENS_MAX
@@ -168,7 +169,7 @@ class _Progress:
         self._reached = asyncio.Event()
 
     def on_token(self, _: Request) -> None:
-        """Look whether the wanted counts are there."""
+        """Check whether every stream has its count."""
         if all(len(request.tokens) >= n for request, n in zip(self._running, self._wanted, strict=True)):
             self._reached.set()
 
@@ -207,7 +208,7 @@ async def _one_long_prompt(
         ended = [task for task in tasks if task.done()]
     finally:
         for task in tasks:
-            task.cancel()  # a client that goes away frees its lane
+            task.cancel()  # a client that disconnects frees its lane
         await asyncio.gather(*tasks, return_exceptions=True)
     keep_long_prompt(bench, name, repeat, running, long, n_ended=len(ended))
 
@@ -217,7 +218,7 @@ def keep_long_prompt(
 ) -> None:
     """Reduce one long-prompt run: latencies before the prompt came and while it was read, and their ratios.
 
-    `n_ended` running streams ended before they were cancelled, so that the others had more of the machine.
+    `n_ended` running streams ended before they were cancelled, which left the others more of the machine.
     """
     from benches.compare import Run
 
@@ -247,10 +248,10 @@ def keep_long_prompt(
 
 
 def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> tuple[list[float], list[float]]:
-    """Return the intervals between tokens of running streams in quiet, and while a prompt was read.
+    """Return the intervals between tokens of running streams while no prompt was read, and while one was.
 
-    The prompt was sent at `due_ns` and had its first token at `ended_ns`. Quiet is only what began after every stream
-    had its first token: until then the streams' own prompts are read, which lengthens intervals just the same.
+    The prompt was sent at `due_ns` and had its first token at `ended_ns`. Intervals count as quiet only from the moment
+    every stream had its first token. Until then the streams' own prompts are read, which lengthens intervals as well.
     """
     all_began_ns = max((request.token_ns[0] if request.token_ns else due_ns for request in running), default=due_ns)
     quiet: list[float] = []
@@ -268,10 +269,11 @@ def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> t
 
 
 def _shortened(request: Request) -> Request:
-    """Return what is compared of a running stream that was cancelled on purpose: all that it said until then.
+    """Return the part of a stream's answer to compare, for a stream that was cancelled on purpose: everything until
+    then.
 
-    A cancelled stream has no error. One that failed keeps its own, so that the run does not count: whoever is gone
-    leaves the others more of the machine.
+    A cancelled stream has no error. A stream that failed keeps its error, so that the run does not count: its end left
+    the others more of the machine.
     """
     return dataclasses.replace(request, n_tokens=len(request.tokens))
 
@@ -286,7 +288,7 @@ async def sweep(bench: Bench) -> None:
     """Hand-set groups x rows, each in turns with the automatic choice at the same number of streams."""
     plan = bench.plan
     if not up_has_flag("--groups"):
-        bench.note("this relayline has no --groups: the hand sweep was left out")
+        bench.note("this relayline has no --groups: the sweep by hand was left out")
         return
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(client())

@@ -1,10 +1,10 @@
-"""A stage dies, or a link does, while streams talk: what readers notice. `python -m benches.pauses [--quick]`.
+"""The pause that readers notice when a stage or a link fails: `python -m benches.pauses [--quick]`.
 
-All streams begin at once; when the last of them has so many tokens the last stage gets SIGKILL, is started again, and
-what every unfinished stream has so far is read once more by all stages. With `--cut-link` the link to the last stage is
-cut instead, and everybody goes on from what the stages hold. A stream's pause is the longest time between
-two of its tokens from then on. Policies in turns, each run with processes of its own. Answers must be whole and the
-unsplit model's; the exit code is 1 where one is not.
+All streams begin at once. When each has a set number of tokens, the last stage gets SIGKILL and is started again, and
+all stages read every unfinished stream's history again. With `--cut-link` the link to the last stage is cut instead,
+and streams go on from the stages' caches. A stream's pause is the longest time between two of its tokens from then on.
+Policies take turns, each run with new processes. Every answer must be complete and equal to the unsplit model's;
+otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ POLL_S = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """What one loss was like. Times are seconds from the kill on."""
+    """The figures of one loss. Times are seconds since the kill."""
 
     policy: str
     n_streams: int
-    n_paused: int  # streams that were not done
-    n_read: int  # tokens read again: after a kill all that they had, prompts included, after a cut what stages say
+    n_paused: int  # unfinished streams
+    n_read: int  # tokens read again: whole histories after a kill, the reported number after a cut
     ready_s: float  # until the pipeline had all stages again
     pauses_s: tuple[float, ...]  # of each paused stream
     done_s: float  # until the last answer
@@ -61,11 +61,11 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Breakable:
-    """A pipeline that serves, and how to break it."""
+    """A running pipeline, and a way to break it."""
 
     target: Target
     break_it: Callable[[], Awaitable[None]]
-    failed: asyncio.Future[None]  # done when it will not come back
+    failed: asyncio.Future[None]  # done when the pipeline will not come back
 
 
 def pause_s(request: Request, killed_ns: int) -> float:
@@ -86,9 +86,9 @@ def loss_of(
     back_ns: int,
     n_rows: int | None = None,
 ) -> Loss:
-    """Reduce one run to what its readers noticed. Pure.
+    """Reduce one run to the figures that its readers notice. Pure.
 
-    `n_rows` is what the busiest stage has computed since it began, where none was started again.
+    `n_rows`: rows that the busiest stage has computed since its start, if no stage was started again.
     """
     told = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
     paused = [at for at, request in enumerate(requests) if told[at] < request.n_tokens]
@@ -125,7 +125,7 @@ async def most_rows(session: aiohttp.ClientSession, target: Target) -> int:
 async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int) -> int:
     """Wait until the coordinator has noticed the loss and all stages are back; returns when that was.
 
-    Told by the epoch: a link may be back before anybody has asked whether it was gone.
+    The epoch tells: a link may be back before a reading shows the loss.
     """
     while True:
         if await epoch_of(session, target) > epoch:
@@ -135,7 +135,7 @@ async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int)
 
 @contextlib.asynccontextmanager
 async def to_kill(path: Path, policy: str, n_lanes: int, ctx_tokens: int) -> AsyncIterator[Breakable]:
-    """Run a pipeline whose last stage can be killed, and is started again then."""
+    """Run a pipeline whose last stage can be killed and is started again."""
     settings: dict[str, Any] = {"ctx_tokens": ctx_tokens, "n_lanes": n_lanes, "policy": policy}
     manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
     async with running(manifest, lambda _, __: None) as (pipeline, ready):
@@ -164,7 +164,7 @@ async def to_cut(path: Path, policy: str, n_lanes: int, ctx_tokens: int) -> Asyn
 async def lose(
     path: Path, policy: str, prompts: Sequence[Prompt], n_before: int, n_tokens: int, *, cuts_link: bool
 ) -> tuple[Loss, list[Request]]:
-    """Run one pipeline, break it when all streams have n_before tokens, and return what came of it."""
+    """Run one pipeline, break it when all streams have n_before tokens, and return its figures."""
     ctx_tokens = max(map(len, prompts)) + n_tokens
     serving = (to_cut if cuts_link else to_kill)(path, policy, len(prompts), ctx_tokens)
     async with serving as pipeline, load.client() as session:
@@ -209,7 +209,7 @@ def show(losses: Sequence[Loss]) -> None:
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
-    """Kill, judge, report."""
+    """Break pipelines, judge the answers, report."""
     parser = argparse.ArgumentParser(prog="python -m benches.pauses", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model, a few tokens: checks the bench itself")
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")

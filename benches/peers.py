@@ -1,10 +1,11 @@
-"""The programs relayline is measured against, built from the sources that it depends on: `python -m benches.peers`.
+"""The programs that relayline is compared with, built from the sources of its own dependency: `python -m
+benches.peers`.
 
 The source distribution of the pinned llama-cpp-python carries all of llama.cpp. So `llama-server`, `ggml-rpc-server`
 and `llama-batched-bench` are built from the same revision that relayline's stages run. By default they are built as
 llama.cpp ships. `--our-kernels` builds them with relayline's kernels, which separates the gain of the kernels from the
-gain of splitting and batching. Neither build repacks the weights of an RPC worker, as a local model's weights are, so
-steps of few rows take it longer (see docs/results/serving.md). Everything lies in the user's cache.
+gain of splitting and batching. Neither build repacks the weights of an RPC worker, although it repacks a local model's.
+So a worker's steps of few rows take longer (see docs/results/serving.md). Everything is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from relayline.wire.common.places import cache_dir
 
 TARGETS = ("llama-server", "llama-batched-bench", "ggml-rpc-server")
 BUILD_MINUTES = 10  # on 2 cores, for the message only
-# What none of the programs needs is left out: the page that llama-server serves, TLS, tests, examples.
+# Parts that none of the programs needs are left out: llama-server's web page, TLS, tests, examples.
 PROGRAM_OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
@@ -42,8 +43,8 @@ PROGRAM_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_CURL=OFF",
 )
-# Libraries are found beside the programs, wherever both are moved to; and a process of ours can load them in place of
-# its own, so that a rival's answers are held against an unsplit model that computes as it does.
+# Programs find the libraries in their own folder, so both can be moved together. Our processes can load these libraries
+# as well, so that a rival's answers are compared with an unsplit model that computes in the same way.
 SHARED_OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
 LIBRARIES = "LLAMA_CPP_LIB_PATH"  # where llama-cpp-python looks for libllama first
 CMAKE_OPTIONS = (*SHARED_OPTIONS, "-DGGML_RPC=ON", *PROGRAM_OPTIONS)
@@ -51,9 +52,9 @@ KERNELS = DEPLOY / "kernels"
 
 
 class Kernels(enum.Enum):
-    """Whose kernels a build of llama.cpp has. The value is what CMake is told, and all that this includes."""
+    """Whose kernels a build of llama.cpp has. The values are the options of CMake."""
 
-    SHIPPED = ("ggml_amx.cmake", "amx_tile_config.h")  # without which they die of their first step where there is AMX
+    SHIPPED = ("ggml_amx.cmake", "amx_tile_config.h")  # without it the programs crash on AMX
     OURS = (
         "kernels.cmake",
         "mode.cmake",
@@ -82,7 +83,7 @@ class PeersUnavailableError(Exception):
 
 
 class NothingToBuildWithError(PeersUnavailableError):
-    """There are no tools to build with, or no sources to build from: nobody has tried to build them."""
+    """The tools or the sources of the build are missing, so no build was tried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Peers:
     """Where the built programs are."""
 
     directory: Path
-    version: str  # of llama-cpp-python, whose sources they were built from
+    version: str  # version of llama-cpp-python that has the sources
 
     @property
     def server(self) -> Path:
@@ -114,12 +115,12 @@ def pinned_version() -> str:
 
 
 def _home(version: str, kernels: Kernels) -> Path:
-    """Where these programs go: others than from the same sources and with the same options are built anew."""
+    """The programs' folder. Other sources or other options get another folder."""
     return cache_dir() / f"peers-{version}-{digest_of(CMAKE_OPTIONS, kernels)}"
 
 
 def digest_of(options: Sequence[str], kernels: Kernels) -> str:
-    """Return what tells one build of llama.cpp from another: its options, and what is told in files."""
+    """Return the identity of a build of llama.cpp: its options, and the contents of our files."""
     told = b"".join((KERNELS / name).read_bytes() for name in kernels.value)
     return hashlib.sha256(" ".join(options).encode() + told).hexdigest()[:8]
 
@@ -150,9 +151,10 @@ def build_programs(
     minutes: int,
     archive: Path | None = None,
 ) -> None:
-    """Build programs of llama.cpp, and their libraries where those are shared, into home/bin: all of them or none.
+    """Build programs of llama.cpp, and their libraries where those are shared, into home/bin: all of them or none of
+    them.
 
-    `archive` is the source distribution of the pinned llama-cpp-python, None to download it; `minutes` is only said.
+    `archive` is the source distribution of the pinned llama-cpp-python, None to download it. `minutes` is only printed.
     Raises PeersUnavailableError.
     """
     for tool, package in (("cmake", "cmake"), ("c++", "a C++ compiler")):
@@ -167,7 +169,7 @@ def build_programs(
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
         included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / kernels.value[0]}"
-        told = [*options, included, "-DRELAYLINE_KERNELS=ON"]  # whatever the environment says
+        told = [*options, included, "-DRELAYLINE_KERNELS=ON"]  # not from the environment
         _run(["cmake", "-S", str(source), "-B", str(build), *generator, *told], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
         shutil.rmtree(home / "bin", ignore_errors=True)
@@ -198,7 +200,7 @@ def sources(scratch: Path, version: str, archive: Path | None) -> Path:
 
 
 def _run(command: Sequence[str], log: Path) -> None:
-    """Run one step with its output in `log`; raises PeersUnavailableError with its last telling line."""
+    """Run one step with its output in `log`; raises PeersUnavailableError with the last line that explains it."""
     started_s = time.monotonic()
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
@@ -213,9 +215,9 @@ def main() -> None:
     """Build the peers, or say that they are there."""
     parser = argparse.ArgumentParser(prog="python -m benches.peers", description=__doc__)
     parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
-    without = "end with a note and exit code 0 where there is nothing to build with, as without cmake"
+    without = "print a note and exit with 0 if the build tools are missing, such as cmake"
     parser.add_argument("--if-possible", action="store_true", help=without)
-    with_ours = "the same with the kernels of relayline's own build, for what python -m benches.compare calls +kernels"
+    with_ours = "build with relayline's kernels, for the systems that python -m benches.compare calls +kernels"
     parser.add_argument("--our-kernels", action="store_true", help=with_ours)
     options = parser.parse_args()
     try:

@@ -65,7 +65,7 @@ class Point:
 
     @property
     def miss(self) -> float:
-        """How far the measurement is from the prediction, as a part of it."""
+        """The error of the prediction, as a part of it."""
         return self.measured / self.predicted - 1
 
 
@@ -136,12 +136,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--stages", type=numbers, default=(), help="such as 1,2,3,4")
-    parser.add_argument("--streams", type=numbers, default=(), help="those that plans tell: 1, 8, 32 or some of them")
+    parser.add_argument(
+        "--streams", type=numbers, default=(), help="those that plans predict: 1, 8, 32 or some of them"
+    )
     parser.add_argument("--tokens", type=number, default=0, help="of every answer")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.streams) - set(STREAMS_SHOWN)):
-        parser.error(f"--streams {unknown[0]}: plans tell {', '.join(map(str, STREAMS_SHOWN))}")
+        parser.error(f"--streams {unknown[0]}: plans predict {', '.join(map(str, STREAMS_SHOWN))}")
     return options
 
 

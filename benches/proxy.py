@@ -1,7 +1,6 @@
-"""A TCP relay that holds every byte back for a fixed time, each way: an emulated link between two processes.
-
-It delays and does not throttle: any number of pieces may be under way, each leaves when its own time has come. The
-event loop's timers are coarse (about a millisecond), so the delay that really happened is recorded.
+"""A TCP relay that delays every byte by a fixed time in each direction, to emulate a link between two processes. It
+delays and does not throttle: any number of pieces may be in flight, and each leaves at its own time. The event loop's
+timers are coarse (about a millisecond), so the relay records the real delay.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import contextlib
 from collections.abc import AsyncIterator
 
 PIECE_BYTES = 1 << 16
-PIECES_MAX = 1_024  # under way in one direction; a faster sender waits, as it would for a full pipe
+PIECES_MAX = 1_024  # in flight in one direction; a faster sender waits, as for a full pipe
 
 
 class DelayProxy:
-    """Listens on 127.0.0.1 and passes every connection on to one address."""
+    """Listens on 127.0.0.1 and forwards every connection to one address."""
 
     def __init__(self, target: str, delay_s: float) -> None:
         """`target` is HOST:PORT; `delay_s` applies to each direction."""
@@ -40,7 +39,7 @@ class DelayProxy:
         return self.held_s / self.n_pieces if self.n_pieces else 0.0
 
     def measure_anew(self) -> None:
-        """Forget how long pieces were held until now, as those of a model that was sent to where it is computed."""
+        """Forget the delays so far, such as those of a model on its way to the workers."""
         self.n_pieces, self.held_s = 0, 0.0
 
     async def start(self) -> None:

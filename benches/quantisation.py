@@ -1,9 +1,9 @@
-"""Which weight type is quickest at which batch: `python -m benches.quantisation [--quick]`.
+"""Finds the quickest weight type for each batch size: `python -m benches.quantisation [--quick]`.
 
 One slice of a 1B-shape llama per type, without head, random blocks; one decode step of M streams through
-`NativeEngine`, on one thread. At one row a step costs what reading the weights costs, so few bits win. With more rows
-the weights are read once for all of them and the arithmetic of unpacking decides, so the order changes: the crossings
-say where. Types are measured in turns, so a drifting machine meets all alike.
+`NativeEngine`, on one thread. With one row a step costs as much as reading the weights, so few bits win. With more rows
+the weights are read once for all of them, and the arithmetic of unpacking decides. So the order of types changes, and
+the bench prints where. The types take turns, so a drifting machine affects all alike.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ TYPES = ("q4_0", "q8_0", "f16", "q4_k", "iq2_xxs", "mxfp4", "nvfp4")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 CTX_TOKENS = 64
 CLEAR = 0.03  # two times closer than this share are equal
-CERTAIN = 0.10  # apart by this share they need no second number of rows to say the same
+CERTAIN = 0.10  # a difference of this share is certain without a second number of rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slice:
-    """What one step of a slice reads and computes."""
+    """The bytes that one step of a slice reads, and its arithmetic."""
 
     weight_bytes: int  # of the matrices that a step multiplies with
     n_weights: int
@@ -96,10 +96,9 @@ def measure(engines: dict[str, NativeEngine], n_steps: int) -> dict[str, dict[in
 
 
 def crossings(rows: Sequence[int], first: Sequence[float], second: Sequence[float]) -> list[tuple[int, str]]:
-    """Return where the quicker of two changes: (rows, "first" or "second") from each change on. Pure.
-
-    The first entry is who first is for certain. Times within CLEAR of each other leave things as they were, and
-    a lead of less than CERTAIN counts where the next clear one says the same: steps of a shared machine are noisy.
+    """Return where the quicker of two types changes: (rows, "first" or "second") for each change. Pure. The first entry
+    is the first type that is certainly quicker. Times within CLEAR of each other change nothing. A lead of less than
+    CERTAIN counts only if the next clear one confirms it, since steps of a shared machine are noisy.
     """
     lead = [_leader(a, b, CLEAR) for a, b in zip(first, second, strict=True)]
     found: list[tuple[int, str]] = []
@@ -138,7 +137,7 @@ def figures(times: dict[str, dict[int, list[float]]], facts: dict[str, Slice]) -
 
 
 def pairs(found: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return, for every pair of types, who is quicker from how many rows on, by the quickest step of each."""
+    """Return, for every pair of types, the quicker one from each number of rows on, by the quickest step of each."""
     ms = {(entry["type"], entry["rows"]): entry["step_ms_min"] for entry in found}
     result: list[dict[str, Any]] = []
     for first, second in itertools.combinations(names, 2):

@@ -1,10 +1,8 @@
-"""What the unsplit model answers: greedy tokens, and how far a given answer is from them. Run as a process of its own.
-
-Two servers that batch differently add the same numbers in another order, and f16 rows between stages are rounded, which
-flips a near-tie now and then; from there on the histories differ. So an answer that is not token for token the
-reference's is fed to the unsplit model as it stands: at every position the token it chose must be the best one, or
-closer to the best than `near_tie` deviations of the logits at that position. A wrong hidden state misses that by far:
-a random token lies about six below.
+"""The unsplit model's greedy tokens, and the distance of a given answer from them. Runs as a separate process. Two
+servers that batch differently add the same numbers in another order, and f16 rows between stages are rounded. Now and
+then this flips a near-tie, and from there on the histories differ. So an answer that differs from the reference is fed
+to the unsplit model. At every position the chosen token must be the best one, or closer to the best than `near_tie`
+deviations of the logits at that position. A wrong hidden state misses that by far: a random token lies about six below.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ import numpy as np
 from benches.peers import LIBRARIES
 from relayline.wire.common.places import cache_dir
 
-# Deviations of the logits. Products with quantised weights round activations to 8 bits, which turns differences in the
-# last bit into visible ones: llama.cpp's own two kernels for Q4_0 (repacked, which a local model uses, and plain, which
-# a model behind its RPC uses) move the best token's logit by 0.08 deviations on average in an unsplit llama-1b, and the
-# tokens they choose lie up to 0.4 apart (0.52 in 14,000 tokens of answers of 200); an f16 cut moves it by 0.03, or by
-# 0.002 with F16 weights.
+# Deviations of the logits. Products with quantised weights round activations to 8 bits, which makes differences in the
+# last bit visible. llama.cpp has two kernels for Q4_0: a repacked one for local models, and a plain one for models
+# behind its RPC. In an unsplit llama-1b they move the best token's logit by 0.08 deviations on average. The tokens they
+# choose lie up to 0.4 apart (0.52 in 14,000 tokens of answers of 200). An f16 cut moves the logit by 0.03, or by 0.002
+# with F16 weights.
 NEAR_TIE_QUANTISED, NEAR_TIE_F16 = 0.6, 0.05
 BATCH_SEQUENCES = 16
 Prompt = tuple[int, ...]
@@ -51,7 +49,8 @@ def near_tie(mix: str) -> float:
 
 
 def judge(answer: Answer, expected: Answer | None, gaps: Sequence[float] | None, tie: float) -> Verdict:
-    """Compare an answer with the reference's, which may not be known: then only how far its tokens lie below the best.
+    """Compare an answer with the reference's. If that is unknown, only the distances of its tokens below the best
+    count.
 
     `gaps` holds, for every token of the answer, how far it lay below the best one (see `score`); None is allowed only
     for an answer that is exact. `tie` is the largest gap that still agrees. Pure.
@@ -74,7 +73,7 @@ def judge(answer: Answer, expected: Answer | None, gaps: Sequence[float] | None,
 
 
 def prompts_for(n_prompts: int, n_tokens: int, n_vocab: int, seed: int = 7) -> list[Prompt]:
-    """Return different random prompts of token ids; none is a prefix of another, and none holds the end token."""
+    """Return different random prompts of token ids. None is a prefix of another, and none holds the end token."""
     rng = np.random.default_rng(seed)
     return [tuple(rng.integers(256, n_vocab - 1, n_tokens).tolist()) for _ in range(n_prompts)]
 
@@ -82,7 +81,7 @@ def prompts_for(n_prompts: int, n_tokens: int, n_vocab: int, seed: int = 7) -> l
 async def expected_answers(
     model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int, libraries: Path | None = None
 ) -> list[Answer]:
-    """Return the unsplit model's greedy answers; remembered in the cache.
+    """Return the unsplit model's greedy answers; kept in the cache.
 
     `libraries`: the directory of the llama.cpp that computes them; None for the installed one.
     """
@@ -127,7 +126,7 @@ async def _ask(model: Path, request: dict[str, object], libraries: Path | None) 
         return answers
 
 
-# --- in the process of its own ----------------------------------------------------------------------------------------
+# --- in the separate process ----------------------------------------------------------------------------------------
 
 
 def greedy_batch(model: Path, prompts: Sequence[Prompt], n_tokens: int, n_threads: int) -> list[list[int]]:
@@ -176,7 +175,7 @@ def gaps_of(model: Path, pairs: Sequence[tuple[Prompt, Answer]], n_threads: int)
 
 
 def describe_model(path: Path, n_prompts: int = 8, n_tokens: int = 32, n_threads: int = 1) -> str:
-    """Say how a model answers: different tokens, repeats, and the distance of the second best token."""
+    """Print properties of a model's answers: different tokens, repeats, and the distance of the second best token."""
     from relayline.deploy.testing.reference import ReferenceModel
 
     with ReferenceModel(path, 256, 1, n_threads=n_threads) as reference:

@@ -25,12 +25,12 @@ RATIO_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
     ("against RPC + our kernels, decode", "auto", "rpc+kernels", "decode_tok_s", {}),
     ("against unsplit + our kernels", "auto", "unsplit+kernels", "tok_s", {}),
 )
-# The same with a ratio of at most the goal.
+# the same, but a ratio of at most the goal meets it
 TTFT_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (
     ("TTFT p50 against llama.cpp RPC", "auto", "rpc", "ttft_p50_ms", {1: 1.15, 8: 0.5, 32: 0.5}),
 )
 OVERLAP = "overlap while all streams decode"
-OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on: while so many run, on stages that are equal, which they are for decode
+OVERLAP_GOAL = 0.85  # from OVERLAP_STREAMS on, while all of them decode on equal stages
 OVERLAP_STREAMS = 8
 PROFILE = (  # of that time, see benches.stages: evenness, work, idle
     ("overlap at most, as equal as stages were", "step_evenness"),
@@ -44,7 +44,7 @@ PREFILL_GOAL = 2.0  # ITL p99 beside a long prompt / quiet
 
 
 def progress(run: Run) -> None:
-    """Show one line per measured point, so that a long bench is seen to live."""
+    """Print one line per measured point, to show progress."""
     summary = run.summary
     text = f"{run.part} {run.system} {run.n_streams or ''} #{run.repeat}: {summary.tok_s:.1f} tok/s"
     extra = f", TTFT p50 {summary.ttft_ms['p50']:.0f} ms" + (f"; {summary.error}" if summary.error else "")
@@ -52,7 +52,7 @@ def progress(run: Run) -> None:
 
 
 def figures_of(run: Run) -> dict[str, float]:
-    """Return the numbers of one run by name; what it does not have is left out."""
+    """Return the numbers of one run by name; without those that it does not have."""
     summary, pipeline = run.summary, run.pipeline
     found = {
         "tok_s": summary.tok_s,
@@ -111,9 +111,9 @@ def goals_of(
 ) -> list[dict[str, Any]]:
     """Return every comparison with its goal: {what, streams, value, goal, at_most, met, allowed}.
 
-    `met` is None without a goal; `allowed` is the ratio that the stages' curves would allow at most beside what the
-    rival reached, None where nobody knows. The goals are for models of real size; with `has_goals` off the comparisons
-    stand alone.
+    `met` is None without a goal; `allowed` is the largest ratio that the stages' curves allow, given the rival's
+    figure; None if it is unknown. The goals are for models of real size; with `has_goals` off the comparisons have no
+    goals.
     """
     found: list[dict[str, Any]] = []
 
@@ -151,7 +151,7 @@ def goals_of(
             share = _figure(points, "streams", "auto", n_streams, name)
             if share is not None:
                 add(what, n_streams, share, None)
-        by_hand = [  # each against the automatic run beside it: a sweep takes many minutes of a machine that drifts
+        by_hand = [  # each is compared with the automatic run next to it, since the machine drifts during a sweep
             point["median"]["against_auto"]
             for point in points
             if point["part"] == "sweep" and point["system"] != "auto" and point["streams"] == n_streams
@@ -215,7 +215,7 @@ COLUMNS = (
     ("computing_mean", "computing", 2),
 )
 
-SPREAD_SHOWN = ("tok_s", "ttft_p50_ms", "itl_p99_ms")  # of the others it is in the JSON
+SPREAD_SHOWN = ("tok_s", "ttft_p50_ms", "itl_p99_ms")  # the JSON has it for the others
 
 PREFILL_COLUMNS = (
     ("quiet_itl_p50_ms", "quiet ITL p50 ms", 1),
@@ -286,7 +286,7 @@ def _goal_cell(goal: dict[str, Any]) -> str:
     if goal["met"] is None:
         return f"{goal['value']:.2f}"
     sign, colour = "≤" if goal["at_most"] else "≥", "green" if goal["met"] else "red"
-    # A goal beyond what the curves allow is missed whatever the schedule, and it helps to see that at once.
+    # No schedule can reach a goal beyond what the curves allow, and the reader should see that at once.
     beyond = goal["allowed"] is not None and not goal["met"] and goal["allowed"] < goal["goal"]
     most = f"; curves allow {goal['allowed']:.2f}" if beyond else ""
     return f"[{colour}]{goal['value']:.2f}[/] ({sign} {goal['goal']:g}{most})"

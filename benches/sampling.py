@@ -1,4 +1,4 @@
-"""What picking a token costs, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
+"""The cost of picking a token, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
 
 One thread picks from rows of 128,256 logits. The clock is the thread's processor time, which other work on the host
 moves less than it moves the wall clock. The bench also counts picks that differ from a plain reference: sort the row,
@@ -28,7 +28,7 @@ N_VOCAB, N_VOCAB_QUICK = 128_256, 2_048
 PICKS, PICKS_QUICK = 400, 8
 N_ROWS = 16
 CASES, CASES_QUICK = 400, 24
-EDGE = 1e-5  # a row whose cumulative sum comes so near to top-p has no one right cut
+EDGE = 1e-5  # a row whose cumulative sum comes so near to top-p has more than one right cut
 SEED = 5
 
 Logits = npt.NDArray[np.float32]
@@ -67,7 +67,7 @@ def picks_us(options: SamplingOptions, rows: Logits, n_picks: int) -> list[float
 
 
 def plain_pick(logits: Logits, options: SamplingOptions, position: int, draws: Draws) -> int | None:
-    """Return what the options pick, written out plainly; None where top-p's cut is a matter of rounding."""
+    """Return the pick of a plain implementation; None if top-p's cut depends on rounding."""
     wide = logits.astype(np.float64)
     order = np.lexsort((np.arange(logits.size), -wide))
     order = order[: options.top_k or None]
@@ -124,10 +124,10 @@ def measure(n_vocab: int, n_picks: int, n_cases: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, print, and write where it is asked for."""
+    """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and few picks")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement here")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
     parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
     arguments = parser.parse_args()
     sizes = (N_VOCAB_QUICK, PICKS_QUICK, CASES_QUICK) if arguments.quick else (N_VOCAB, PICKS, CASES)

@@ -1,7 +1,6 @@
-"""Everything that is measured, started and ended in one way: relayline in its variants, llama-server, llama.cpp's RPC.
-
-A server runs on the given cores only, its output goes to a log file, and leaving the `async with` block ends it,
-whatever ended the block. Nothing here measures.
+"""Starts and ends the measured systems in the same way: relayline in its variants, llama-server, llama.cpp's RPC. A
+server runs on the given cores only, and its output goes to a log file. It ends with its `async with` block, also after
+an exception. This module measures nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ServerError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """What all servers of one comparison have in common."""
+    """The settings that all servers of one comparison share."""
 
     model: Path
     n_stages: int
@@ -91,7 +90,7 @@ async def process(
         if child.poll() is None:
             child.terminate()
         try:
-            # Shielded from a second Ctrl-C: the processes matter more than the impatience.
+            # A second Ctrl-C must not interrupt this: otherwise processes would be left behind.
             await asyncio.shield(asyncio.to_thread(child.wait, STOP_TIMEOUT_S))
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
@@ -111,13 +110,13 @@ def _failure(name: str, child: subprocess.Popen[bytes], setup: Setup) -> ServerE
 async def relayline(
     name: str, arguments: Sequence[str], setup: Setup, token: str = ""
 ) -> AsyncIterator[dict[str, str]]:
-    """Run one relayline command until it is ready; yields its ready event. `token`: the join token that it has."""
+    """Run one relayline command until it is ready; yields its ready event. `token` is its join token."""
     async with process(name, [*RELAYLINE, *arguments, "--json"], setup, reads_stdout=True, token=token) as child:
         assert child.stdout is not None
         async with asyncio.timeout(READY_TIMEOUT_S):
             line = await asyncio.to_thread(child.stdout.readline)
             while arguments[0] == "up" and line and json.loads(line)["event"] != "ready":
-                line = await asyncio.to_thread(child.stdout.readline)  # it tells of every process first
+                line = await asyncio.to_thread(child.stdout.readline)  # it prints one event for each process first
         if not line:
             await asyncio.to_thread(child.wait)
             raise _failure(name, child, setup)
@@ -145,7 +144,7 @@ async def relayline_linked(
     """Run a pipeline stage by stage, with a delaying proxy before every stage.
 
     The addresses that neighbours and coordinator are given are the proxies', so every message between two processes
-    passes one. A delay of 0 still passes the proxy, so that runs with and without delay differ by the delay alone.
+    passes one. Messages pass the proxies with a delay of 0 as well, so that runs differ by the delay alone.
     """
     # A coordinator-only flag would be refused by a stage.
     stage_flags = [part for at in range(0, len(flags), 2) if flags[at] == "--policy" for part in flags[at : at + 2]]
@@ -220,7 +219,7 @@ async def llama_rpc(
 ) -> AsyncIterator[tuple[Target, list[DelayProxy]]]:
     """Run llama-server over one `ggml-rpc-server` per stage, behind a delaying proxy each unless `delay_s` is None.
 
-    There are no other links to delay: what leaves one worker for the next goes by way of llama-server.
+    There are no other links to delay: workers exchange data by way of llama-server.
     """
     async with contextlib.AsyncExitStack() as stack:
         addresses: list[str] = []
@@ -236,7 +235,7 @@ async def llama_rpc(
         addresses = [proxy.address for proxy in proxies] or addresses
         # Every layer and the head on the workers: the server itself only samples, so one thread is enough.
         flags = ["--rpc", ",".join(addresses), "--n-gpu-layers", "999"]
-        if setup.gpu_layers:  # else it would take a share of the layers to the GPU itself
+        if setup.gpu_layers:  # otherwise it would put some layers on the GPU itself
             flags += ["--device", ",".join(f"RPC{index}" for index in range(setup.n_stages))]
         yield await stack.enter_async_context(llama_server(name, flags, setup, peers, n_threads=1)), proxies
 

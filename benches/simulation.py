@@ -2,10 +2,10 @@
 
     python -m benches.simulation [--quick] [--seed N]
 
-Prints, for each scenario, what the automatic policy reaches beside the best hand-set plan, plain drain, no batching and
-the analytic bound; then a long prompt beside running streams, a stage that slows down, requests that come and go, and
-streams that go on after a loss; last, drafts where clients predict their answers.
-Every run is audited (see simulate_audit); a broken invariant ends the program.
+For each scenario it prints the rate of the automatic policy, the best hand-set plan, plain drain, no batching, and the
+analytic bound; then a long prompt beside running streams, a stage that slows down, requests that come and go, and
+streams that go on after a loss; last, drafts with clients that predict their answers. Every run is audited (see
+relayline.deploy.testing.simulation.audit). A broken invariant ends the program.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def steady_table(quick: bool) -> float:
 
 
 def scale_table(quick: bool) -> None:
-    """Print many stages and many streams, as far as a plan is ever asked for, beside the analytic bound."""
+    """Print the largest numbers of stages and streams that a plan is used for, next to the analytic bound."""
     table = Table("scenario", "streams", "plan", "auto tok/s", "bound", "auto/bound", "overlap", "in use",
                   "s to simulate", title="many stages, many streams")  # fmt: skip
-    # Tokens enough for the groups to have formed by the middle third, which is what counts.
+    # Enough tokens for the groups to have formed by the middle third, which is the part that counts.
     sizes = [(16, 512, 24), (2, 4_096, 6)] if quick else [(64, 64, 12), (64, 256, 12), (16, 512, 24), (2, 4_096, 6)]
     for curve in ("smooth",) if quick else ("staircase", "smooth"):
         for n_stages, n_streams, n_tokens in sizes:
@@ -172,7 +172,7 @@ def change_table(quick: bool, seed: int) -> None:
 
 
 def loss_table(quick: bool) -> None:
-    """Print how long streams are silent after a loss, once all stages are back: their histories are read again."""
+    """Print how long streams pause after a loss, once all stages are back: their histories are read again."""
     table = Table("scenario", "streams", "policy", "longest pause s", "mean", "ITL p99 until then ms", "all done s",
                   title="paused streams of 200 tokens with 64 to come, 2 stages")  # fmt: skip
     for curve in CURVES:
@@ -190,7 +190,7 @@ def loss_table(quick: bool) -> None:
 
 
 def draft_table(quick: bool) -> float:
-    """Print what drafts gain where clients predict their answers; returns the worst of it."""
+    """Print the gain of drafts for clients that predict their answers; returns the worst."""
     shares = [f"{share:.0%} right" for share in SHARES]
     table = Table(
         "scenario", "streams", "plain tok/s", *shares, title="gain (guesses a stream) with predictions, 96 tokens"
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the scenarios; returns the exit status."""
     parser = argparse.ArgumentParser(prog="benches.simulation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small choice of scenarios, some seconds")
-    parser.add_argument("--seed", type=int, default=1, help="of everything that is drawn")
+    parser.add_argument("--seed", type=int, default=1, help="of all random numbers")
     options = parser.parse_args(argv)
     console.print(f"seed {options.seed}")
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Stages die while everybody talks: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--cut-links]`.
+"""Stages die while streams are running: `python -m benches.soak [--minutes 3] [--seed 1] [--lanes 10] [--cut-links]`.
 
 Streams of the demo model send one request after the other, and some clients leave in the middle of an answer. Meanwhile
 stages are killed, ended or stopped for seconds, at random from the seed. Three things must hold. Every request that was
@@ -50,17 +50,17 @@ CTX_TOKENS, TOKENS_MAX = 256, 80
 PROMPT_LENGTHS = (1, 3, 8, 20, 60, 120)
 N_PROMPTS = 30
 LEAVING_SHARE = 0.15  # of all requests
-REQUEST_TIMEOUT_S = 150.0  # beyond the time that requests wait for a stage: whoever takes longer hangs
+REQUEST_TIMEOUT_S = 150.0  # longer than requests wait for a stage: a slower one hangs
 QUIET_S = 15.0  # at the end, without faults
 RESTARTS = RestartPolicy(max_s=2.5, healthy_s=12.0)  # quicker than usual, so that a soak sees more losses
 DEATHS_WINDOW_S, DEATHS_MAX = 70.0, RESTARTS.deaths_max - 1  # of one stage: it is given up if it dies more often
 KINDS, LINK_KINDS = ("kill", "kill", "end", "stop"), ("cut",)
-Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was anything to do it to
+Inflict = Callable[["Fault"], Awaitable[bool]]  # returns whether there was a process
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens to a stage."""
+    """One fault of a stage."""
 
     at_s: float  # since the start
     kind: str  # kill: SIGKILL; end: SIGTERM; stop: SIGSTOP, for stopped_s; cut: its connections
@@ -69,7 +69,7 @@ class Fault:
 
 
 def faults_of(seed: int, minutes: float, kinds: Sequence[str] = KINDS) -> Iterator[Fault]:
-    """Yield what happens, in order: one fault every few seconds, no stage so often that it is given up. Pure."""
+    """Yield the faults in order: one every few seconds, and none so often that the stage is given up. Pure."""
     rng = random.Random(seed)
     deaths_s: dict[int, list[float]] = collections.defaultdict(list)
     at_s = 0.0
@@ -84,7 +84,7 @@ def faults_of(seed: int, minutes: float, kinds: Sequence[str] = KINDS) -> Iterat
 
 
 async def inflict(pipeline: Supervisor, fault: Fault) -> bool:
-    """Do it to the stage's process of the moment; returns whether there was one."""
+    """Apply the fault to the stage's current process; returns whether there was one."""
     child = pipeline.stage(fault.stage)
     if child.exited.is_set():
         return False
@@ -103,7 +103,7 @@ async def inflict(pipeline: Supervisor, fault: Fault) -> bool:
 
 @contextlib.asynccontextmanager
 async def supervised(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.Future[None]]]:
-    """Run a pipeline whose stages are started again; the future is done when one no longer is."""
+    """Run a pipeline whose stages are started again; the future is done when a stage is given up."""
     settings: dict[str, Any] = {"ctx_tokens": CTX_TOKENS, "n_lanes": n_lanes, "share": False, "prefix_lanes": n_lanes}
     manifest = with_stages(smallest_manifest(MODEL, **settings), StageFlags(N_STAGES, n_threads=1), 0)
     async with running(manifest, lambda _, __: None, policy=RESTARTS) as (pipeline, ready):
@@ -129,12 +129,12 @@ async def linked(n_lanes: int) -> AsyncIterator[tuple[Target, Inflict, asyncio.F
 
 
 def serve_flags(n_lanes: int) -> tuple[str, ...]:
-    """Return what the coordinator is told."""
+    """Return the coordinator's configuration."""
     return ("--no-share", "--prefix-lanes", str(n_lanes))
 
 
 class Soak:
-    """One soak: who asks what, and what came back."""
+    """One soak: its requests and its answers."""
 
     def __init__(self, seed: int, minutes: float, n_lanes: int = N_LANES, *, cuts_links: bool = False) -> None:
         self.seed, self.minutes, self.n_lanes, self.cuts_links = seed, minutes, n_lanes, cuts_links
@@ -145,7 +145,7 @@ class Soak:
         self.inflicted: collections.Counter[str] = collections.Counter()
 
     async def run(self) -> dict[str, Any]:
-        """Run it; returns the pipeline's own picture at the end."""
+        """Run it; returns GET /v1/pipeline at the end."""
         serving = linked(self.n_lanes) if self.cuts_links else supervised(self.n_lanes)
         async with serving as (target, inflict, failed), load.client() as session:
             work = asyncio.create_task(self._talk(inflict, session, target))
@@ -167,9 +167,8 @@ class Soak:
                 group.create_task(self._stream(session, target, began_s, index))
 
     async def _at_rest(self, session: aiohttp.ClientSession, target: Target) -> dict[str, Any]:
-        """Return the pipeline's picture once no stage holds a lane, or after QUIET_S as it is then.
-
-        Closes are under way when the last token arrives, and a stage that was hurt last may not be back yet.
+        """Return GET /v1/pipeline once no stage holds a lane, or after QUIET_S. When the last token arrives, closes are
+        still in flight, and the stage with the last fault may not be back.
         """
         until_s = time.monotonic() + QUIET_S
         while True:
@@ -213,9 +212,9 @@ class Soak:
 
 
 def kept_lanes(picture: dict[str, Any]) -> list[str]:
-    """Return one line for each stage of GET /v1/pipeline that holds lanes, or does not say. Pure."""
+    """Return one line for each stage of GET /v1/pipeline that holds lanes, or does not report them. Pure."""
     return [
-        f"stage {stage['index']} keeps {stage.get('lanes_used', 'nobody knows how many')} lanes"
+        f"stage {stage['index']} keeps {stage.get('lanes_used', 'an unknown number of')} lanes"
         for stage in picture["stages"]
         if stage.get("lanes_used", 1)
     ]
@@ -225,7 +224,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     """Soak, judge, report; exit code 1 where a request failed, an answer was wrong or a lane was kept."""
     parser = argparse.ArgumentParser(prog="python -m benches.soak", description=__doc__)
     parser.add_argument("--minutes", type=number, default=3)
-    parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and who leaves when")
+    parser.add_argument("--seed", type=int, default=1, help="of faults, prompts and clients that leave")
     parser.add_argument("--lanes", type=number, default=N_LANES, help=f"of each stage; there are {N_STREAMS} streams")
     parser.add_argument("--cut-links", action="store_true", help="cut links instead of killing stages")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))

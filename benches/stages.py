@@ -1,5 +1,6 @@
-"""What the stages themselves know of a run: about what their cost curves allow at most, to tell a schedule that idles
-from a processor that is busy, how much of the decode time they computed at once, and what they waited for else."""
+"""The stages' own figures of a run: the rate that their cost curves allow, which tells an idle schedule from a busy
+processor; the share of the decode time in which several computed at once; and the reasons why the others waited.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +25,26 @@ from relayline.wire.links import role_tokens
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-TOKEN = role_tokens.new_root()  # of the pipelines that a bench starts: it asks their stages itself
+TOKEN = role_tokens.new_root()  # id of the pipelines that a bench starts, so that it can ask their stages
 
-ROWS_MAX = 512  # of one native step, unless a stage was started otherwise
+ROWS_MAX = 512  # of one native step, unless a stage has other settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allowed:
-    """Tokens a second of equal requests that come at once, if nothing but native steps took any time."""
+    """Tokens per second of equal requests that come at once, if only native steps took time."""
 
     tok_s: float  # prompts included in the time
     decode_tok_s: float  # while all of them decode
 
 
 def allowed(stages: Sequence[StageCost], n_streams: int, n_prompt: int, n_tokens: int) -> Allowed:
-    """Return what the curves allow n_streams at most. Pure.
-
-    Every stage reads all prompts in chunks of its own best size and makes all decode steps, of which no schedule makes
-    more (see stage_rates), at the context of half an answer; it begins when a chunk has come through those before it,
-    and behind its last step come those after it. The stage that this takes longest is the measure. Near a bound, and
-    none in the strict sense: a prompt's rows may fill up a decode step, scratch rows pay for no context though they do
-    here, and rows of many streams in tiles of attention are dearer than said.
+    """Return the largest rates that the curves allow n_streams. Pure. Every stage reads all prompts in chunks of its
+    best size. It then makes all decode steps at the best rate of any schedule (see stage_rates), at the context of half
+    an answer. It begins when a chunk has passed the earlier stages, and its last step is followed by those of the later
+    ones. The slowest stage decides. This is close to a bound, but not a strict one: a prompt's rows may fill up a
+    decode step, scratch rows are charged for context here, and rows of many streams in tiles of attention cost more
+    than counted here.
     """
     rows = [dataclasses.replace(stage, prompt_tokens=n_prompt // 2) for stage in stages]
     chunks = [chunk for chunk in CHUNK_LADDER if chunk <= min(stage.rows_max for stage in stages)]
@@ -79,13 +79,11 @@ async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
 
 
 def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
-    """Return why stages did not compute between two moments, as shares of that time, averaged over them. Pure.
-
-    `stages` are their steps in the order of travel, each known from `from_ns` on; before the first one comes the last,
-    by way of the coordinator. A stage that pauses waits for a step elsewhere (`idle_elsewhere`) until the last step of
-    the stage before it that ends by its next own one has ended. From then on, or from its own last step where that
-    ended later, it is for everything else (`idle_way`): what other stages, links and the coordinator do outside native
-    steps, and what it does itself between two. Empty without steps.
+    """Return the reasons why stages did not compute between two moments, as shares of that time, averaged over stages.
+    Pure. `stages` holds their steps in pipeline order, known from `from_ns` on. The last stage precedes the first, by
+    way of the coordinator. The first part of a pause is `idle_elsewhere`: it lasts until the previous stage's last step
+    before the pause's end has ended. The rest of the pause is `idle_way`: work of other stages, links and the
+    coordinator outside native steps, and the stage's own work between two. Empty without steps.
     """
     if not stages or not all(stages) or to_ns <= from_ns:
         return {}
@@ -106,11 +104,11 @@ def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict
 def work(
     stages: Sequence[Sequence[Interval]], tokens_ns: Sequence[int], window: Interval, most: float
 ) -> dict[str, float]:
-    """Return what decode made and what its steps took between two moments, beside `most` tokens a second. Pure.
+    """Return decode's rate and step times between two moments, compared with `most` tokens per second. Pure.
 
-    `decode_reached`: tokens a second of that many. `step_work`: the busiest stage's time in steps per token, of what
-    the curves say is the least; above 1 its steps took longer than they say, or had other rows than are best. So the
-    part of the time in which that stage computed is the product of both. Empty without tokens.
+    `decode_reached`: tokens a second of that many. `step_work`: the busiest stage's time in steps per token, relative
+    to the least by its curve. Above 1 its steps took longer than the curve says, or did not have the best number of
+    rows. The product of both is the share of the time in which that stage computed. Empty without tokens.
     """
     from_ns, to_ns = window
     n_tokens = sum(1 for at_ns in tokens_ns if from_ns < at_ns <= to_ns)
@@ -123,10 +121,9 @@ def work(
 
 
 def evenness(stages: Sequence[Sequence[Interval]], window: Interval) -> dict[str, float]:
-    """Return `step_evenness`: the least busy stage's time in steps of the busiest one's, in a window. Pure.
-
-    Two stages cannot compute at once for longer than the less busy one does, nor any for less long than the busier one:
-    of two stages no schedule's overlap is more than this. Empty without steps.
+    """Return `step_evenness`: the least busy stage's time in steps, as a share of the busiest one's, in a window. Pure.
+    Two stages cannot compute at once for longer than the less busy one computes, and one of them computes for at least
+    as long as the busier one. So no schedule of two stages has more overlap than this. Empty without steps.
     """
     in_steps_ns = _in_steps_ns(stages, window)
     return {"step_evenness": min(in_steps_ns) / max(in_steps_ns)} if any(in_steps_ns) else {}
@@ -138,12 +135,10 @@ def _in_steps_ns(stages: Sequence[Sequence[Interval]], window: Interval) -> list
 
 
 def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and what `evenness`, `idle` and `work`
-    say of streams.
-
-    Pure, of streams that asked once. All but the first two are of the time from the moment every stream had its first
-    token until one of them had its last: before and after fewer run. (Of streams that ask again none of them holds:
-    prompts are read all the time then.) Figures that nobody knows are left out: curves not measured, answers too short.
+    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and the figures of `evenness`, `idle` and
+    `work`. Pure. For streams that asked once. All but the first two cover the time in which all streams decode: from
+    the last first token to the first last one. (None of them is valid for streams that ask again, since prompts are
+    read all the time then.) Unknown figures are left out, if curves were not measured or answers were too short.
     """
     found: dict[str, float] = {}
     costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in said]
@@ -152,7 +147,7 @@ def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_pr
         found |= {"allowed_tok_s": most.tok_s, "allowed_decode_tok_s": most.decode_tok_s}
     if all(request.token_ns for request in requests):
         steps = [list(zip(one.step_start_ns, one.step_end_ns, strict=True)) for one in said]
-        # Stages remember a bounded number of steps: before the first of them nobody can tell idle from forgotten.
+        # Stages remember a bounded number of steps: before the first of them idle and forgotten look the same.
         firsts = [*(request.token_ns[0] for request in requests), *(known[0][0] for known in steps if known)]
         window = (max(firsts), min(request.token_ns[-1] for request in requests))
         if shares := overlap_between(steps, *window):

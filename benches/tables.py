@@ -33,7 +33,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def values_of(measurement: Mapping[str, Any]) -> list[Numbers]:
-    """Return the numbers of each row, quotients worked out."""
+    """Return the numbers of each row, quotients computed."""
     known = {row["id"]: row["values"] for row in measurement["rows"] if "id" in row and "values" in row}
     return [
         row["values"] if "values" in row else _quotients(*(known[each] for each in row["divide"]))
@@ -53,7 +53,7 @@ def _quotients(above: Numbers, below: Numbers) -> Numbers:
 
 
 def _cells(values: Numbers) -> list[str]:
-    """Return a row's numbers as text, with as many decimals as the most exact of them has."""
+    """Return a row's numbers as text, with as many decimals as the most exact of them."""
     exact = [str(value) for value in values if isinstance(value, float)]
     digits = max((len(text.partition(".")[2]) for text in exact), default=0)
     return ["" if value is None else f"{value:,.{digits}f}" for value in values]
@@ -98,7 +98,7 @@ def figures(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Return a page with every marked block made anew."""
+    """Return a page with every marked block written again."""
 
     def made(found: re.Match[str]) -> str:
         kind, name = found.groups()
@@ -109,7 +109,7 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Fill the pages, or name those that are not as their figures are."""
+    """Fill the pages, or name those that differ from their figures."""
     parser = argparse.ArgumentParser(description="Make the tables of docs/results/ from benches/results/.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a page differs")
     check = parser.parse_args().check

@@ -1,14 +1,13 @@
-"""What tracing costs: tokens per second at 16 streams with each trace level, `python -m benches.tracing [--quick]`.
+"""The cost of tracing: tokens per second at 16 streams with each trace level, `python -m benches.tracing [--quick]`.
 
 One pipeline of the bundled model stays up; its level is changed between runs by PUT /v1/telemetry. Levels take turns,
-every turn in another order, and what counts is the ratio of a level's median to the median of `off`: a machine that
-drifts meets all levels alike. Spans go over OTLP/gRPC to a sink in a process of its own, which takes every byte and
-keeps none, on the same cores as the pipeline: here the collector's share of the work counts too.
+every turn in another order, and the figure is the ratio of a level's median to the median of `off`. So a drifting
+machine affects all levels alike. Spans go over OTLP/gRPC to a sink in another process, which drops every byte. It runs
+on the same cores as the pipeline, so the collector's share of the work counts too.
 
-Beside tokens per second stands the processor time per token of all processes together (they tell it themselves, as
-`process_cpu_seconds_total`). On a machine whose cores are busy the one is the inverse of the other, but neighbours who
-take the machine away for a while change only the first: where equal runs differ by more than a level costs, read the
-second.
+The second figure is the processor time per token of all processes together (their `process_cpu_seconds_total`). On a
+machine with busy cores one figure is the inverse of the other, but other programs on the machine disturb only the
+first. If equal runs differ by more than a level costs, read the second.
 
 A run counts only if every request was answered in full. Dropped spans are shown: a level that loses spans is cheaper
 than it looks.
@@ -54,7 +53,7 @@ SUMMARY_COST_MAX = 0.02  # of the tokens per second at 16 streams: the goal
 METRIC_CPU = "process_cpu_seconds"  # user and system time of a process, as Prometheus' clients name it
 N_PROMPT = 16
 WARM_TOKENS = 8
-SETTLE_S = 2.5  # after a run: its last spans are on their way for a second, and belong to no other run
+SETTLE_S = 2.5  # after a run: its last spans take a second to arrive, and must not count for the next
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counters:
-    """What all processes of the pipeline together have counted since their start."""
+    """The sums over all processes of the pipeline since their start."""
 
     n_exported: int
     n_dropped: int
@@ -166,7 +165,7 @@ async def counters_of(session: aiohttp.ClientSession, urls: Sequence[str]) -> Co
 
 
 def order_of(repeat: int, names: Sequence[str] = LEVEL_NAMES) -> list[str]:
-    """Return the levels in the order of one turn: in four turns each has had every place, the next four backwards."""
+    """Return the levels in the order of one turn: in four turns each has every place, in the next four backwards."""
     levels = list(names)
     at = repeat % len(levels)
     turned = levels[at:] + levels[:at]
@@ -203,7 +202,7 @@ async def measure(plan: Plan, log_dir: Path) -> list[Run]:
             )
 
         for level in plan.levels:
-            await run(level, -1, WARM_TOKENS)  # loads what a level loads
+            await run(level, -1, WARM_TOKENS)  # loads the level's modules
         for repeat in range(plan.repeats):
             for level in order_of(repeat, plan.levels):
                 runs.append(await run(level, repeat, plan.n_tokens))
@@ -212,7 +211,8 @@ async def measure(plan: Plan, log_dir: Path) -> list[Run]:
     return runs
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------
+# --- reporting
+# ----------------------------------------------------------------------------------------------------------
 
 
 def figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
@@ -298,7 +298,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--levels", type=some_of(LEVEL_NAMES), default=tuple(LEVEL_NAMES), help=levels)
     parser.add_argument("--shape", choices=list(SHAPES), default="", help="instead of the small demonstration model")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
-    parser.add_argument("--sink", action="store_true", help="only run the collector that keeps nothing")
+    parser.add_argument("--sink", action="store_true", help="only run the collector, which drops all spans")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,10 @@
-"""What each trick of the hot path saves: the same work with and without it, in turns, `python -m benches.tricks`.
-
-A trick whose figure is lost in what stands around it goes. The figures in the comments are from here.
+"""The saving of each trick of the hot path: the same work with and without it, in turns, `python -m benches.tricks`. A
+trick that saves too little to measure goes. The figures in the comments come from here.
 
 * in place: an envelope's message is a `bytes` object written in place (wire/envelopes/buffers.py). Without, it would be
   a bytearray, and each message a copy of it, since gRPC takes nothing but `bytes`.
 * begun: a step's first send begins in the turn of the event loop that delivers the step (wire/links/eager.py). Without,
-  it begins once the sending task has its turn. What other callbacks of that turn take comes on top.
+  it begins once the sending task has its turn. The time of other callbacks in that turn comes on top.
 * by position: a frame from the network becomes a QueuedFrame by position (stage/inbound.py), and not by keywords.
 """
 
@@ -29,7 +28,7 @@ WIDTH, ROWS, N_TURNS, N_RUNS = 4_096, (1, 8, 32, 512), 2_000, 15
 
 
 def per_call_us(works: list[Callable[[], object]], n_calls: int) -> list[float]:
-    """Return what each takes, the median of N_RUNS alternating runs of so many calls."""
+    """Return the time of each, the median of N_RUNS alternating runs of so many calls."""
     samples: list[list[float]] = [[] for _ in works]
     for _ in range(N_RUNS):
         for work, into in zip(works, samples, strict=True):
@@ -41,7 +40,7 @@ def per_call_us(works: list[Callable[[], object]], n_calls: int) -> list[float]:
 
 
 def in_place(n_rows: int) -> list[float]:
-    """Return what writing one envelope takes, without a copy and with one; rows are in place before."""
+    """Return the time to write one envelope, without a copy and with one. The rows are in place before."""
     buffer = Buffer(DTYPE_F16, WIDTH, n_rows, n_rows)
     buffer.payload[:] = 1
     heads = [(session, 5, 7, 1, 2, 0, 0, 3, bytes(25)) for session in range(n_rows)]
@@ -82,7 +81,7 @@ async def begun() -> list[float]:
 
 
 def by_position() -> list[float]:
-    """Return what making one frame takes, by position and by keywords."""
+    """Return the time to make one frame, by position and by keywords."""
     payload = np.zeros((1, WIDTH), np.float16)
     values = (1, 2, 3, 4, 1, 2, 0, payload, None, None, bytes(25), 5, 6, None, 0, 7, bytes(25))
     names = [field.name for field in dataclasses.fields(QueuedFrame)][: len(values)]

@@ -1,4 +1,4 @@
-"""What is wrong with the answers of a run in which things broke: failed, cut short, or not the unsplit model's."""
+"""Finds the wrong answers of a run with faults: failed, cut short, or different from the unsplit model's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ N_THREADS = 2  # of the unsplit model
 
 
 async def wrong_answers(model: Path, mix: str, prompts: Sequence[Prompt], requests: Sequence[Request]) -> list[str]:
-    """Return one line for each request that failed or whose tokens, as far as they came, are not the model's."""
+    """Return one line for each request that failed or whose tokens, as far as they were read, are not the model's."""
     n_tokens = max((request.n_tokens for request in requests), default=0)
     answers = await expected_answers(model, prompts, n_tokens, N_THREADS)
     told = {(request.prompt_index, tuple(request.tokens)) for request in requests}
@@ -25,7 +25,7 @@ async def wrong_answers(model: Path, mix: str, prompts: Sequence[Prompt], reques
 def faulty(
     requests: Sequence[Request], answers: Sequence[Answer], gaps: dict[tuple[int, Answer], list[float]], tie: float
 ) -> list[str]:
-    """Say what is wrong with which request, see wrong_answers. Pure.
+    """Return one line for each wrong request, see wrong_answers. Pure.
 
     gaps: of (prompt index, tokens) that are not exact, each token's distance below the best (see reference.score).
     """

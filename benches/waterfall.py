@@ -1,10 +1,10 @@
-"""Draws one request from its spans: its phases, the batches it was in at every stage, and who was in them.
+"""Draws one request from its spans: its phases, its batches at every stage, and the other requests in them.
 
     python -m benches.waterfall --out FILE.png               # runs the demo model with a few streams and draws one
     python -m benches.waterfall --spans FILE --out FILE.png  # draws from OTLP JSON that a collector wrote
 
-What a trace viewer shows one batch at a time is one picture here. FILE is OTLP JSON, one export request per line (the
-collector's `file` exporter) or one object (what Jaeger answers at /api/v3/traces); --save writes such a file.
+A trace viewer shows one batch at a time; this is one picture. FILE is OTLP JSON, one export request per line (the
+collector's `file` exporter) or one object (Jaeger's answer at /api/v3/traces); --save writes such a file.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def spans_in(text: str) -> list[StoredSpan]:
     return spans
 
 
-# --- what is drawn ----------------------------------------------------------------------------------------------------
+# --- the batches to draw
+# ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bar:
-    """One batch as it is drawn; times in ms from the begin of the request."""
+    """One batch as it is drawn; times in ms since the request began."""
 
     stage: int
     start_ms: float
@@ -172,7 +173,7 @@ def _zoom(session: Session, bars: Sequence[Bar]) -> tuple[float, float]:
 
 
 def draw(spans: Sequence[StoredSpan], out: Path, request_id: str = "") -> str:
-    """Draw one request into a PNG or SVG file; returns a line that says what is on it."""
+    """Draw one request into a PNG or SVG file; returns a line that describes it."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -211,11 +212,11 @@ def draw(spans: Sequence[StoredSpan], out: Path, request_id: str = "") -> str:
     return told
 
 
-# --- a run of its own -------------------------------------------------------------------------------------------------
+# --- the traced run -------------------------------------------------------------------------------------------------
 
 
 async def record() -> list[ExportTraceServiceRequest]:
-    """Run the demo model over three stages with a few streams, traced; returns what was exported."""
+    """Run the demo model over three stages with a few streams, traced; returns the exported spans."""
     from relayline.deploy.testing.traced_pipeline import PROMPTS, ask_all, traced_pipeline
 
     with tempfile.TemporaryDirectory(prefix="relayline-waterfall-") as directory, receiving() as receiver:
@@ -226,7 +227,7 @@ async def record() -> list[ExportTraceServiceRequest]:
             receiver.clear()
             await ask_all(traced, PROMPTS[:6], N_TOKENS)
             receiver.wait_for(lambda spans: sum(span.name == names.SPAN_DECODE for span in spans) == 6)
-        return receiver.requests  # the processes have ended and flushed what they had
+        return receiver.requests  # the processes have ended and flushed their spans
 
 
 def parse() -> argparse.Namespace:
@@ -235,7 +236,7 @@ def parse() -> argparse.Namespace:
         prog="python -m benches.waterfall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--spans", type=Path, default=None, help="OTLP JSON to draw from")
-    parser.add_argument("--save", type=Path, default=None, help="where to keep the spans of the run")
+    parser.add_argument("--save", type=Path, default=None, help="file for the spans of the run")
     parser.add_argument("--request", default="", help="id of the request to draw [default: the one in most batches]")
     parser.add_argument("--out", type=Path, required=True, help="PNG or SVG file")
     return parser.parse_args()

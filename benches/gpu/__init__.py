@@ -1,1 +1,1 @@
-"""What relayline does on one GPU: see `benches/gpu/__main__.py`. Nothing else of the project needs one."""
+"""The bench of relayline on one GPU, see `benches/gpu/__main__.py`. No other part of the project needs a GPU."""

@@ -1,10 +1,11 @@
-"""relayline on one GPU: `python -m benches.gpu`. Optional, since nothing of the project may depend on a GPU.
+"""relayline on one GPU: `python -m benches.gpu`. Optional: no other part of the project depends on a GPU.
 
 1. llama.cpp is built with CUDA for one architecture into the cache (`--installed` takes the installed
    llama-cpp-python instead, `--backend cpu` builds without CUDA, which checks this bench).
-2. A step of a whole model (llama-8b, Q4_0, random weights) by its rows, 1 to 256: the cost curve, and the engine beside
-   `llama-batched-bench` (goal: within 3 %).
-3. Two stages as two processes on that GPU, 1 to 64 streams over HTTP, beside batching off and an unsplit llama-server.
+2. A step of a whole model (llama-8b, Q4_0, random weights) by its rows, 1 to 256: the cost curve, and the engine
+compared with `llama-batched-bench` (goal: within 3 %).
+3. Two stages as two processes on that GPU, 1 to 64 streams over HTTP, compared with batching off and with an unsplit
+llama-server.
 
 Without a network: `--sources` names the source distribution of the pinned llama-cpp-python.
 """
@@ -37,7 +38,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m benches.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
-    parser.add_argument("--backend", choices=list(BACKENDS), default="cuda", help="what llama.cpp is built with")
+    parser.add_argument("--backend", choices=list(BACKENDS), default="cuda", help="backend of the build of llama.cpp")
     parser.add_argument("--arch", default="native", help="CUDA architecture to build for, such as 90 (default: native)")
     parser.add_argument("--sources", type=Path, help="source distribution of llama-cpp-python, instead of downloading")
     parser.add_argument("--jobs", type=number, default=len(os.sched_getaffinity(0)), help="compilers at once")
@@ -46,17 +47,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--built", type=Path, help="directory of llama.cpp's programs and libraries, instead of building"
     )
     parser.add_argument("--build-only", action="store_true")
-    short_mode = "a GPU that is at hand for so many minutes, the build included: see benches/gpu/short.py"
+    short_mode = "for a GPU that is available for this many minutes, including the build: see benches/gpu/short.py"
     parser.add_argument("--minutes", type=float, default=0.0, help=short_mode)
     parser.add_argument("--parts", type=some_of(PARTS), default=(), help=f"some of {','.join(PARTS)}")
-    packed = (
-        "leave in this directory what a host without a network needs for --minutes, and end: see benches/gpu/pack.py"
-    )
+    packed = "write all that a host without a network needs for --minutes to this directory: see benches/gpu/pack.py"
     parser.add_argument("--pack", type=Path, help=packed)
     has = "packages that the host has already, such as numpy,uvloop, for --pack"
     parser.add_argument("--host-has", type=lambda text: text.split(","), default=[], help=has)
     parser.add_argument(
-        "--keep", type=Path, help="gpu-short.json of a run: make benches/results/gpu.json of it, and end"
+        "--keep", type=Path, help="gpu-short.json of a run: make benches/results/gpu.json from it, and end"
     )
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
@@ -75,11 +74,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def programs(options: argparse.Namespace) -> Peers | None:
-    """Return llama.cpp's programs for this run. Does not return where its libraries are not those of this process:
-    then the bench starts anew with them.
+    """Return llama.cpp's programs for this run. If this process has not loaded their libraries, it is replaced by a new
+    one that does, and the call does not return.
     """
     if options.installed and not options.built:
-        # What was built for a processor says nothing about a GPU.
+        # A build for the CPU says nothing about a GPU.
         return None if _sees_gpus() else find_peers(Kernels.OURS)
     built = at(options.built) if options.built else build_with_model(options)
     if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
@@ -91,7 +90,7 @@ def programs(options: argparse.Namespace) -> Peers | None:
 
 
 def build_with_model(options: argparse.Namespace) -> Peers:
-    """Build, and in a short run write the random model meanwhile."""
+    """Build; in a short run write the random model meanwhile."""
     if not options.minutes:
         return build(options.backend, options.arch, options.jobs, options.sources)
     writing = subprocess.Popen(
@@ -113,7 +112,7 @@ def _sees_gpus() -> bool:
 def main() -> int:
     """Build and measure; exit code 1 if a run did not count."""
     options = parse()
-    began_ns = int(os.environ.setdefault(BEGAN, str(time.monotonic_ns())))  # before it started anew with its libraries
+    began_ns = int(os.environ.setdefault(BEGAN, str(time.monotonic_ns())))  # the clock of the process that was replaced
     try:
         if options.pack:
             return pack.main(options)
@@ -124,7 +123,8 @@ def main() -> int:
         if options.build_only:
             print(peers.directory if peers else "nothing to build")
             return 0
-        # What measures loads llama.cpp. A host's binding may have no libraries but those that were built or named.
+        # The measuring module loads llama.cpp, and the host's binding may have no libraries but the built or named
+        # ones.
         from benches.gpu import measure
 
         return measure.main(options, peers, began_ns)

@@ -1,4 +1,4 @@
-"""llama.cpp with CUDA for one architecture, and no more of it than the GPU benchmark needs.
+"""Builds the part of llama.cpp with CUDA that the GPU benchmark needs, for one architecture.
 
 The libraries are shared: relayline's stages load them in place of the installed llama-cpp-python's own
 (`LIBRARIES`, which its binding reads), and llama.cpp's programs beside them run the very same kernels.
@@ -35,7 +35,7 @@ def options_of(backend: str, architecture: str) -> tuple[str, ...]:
 
 
 def build(backend: str, architecture: str, n_jobs: int, archive: Path | None) -> Peers:
-    """Return programs and libraries, built first if need be. Raises PeersUnavailableError."""
+    """Return programs and libraries, building them first if needed. Raises PeersUnavailableError."""
     options = options_of(backend, architecture)
     home = cache_dir() / f"gpu-{pinned_version()}-{digest_of(options, Kernels.OURS)}"
     built = Peers(home / "bin", pinned_version())
@@ -47,7 +47,7 @@ def build(backend: str, architecture: str, n_jobs: int, archive: Path | None) ->
 
 
 def at(directory: Path) -> Peers:
-    """Return programs that were built elsewhere. Raises PeersUnavailableError if one is missing."""
+    """Return programs that were built before. Raises PeersUnavailableError if one is missing."""
     for name in (*TARGETS, "libllama.so"):
         if not (directory / name).is_file():
             raise PeersUnavailableError(f"{directory} has no {name}")
@@ -55,10 +55,8 @@ def at(directory: Path) -> Peers:
 
 
 def preloaded(backend: str) -> dict[str, str]:
-    """Return what a process that loads the build must find in its environment.
-
-    Some CUDA packages for Python carry a libstdc++ of their own, older than the compiler's: whatever is loaded first
-    is everybody's. So the compiler's comes first.
+    """Return the environment of a process that loads the build. Some CUDA packages for Python carry a libstdc++ that is
+    older than the compiler's. A process uses the first one that it loads, so the compiler's must come first.
     """
     if backend == "cpu" or "LD_PRELOAD" in os.environ or not (compiler := shutil.which("c++")):
         return {}
@@ -69,7 +67,7 @@ def preloaded(backend: str) -> dict[str, str]:
 
 
 def fetched(scratch: Path, archive: Path | None) -> Path:
-    """Unpack the source distribution of the pinned llama-cpp-python below `scratch`, downloaded unless it is at hand.
+    """Unpack the source distribution of the pinned llama-cpp-python below `scratch`, downloading it if it is not there.
 
     Returns its root. Raises PeersUnavailableError.
     """

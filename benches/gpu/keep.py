@@ -1,4 +1,4 @@
-"""From gpu-short.json, which a short run leaves, to benches/results/gpu.json: the table of docs/results/gpu.md."""
+"""Makes benches/results/gpu.json, the table of docs/results/gpu.md, from the gpu-short.json of a short run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUOTIENTS = (
 
 
 def kept(found: Mapping[str, Any], date: str, commit: str) -> dict[str, Any]:
-    """Return the measurement: medians over repeats, in tok/s. What was left out or failed has no row. Pure.
+    """Return the measurement: medians over repeats, in tok/s. Parts that were left out or failed have no row. Pure.
 
     Raises ValueError if no part of the run has figures by streams.
     """
@@ -89,7 +89,7 @@ def machine_key(devices: Sequence[str]) -> str:
 
 
 def machine_line(found: Mapping[str, Any]) -> str:
-    """Return what machines.json says of it."""
+    """Return the machine's description in machines.json."""
     device = found["devices"][0].partition(": ")[2] if found["devices"] else "no GPU"
     return f"{device}; {found['machine']['cores']} cores of an {found['machine']['cpu']}"
 
@@ -105,7 +105,7 @@ def keep(path: Path, results: Path = RESULTS) -> Path:
     """Write gpu.json and the machine's line in machines.json below `results`. Raises OSError or ValueError."""
     found = json.loads(path.read_text())
     commit = str(found["machine"].get("commit", ""))
-    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):  # the host had no git: it ran what is checked out here
+    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):  # the host had no git; it ran this checkout
         commit = str(machine.facts()["commit"])
     date = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date().isoformat()
     measurement = kept(found, date, commit.removesuffix("-dirty")[:7])

@@ -1,4 +1,4 @@
-"""The measurements of `python -m benches.gpu`, once llama.cpp is there: this loads its libraries."""
+"""The measurements of `python -m benches.gpu`, after llama.cpp was built: this module loads its libraries."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def pipeline(options: argparse.Namespace, peers: Peers | None, gpu_layers:
 
 
 def in_minutes(options: argparse.Namespace, peers: Peers | None, gpus: Sequence[str], deadline_ns: int) -> int:
-    """Measure what a short time allows."""
+    """Measure the parts that fit a short time."""
     streams = options.streams or (QUICK_STREAMS if options.quick else SHORT_STREAMS)
     n_tokens = options.tokens or (8 if options.quick else 128)
     repeats = 1 if options.quick else 2

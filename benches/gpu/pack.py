@@ -1,6 +1,7 @@
-"""What a GPU host without a network needs for `python -m benches.gpu --minutes N`, in one folder: `--pack DIR`.
+"""Packs everything that a GPU host without a network needs for `python -m benches.gpu --minutes N` into one folder:
+`--pack DIR`.
 
-DIR/wheels: what relayline depends on, for the host's Python. DIR/sources.tar.gz: llama.cpp, cut to one shape's kernels.
+DIR/wheels: relayline's dependencies, for the host's Python. DIR/sources.tar.gz: llama.cpp, cut to one shape's kernels.
 DIR/llama_cpp and its dist-info: the binding without its libraries. DIR/project: this checkout. DIR/start.sh: installs
 them and runs the bench; its arguments are the bench's.
 """
@@ -23,12 +24,12 @@ from benches.peers import PeersUnavailableError
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "3.12"
-# Beyond what pyproject.toml names: the binding's own needs, and what builds our one extension there.
+# In addition to pyproject.toml: the binding's dependencies, and the build tools of our extension.
 ALSO = ("diskcache", "typing-extensions", "setuptools>=77", "py-spy")
-GLIBC = range(5, 40)  # pip takes each tag by itself: manylinux_2_5 to manylinux_2_39
+GLIBC = range(5, 40)  # pip wants each tag separately: manylinux_2_5 to manylinux_2_39
 START = """\
 #!/bin/bash
-# Installs what lies beside this file and runs the GPU bench for some minutes. Its arguments are the bench's.
+# Installs the packages in this folder and runs the GPU bench for some minutes. Its arguments are the bench's.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
@@ -43,14 +44,14 @@ exec $python -m benches.gpu --sources "$here/sources.tar.gz" "$@"
 
 
 def requirements(pyproject: str, without: tuple[str, ...]) -> list[str]:
-    """Return what has to be downloaded: the project's dependencies and ALSO, less those that the host has. Pure."""
+    """Return the packages to download: the project's dependencies and ALSO, without those that the host has. Pure."""
     named = tomllib.loads(pyproject)["project"]["dependencies"]
     wanted = [text.split(";")[0].strip() for text in named if not text.startswith("llama-cpp-python")]
     return [text for text in (*wanted, *ALSO) if not text.startswith(without)]
 
 
 def download(directory: Path, needs: list[str]) -> None:
-    """Download wheels with all that they need. Raises PeersUnavailableError."""
+    """Download wheels with all their dependencies. Raises PeersUnavailableError."""
     platforms = [part for minor in GLIBC for part in ("--platform", f"manylinux_2_{minor}_x86_64")]
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--python-version", PYTHON,
@@ -63,7 +64,7 @@ def download(directory: Path, needs: list[str]) -> None:
 
 
 def copy_project(directory: Path) -> None:
-    """Copy the files of this checkout that git knows, or would."""
+    """Copy the files of this checkout that git tracks or would track."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -97,7 +98,7 @@ def pack(directory: Path, shape: str, mix: str, archive: Path | None, host_has: 
         pack_sources(root, directory / "sources.tar.gz")
     (directory / "wheels").mkdir()
     download(directory / "wheels", requirements((ROOT / "pyproject.toml").read_text(), host_has))
-    for wheel in (directory / "wheels").iterdir():  # what a wheel needs came along
+    for wheel in (directory / "wheels").iterdir():  # its dependencies are in the folder as well
         if wheel.name.startswith(host_has or ("/",)):
             wheel.unlink()
     copy_binding(directory)
@@ -107,7 +108,7 @@ def pack(directory: Path, shape: str, mix: str, archive: Path | None, host_has: 
 
 
 def main(options: argparse.Namespace) -> int:
-    """Pack, and say how large it became."""
+    """Pack, and print the size."""
     pack(options.pack, options.shape, options.type, options.sources, tuple(options.host_has))
     n_bytes = sum(path.stat().st_size for path in options.pack.rglob("*") if path.is_file())
     run = f"{options.pack.name}/start.sh --minutes 10 --out DIR"

@@ -1,7 +1,7 @@
-"""A GPU that is at hand for some minutes only: parts in the order of their worth, results on disk after each of them.
-
-A part begins only if the time left is likely to do for it, and one that fails does not stop the others. The figures of
-streams are those of `relayline bench`: greedy answers to prompts of random tokens, run to their full length.
+"""The GPU bench for a machine that is available for some minutes only. The most valuable parts come first, and results
+are written after each part. A part begins only if the time left is likely to be enough. A part that fails does not stop
+the others. The figures of streams are those of `relayline bench`: greedy answers to prompts of random tokens, always of
+full length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROFILE_S = 2
 
 
 class Notebook:
-    """Results of a run, written after every part; parts that would end too late are left out, and said to be."""
+    """Results of a run, written after every part. They list the parts that would end too late and are left out."""
 
     def __init__(self, path: Path, deadline_ns: int, about: dict[str, Any]) -> None:
         """`deadline_ns` is on the monotonic clock."""
@@ -50,7 +50,7 @@ class Notebook:
         return (self._deadline_ns - now_ns) / 1e9
 
     async def part(self, name: str, needs_s: float, measure: Callable[[], Awaitable[Any]]) -> None:
-        """Run one part, unless less than `needs_s` is left, and write what it found or why it found nothing."""
+        """Run one part, unless less than `needs_s` is left. Write its result, or the reason why it has none."""
         began_ns = time.monotonic_ns()
         left_s = self.left_s(began_ns)
         if left_s < needs_s:
@@ -80,7 +80,7 @@ def _brief(found: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a short run measures."""
+    """The parameters of a short run."""
 
     shape: str
     mix: str
@@ -104,7 +104,7 @@ class Short:
         self.prompts = [[draw.randrange(3, n_vocab) for _ in range(PROMPT_TOKENS)] for _ in range(n_prompts)]
 
     async def engine(self) -> list[dict[str, float]]:
-        """A step of the whole model by its rows, beside llama-batched-bench."""
+        """A step of the whole model by its rows, compared with llama-batched-bench."""
         plan, rows = self.plan, self.plan.streams
         artifact = split_for(self.model, 1, None, None) / "stage-0.gguf"
         n_threads = len(self.setup.cores)
@@ -119,7 +119,7 @@ class Short:
         return await asyncio.to_thread(measured)
 
     async def streams(self, server: AbstractAsyncContextManager[Target], *, profiled: str = "") -> list[dict[str, Any]]:
-        """Load one server with streams, in turns; `profiled` names the profiles that py-spy leaves, if it is there."""
+        """Load one server with streams, in turns. `profiled` names the output files of py-spy, if it is installed."""
         found: list[dict[str, Any]] = []
         async with server as target, load.client() as session:
             warm = min(8, max(self.plan.streams))
@@ -143,7 +143,7 @@ class Short:
         return point
 
     def relayline(self, name: str, n_stages: int, *flags: str) -> AbstractAsyncContextManager[Target]:
-        """Return a pipeline of that many stages, all of them on the one GPU."""
+        """Return a pipeline of so many stages, all on the one GPU."""
         setup = dataclasses.replace(self.setup, n_stages=n_stages)
         return relayline_up(name, ["--draft", "off", "--trace-level", "off", *flags], setup)
 
@@ -180,7 +180,7 @@ class Short:
 
 @contextlib.asynccontextmanager
 async def _profiles(out: Path, name: str) -> AsyncIterator[None]:
-    """Let py-spy watch what this process has started, where there is py-spy and a name for what it leaves."""
+    """Let py-spy watch the processes that this one has started, if py-spy is there and the output has a name."""
     spies: list[subprocess.Popen[bytes]] = []
     if name and (program := shutil.which("py-spy")):
         for pid in _below(os.getpid()):
@@ -213,7 +213,7 @@ def _below(pid: int) -> list[int]:
 
 async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
     """Run the parts; exit code 1 if one of them failed."""
-    quick = short.plan.gpu_layers == 0  # a rehearsal: nothing of it takes long
+    quick = short.plan.gpu_layers == 0  # a rehearsal: every part is short
 
     def streams(make: Callable[[], AbstractAsyncContextManager[Target]]) -> Callable[[], Awaitable[Any]]:
         return lambda: short.streams(make())
@@ -236,7 +236,7 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
 
 
 async def run(plan: Plan, peers: Peers | None, about: dict[str, Any], deadline_ns: int, only: Sequence[str]) -> int:
-    """Run all parts until the deadline and leave gpu-short.json."""
+    """Run all parts until the deadline and write gpu-short.json."""
     about |= {"machine": machine.facts(), "shape": plan.shape, "type": plan.mix, "n_tokens": plan.n_tokens}
     notebook = Notebook(plan.out / "gpu-short.json", deadline_ns, about)
     with tempfile.TemporaryDirectory(prefix="relayline-gpu-") as logs:
@@ -247,7 +247,7 @@ async def run(plan: Plan, peers: Peers | None, about: dict[str, Any], deadline_n
 
 
 def _keep_logs(logs: Path, path: Path) -> None:
-    """Leave the last lines of what the servers printed."""
+    """Write the last lines of the servers' logs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as out:
         for log in sorted(logs.glob("*.log")):

@@ -1,7 +1,7 @@
-"""One decode step of a whole model by its rows: the engine beside `llama-batched-bench`, run in turns.
+"""One decode step of a whole model by its rows: the engine and `llama-batched-bench` in turns.
 
-Both decode one row of each of M streams behind a prompt of PROMPT_TOKENS, in a cache that streams share, and take the
-head's output for every row. The engine's mean over N_STEPS positions is set against the program's over the same ones.
+Both decode one row of each of M streams after a prompt of PROMPT_TOKENS, in a cache that streams share, and compute the
+head for every row. The bench compares their means over the same N_STEPS positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GOAL_RATIO = 1.03
 
 
 class BareError(RelaylineError):
-    """`llama-batched-bench` did not give all figures. The text ends with its last line."""
+    """`llama-batched-bench` did not print all figures. The text ends with its last line."""
 
 
 def open_engine(artifact: Path, rows_max: int, n_threads: int, gpu_layers: int) -> NativeEngine:
@@ -76,7 +76,7 @@ def bare_command(peers: Peers, model: Path, rows: Sequence[int], n_threads: int,
         str(peers.batched_bench), "--model", str(model), "--ctx-size", str(n_cells), "--batch-size", batch,
         "--ubatch-size", batch, "--threads", str(n_threads), "--threads-batch", str(n_threads), "--kv-unified",
         "--n-gpu-layers", "all" if gpu_layers < 0 else str(gpu_layers), "--fit", "off", "--output-format", "jsonl",
-        # It may end before its last line is written, so that one more is asked for.
+        # It may be killed before its last line is written, so it is asked for one more.
         "-npp", str(PROMPT_TOKENS), "-ntg", str(N_STEPS), "-npl", ",".join(map(str, (*rows, 1))),
     ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def bare_ms(command: Sequence[str], rows: Sequence[int]) -> dict[int, float]:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     found = parse(ran.stdout)
     if ran.returncode or any(n_rows not in found for n_rows in rows):
-        last = (ran.stderr.strip().splitlines() or ["it gave no figures for some rows"])[-1]
+        last = (ran.stderr.strip().splitlines() or ["it printed no figures for some rows"])[-1]
         raise BareError(f"llama-batched-bench failed (exit code {ran.returncode}): {last}")
     return found
 

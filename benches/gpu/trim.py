@@ -15,9 +15,9 @@ from pathlib import Path
 
 from benches.peers import PeersUnavailableError
 
-WIDTHS = (64, 128, 256)  # of heads, that all of ggml's attention kernels have
+WIDTHS = (64, 128, 256)  # width of heads that all of ggml's attention kernels support
 BACKENDS_KEPT = ("ggml-cpu", "ggml-cuda", "ggml-rpc")
-# Below the source distribution's root, and below llama.cpp's: nothing that the programs are built from.
+# Below the source distribution's root and llama.cpp's: folders that the build does not need.
 LEFT_OUT = (".git", "examples")
 LEFT_OUT_OF_LLAMA_CPP = (
     ".devops", ".github", "benches", "ci", "conversion", "docs", "examples", "gguf-py", "grammars", "licenses", "media",
@@ -33,9 +33,8 @@ DECLARATION = re.compile(r"DECL_FATTN_(MMA_F16|TILE|VEC)_CASE\( *(\d+), *(\S+?)[
 
 
 def between(text: str, marks: tuple[str, str], instead: str) -> str:
-    """Return the text with what begins at the first mark and ends before the second replaced.
-
-    Raises PeersUnavailableError where a mark is missing: these are other sources than the trimming was written for.
+    """Replace the text from the first mark up to the second. Raises PeersUnavailableError if a mark is missing, which
+    means that the sources are not the version that this module knows.
     """
     begin = text.find(marks[0])
     end = text.find(marks[1], begin)
@@ -66,7 +65,7 @@ def tiles(text: str, width: int) -> str:
 
 
 def instances(text: str, width: int) -> str:
-    """Return a file of attention kernels for one width and an f16 cache; empty if none of them is left."""
+    """Return a file of attention kernels for one width and an f16 cache; empty if none is left."""
     kept = [
         line for line in text.splitlines() if not (found := DECLARATION.match(line)) or _is_kept(found, line, width)
     ]

@@ -1,4 +1,4 @@
-"""What the GPU bench measures where nobody says otherwise. Imports nothing that loads llama.cpp's libraries."""
+"""Defaults of the GPU bench. Imports nothing that loads llama.cpp's libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Makes this process's native steps take as long as they would on a slower host, for `deploy.testing.slow_hosts`.
+"""Makes this process's native steps as long as on a slower host, for `deploy.testing.slow_hosts`.
 
 Python imports it at its start where PYTHONPATH names this folder. SLOWED_LAYER_MS is the time of a step of one row for
-each layer; a head counts like one layer. The rest of that time is slept, so that several such hosts fit one machine.
+each layer; a head counts like one layer. The step sleeps for the rest of that time, so that several such hosts fit on
+one machine.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 Patch = Callable[[Any], None]
 
 LAYER_MS = float(os.environ.get("SLOWED_LAYER_MS", "0"))
-ROW_SHARE = 0.5  # of a step of one row, for each further row: on processors a batch saves reading alone
+ROW_SHARE = 0.5  # share of a one-row step for each further row: on a CPU a batch saves only the reading of weights
 ENGINE, CALIBRATE = "relayline.stage.engine.native", "relayline.stage.speed.calibrate"
 
 
@@ -36,7 +37,7 @@ def _slow_engine(module: Any) -> None:
 
 
 def _timed_by_the_clock(module: Any) -> None:
-    module._is_offloaded = lambda engine: True  # who sleeps uses no processor, which would look like a disturbed step
+    module._is_offloaded = lambda engine: True  # sleep uses no processor time, which would look like a disturbed step
 
 
 class _Finder(importlib.abc.MetaPathFinder):

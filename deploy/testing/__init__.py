@@ -1,1 +1,1 @@
-"""The rig that tests and benches share: fakes, tiny models, a reference, real processes, the simulation."""
+"""Shared by tests and benches: fakes, tiny models, a reference model, real processes, the simulation."""

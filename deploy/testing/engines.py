@@ -1,4 +1,4 @@
-"""Configurations of engines and stages for tests and benches, with settings and other fields given side by side."""
+"""Configurations of engines and stages for tests and benches, with settings and other fields as keywords."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from relayline.wire.settings.table import EngineSettings
 def engine_config(
     artifact_path: Path, n_lanes: int, ctx_tokens: int, max_rows: int = 512, n_threads: int = 1, **more: Any
 ) -> EngineConfig:
-    """Return how to load one artifact: on one thread, with lanes that share cells, unless `more` says otherwise."""
+    """Return the engine's configuration for one artifact: one thread, lanes that share cells, unless `more` says
+    otherwise.
+    """
     given = {"n_lanes": n_lanes, "ctx_tokens": ctx_tokens, "max_rows": max_rows, "n_threads": n_threads}
     settings, other = _parted({"kv_layout": "unified"} | given | more)
     return EngineConfig(artifact_path, settings, **other)
 
 
 def stage_config(artifact: Path, **more: Any) -> StageConfig:
-    """Return a stage process; `more`: fields of StageConfig and of its engine's settings."""
+    """Return the configuration of a stage process; `more`: fields of StageConfig and of its engine's settings."""
     settings, other = _parted(more)
     return StageConfig(artifact, engine=settings, **other)
 

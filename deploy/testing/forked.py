@@ -1,4 +1,4 @@
-"""Lets `subprocess` and `asyncio` start relayline's processes as forks, see zygote.py. Others start as ever."""
+"""Lets `subprocess` and `asyncio` start relayline's processes as forks, see zygote.py. Others start as usual."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from relayline.deploy.testing.zygote import Zygote
 
 _Popen = subprocess.Popen
 _exec = asyncio.create_subprocess_exec
-_LIMIT_BYTES = 1 << 16  # asyncio's own for a line
+_LIMIT_BYTES = 1 << 16  # asyncio's default limit of a line
 
 _zygote: Zygote | None = None
 _n_off = 0
 
 
 def install(zygote: Zygote) -> None:
-    """From now on processes are forks of `zygote` where they can be."""
+    """From now on processes are forks of `zygote` if possible."""
     global _zygote
     _zygote = zygote
     subprocess.Popen = _Forked  # type: ignore[misc]
@@ -32,7 +32,7 @@ def install(zygote: Zygote) -> None:
 
 @contextlib.contextmanager
 def own_processes() -> Iterator[None]:
-    """Start every process as an interpreter of its own for the length of a with block."""
+    """Start every process as a new interpreter during a with block."""
     global _n_off
     _n_off += 1
     try:
@@ -42,7 +42,7 @@ def own_processes() -> Iterator[None]:
 
 
 class _Forked(_Popen):  # type: ignore[type-arg]
-    """A process that is a fork if it can be. What differs from subprocess.Popen is how the process comes to be."""
+    """A process that is a fork if it can be. Only the making of the process differs from subprocess.Popen."""
 
     def _execute_child(
         self,
@@ -85,7 +85,7 @@ class _Forked(_Popen):  # type: ignore[type-arg]
 
 
 async def _create(*words: Any, limit: int = _LIMIT_BYTES, **settings: Any) -> Any:
-    """Do what asyncio.create_subprocess_exec does. uvloop starts processes on its own, other loops by subprocess."""
+    """Replaces asyncio.create_subprocess_exec. uvloop starts processes without subprocess; other loops use it."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, uvloop.Loop) or _zygote is None or _n_off:
         return await _exec(*words, limit=limit, **settings)
@@ -95,7 +95,7 @@ async def _create(*words: Any, limit: int = _LIMIT_BYTES, **settings: Any) -> An
 
 
 class _Process:
-    """What asyncio gives of a process, as far as this package asks for it."""
+    """asyncio's interface of a process, as far as this package uses it."""
 
     def __init__(self, begun: subprocess.Popen[bytes], limit: int) -> None:
         self._begun, self._limit = begun, limit
@@ -137,7 +137,7 @@ class _Process:
         return int(self._begun.returncode)
 
     async def communicate(self) -> tuple[bytes, bytes]:
-        """Return what it wrote once it has ended."""
+        """Return its output once it has ended."""
         out, err = await asyncio.gather(*(_all(stream) for stream in (self.stdout, self.stderr)))
         await self.wait()
         return out, err

@@ -1,7 +1,7 @@
 """A real OTLP receiver in the test process, over gRPC and HTTP: stores spans, and can refuse, stall or be gone.
 
 Spans arrive as any collector gets them, so what a test reads here has passed the exporter, its limits and the wire.
-Waiting is for a condition over the stored spans, never for a time.
+Tests wait for a condition over the stored spans, never for a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLIENT, SERVER, PRODUCER, CONSUMER, INTERNAL = 3, 2, 4, 5, 1  # span kinds as OT
 
 
 class Mode(enum.Enum):
-    """How the receiver treats what it is sent."""
+    """How the receiver answers."""
 
     OK = "ok"
     REFUSING = "refusing"  # a final error at once
@@ -183,7 +183,7 @@ class Receiver(service_grpc.TraceServiceServicer):
             self._changed.notify_all()
 
     def _admit(self, is_wanted: Callable[[], bool]) -> Mode:
-        """Count a call and hold it while the mode says so; returns how to answer."""
+        """Count a call and hold it if the mode says so; returns the mode of its answer."""
         with self._changed:
             self.n_calls += 1
             self._changed.notify_all()
@@ -194,7 +194,8 @@ class Receiver(service_grpc.TraceServiceServicer):
         with self._changed:
             self._changed.notify_all()
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- receiving
+    # -------------------------------------------------------------------------------------------------------
 
     def Export(
         self, request: service_pb.ExportTraceServiceRequest, context: grpc.ServicerContext
@@ -203,9 +204,9 @@ class Receiver(service_grpc.TraceServiceServicer):
         context.add_callback(self._wake)
         mode = self._admit(context.is_active)
         if mode is Mode.UNAVAILABLE:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "the receiver is told to be unavailable")
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the receiver is set to be unavailable")
         if mode is Mode.REFUSING:
-            context.abort(grpc.StatusCode.PERMISSION_DENIED, "the receiver is told to refuse")
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "the receiver is set to refuse")
         if mode is Mode.OK:
             self.take(request, {str(key): str(value) for key, value in context.invocation_metadata()})
         return service_pb.ExportTraceServiceResponse()
@@ -218,7 +219,7 @@ class Receiver(service_grpc.TraceServiceServicer):
             self.headers.append(headers)
             self._changed.notify_all()
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def spans(self) -> list[StoredSpan]:
@@ -234,7 +235,7 @@ class Receiver(service_grpc.TraceServiceServicer):
             self.headers.clear()
 
     def wait_for(self, is_enough: Callable[[list[StoredSpan]], bool], timeout_s: float = TIMEOUT_S) -> list[StoredSpan]:
-        """Block until the stored spans fulfil a condition; returns them. AssertionError says what there was instead."""
+        """Block until the stored spans fulfil a condition; returns them. AssertionError lists the stored spans."""
         with self._changed:
             found = self._changed.wait_for(lambda: is_enough(list(self._spans)), timeout_s)
             names: dict[tuple[str, str], int] = {}
@@ -244,7 +245,7 @@ class Receiver(service_grpc.TraceServiceServicer):
             return list(self._spans)
 
     def wait_for_call(self, n_calls: int = 1) -> None:
-        """Block until an exporter has called so often, whatever it was answered."""
+        """Block until exporters have made so many calls, whatever the answers were."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.n_calls >= n_calls, TIMEOUT_S), "nobody called"
 
@@ -269,7 +270,7 @@ def _handler_of(receiver: Receiver) -> type[http.server.BaseHTTPRequestHandler]:
             self._answer(200, service_pb.ExportTraceServiceResponse().SerializeToString())
 
         def _answer(self, status: int, body: bytes) -> None:
-            # A client that has given up meanwhile is not told.
+            # A client that has given up gets no answer.
             with contextlib.suppress(OSError):
                 self.send_response(status)
                 self.send_header("Content-Type", "application/x-protobuf")
@@ -296,7 +297,7 @@ def receiving(mode: Mode = Mode.OK) -> Iterator[Receiver]:
 
 @contextlib.contextmanager
 def dead_endpoint() -> Iterator[str]:
-    """Yield an address that nobody listens on, kept from being given to another meanwhile."""
+    """Yield an address without a listener, reserved during the with block."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Where things stand in a source checkout, for tests and benches."""
+"""Paths in a source checkout, for tests and benches."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ DEPLOY = Path(__file__).resolve().parents[1]
 ROOT = DEPLOY.parent
 DEMO = DEPLOY / "demo"
 DEMO_MODEL = DEMO / "relayline-demo.gguf"
-HYBRID_DEMO_MODEL = DEMO / "relayline-demo-hybrid.gguf"  # of a source checkout alone: no wheel carries it
+HYBRID_DEMO_MODEL = DEMO / "relayline-demo-hybrid.gguf"  # only in a source checkout: no wheel has it

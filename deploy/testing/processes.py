@@ -17,7 +17,7 @@ from relayline.wire.common.child_command import code_command, module_command
 
 TIMEOUT_S = 60.0
 COMMAND = module_command("relayline.deploy.cli")
-# The same with clocks that are ahead, as another host's may be: both are read through the module `time`.
+# The same with clocks that run ahead, as another host's may: both are read through the module `time`.
 SKEWED = """
 import sys, time
 skew_ns, monotonic_ns, time_ns = int(sys.argv.pop(1)), time.monotonic_ns, time.time_ns
@@ -34,14 +34,14 @@ def relayline(*arguments: str | Path, timeout_s: float = TIMEOUT_S) -> subproces
 
 
 class Running:
-    """One long-running command. `event` is its ready line; `stderr` what it logged until now."""
+    """One long-running command. `event` is its ready line; `stderr` is its log until now."""
 
     def __init__(
         self, arguments: Sequence[str | Path], prefix: Sequence[str] = (), skew_s: float = 0.0, *, is_ready: bool = True
     ) -> None:
         """`prefix` is a command that runs another one, such as `ip netns exec`. Its clocks are ahead by `skew_s`.
 
-        Without `is_ready` an `up` that waits for other hosts is not waited for: `event` is its first one.
+        Without `is_ready` an `up` that waits for other hosts is not awaited: `event` is its first one.
         """
         command = COMMAND if not skew_s else code_command(SKEWED, str(round(skew_s * 1e9)))
         self.process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Running:
         self.event = json.loads(line)
 
     def _first_line(self, *, is_up: bool) -> str:
-        """Return the ready line: the first of every command but `up`, which tells of every process before."""
+        """Return the ready line: the first of every command but `up`, which prints one event for each process first."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         while is_up and line and json.loads(line)["event"] != "ready":
@@ -79,7 +79,7 @@ class Running:
 
     @property
     def stderr(self) -> str:
-        """Return all that the process wrote to stderr so far."""
+        """Return everything that the process has written to stderr."""
         return "".join(self.lines)
 
     def wait_for_log(self, text: str, count: int = 1) -> None:
@@ -89,7 +89,7 @@ class Running:
         assert found, f"{text!r} was not logged {count} times:\n{self.stderr}"
 
     def next_event(self, kind: str) -> dict[str, object]:
-        """Block until the next event of this kind on stdout; others before it are passed over."""
+        """Block until the next event of this kind on stdout; earlier ones of other kinds are skipped."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             event: dict[str, object] = json.loads(line)
@@ -120,7 +120,7 @@ def running(*arguments: str | Path, skew_s: float = 0.0) -> Iterator[Running]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the direct children of a process, but for the one that tests give it to make forks."""
+    """Return the direct children of a process, except the fork server that tests give it."""
     found = [int(part) for part in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [child for child in found if not _command_line(child).startswith(FORK_SERVER)]
 

@@ -1,6 +1,5 @@
-"""The unsplit model, run by tokens through bare llama.cpp: what every split is compared with.
-
-Shares no code with stage/engine/native.py beyond llama_cpp itself.
+"""The unsplit model, run through bare llama.cpp: the reference for every split. It shares no code with
+stage/engine/native.py except llama_cpp itself.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml  # also silences llama.cpp's log
 from relayline.stage.engine.kv_cache import FLASH_ATTN
 
-# From 64 rows on llama.cpp's attention on CPUs goes in tiles, which moves the logits of a llama-1b by 0.45 deviations,
-# and its own answers' distance from the best from 0.0 to 0.33. Answers are decoded, and so read, in smaller steps.
+# From 64 rows on llama.cpp computes attention on CPUs in tiles. This moves the logits of a llama-1b by 0.45 deviations,
+# and the distance of its own answers from the best token from 0.0 to 0.33. Answers are decoded in smaller steps, so
+# they must be read in smaller steps too.
 UNTILED_ROWS = 32
 
 
-# How stages on CPUs compute attention where each lane has cells of its own (see stage.engine.kv_cache).
+# The attention of stages on CPUs with lanes that have their own cells (see stage.engine.kv_cache).
 LANE_ATTENTION = "auto" if ggml.attends_own_cells(n_rows=1, n_heads=1, n_kv_heads=1) else "off"
 
 
@@ -60,7 +60,7 @@ class ReferenceModel:
         self._batch = llama.llama_batch_init(max_rows, 0, 1)
 
     def read(self, tokens: Sequence[int], first_position: int) -> np.ndarray:
-        """Decode tokens that follow one another in sequence 0, UNTILED_ROWS a step: f32 [len(tokens), n_vocab]."""
+        """Decode consecutive tokens of sequence 0, UNTILED_ROWS per step: f32 [len(tokens), n_vocab]."""
         rows = [np.empty((0, self.n_vocab), np.float32)]
         for start in range(0, len(tokens), UNTILED_ROWS):
             step = tokens[start : start + UNTILED_ROWS]

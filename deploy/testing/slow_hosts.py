@@ -1,4 +1,4 @@
-"""Several hosts of different speed on one machine: their manifest, and how stages of other hosts are started here."""
+"""Several hosts of different speed on one machine: their manifest, and how the stages of the other hosts start here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ spec:
 
 
 def manifest_text(path: Path, hosts: Sequence[str], n_lanes: int, *, calibrates: bool = True) -> str:
-    """Return a manifest of hosts that are none of this machine's (RFC 5737), each with a stage of open layers.
+    """Return a manifest of hosts with addresses that this machine does not have (RFC 5737), each with a stage of open
+    layers.
 
     Without `calibrates` stages do not measure their steps when they load their layers.
     """

@@ -1,7 +1,7 @@
 """A random llama-architecture GGUF and stage artifacts of it, written by hand.
 
-Deliberately independent of the splitter: the engine's tests must not pass because both share a mistake. The metadata
-keys are the contract of stage/engine/artifact.py.
+Deliberately independent of the splitter: the engine's tests must not pass because both have the same mistake. The
+metadata keys are the contract of stage/engine/artifact.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TinyShape:
     n_vocab: int = 160
     type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32  # of every matrix
     seed: int = 1
-    has_text: bool = False  # n_vocab tokens as in vocabulary_files, for whoever has the head
+    has_text: bool = False  # n_vocab tokens as in vocabulary_files, if the slice has the head
 
 
 def tiny_weights(shape: TinyShape) -> dict[str, np.ndarray]:
@@ -160,7 +160,7 @@ def write_stage(path: Path, shape: TinyShape, index: int, cuts: list[int], *, sc
     keys |= {"relayline.embedding.type": int(shape.type), "relayline.embedding.rows": shape.n_vocab}
     if scale is not None:
         keys["relayline.embedding.scale"] = scale
-    # The offset is fixed-width metadata, so a first writing tells where the file will end.
+    # The offset has a fixed width, so a first writing gives the final size of the file.
     _write(path, shape, tensors, end - start, n_vocab, keys | {"relayline.embedding.offset_bytes": 0})
     offset_bytes = -(-path.stat().st_size // EMBEDDING_ALIGN_BYTES) * EMBEDDING_ALIGN_BYTES
     _write(path, shape, tensors, end - start, n_vocab, keys | {"relayline.embedding.offset_bytes": offset_bytes})
@@ -172,7 +172,7 @@ def write_stage(path: Path, shape: TinyShape, index: int, cuts: list[int], *, sc
 
 
 def write_pipeline(directory: Path, shape: TinyShape, cuts: list[int]) -> list[Path]:
-    """Every stage's artifact, and the pipeline.json beside them."""
+    """Every stage's artifact, and their pipeline.json."""
     bounds = [0, *cuts, shape.n_layers]
     paths = [write_stage(directory / f"stage-{index}.gguf", shape, index, cuts) for index in range(len(bounds) - 1)]
     stages = [

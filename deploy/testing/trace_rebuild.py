@@ -1,6 +1,6 @@
-"""Rebuilds what the stages did from stored spans alone: sessions, batches, and the batch of any token at any stage.
+"""Rebuilds the work of the stages from stored spans alone: sessions, batches, and the batch of any token at any stage.
 
-Knows the names of attributes and the meaning of links, and nothing of the processes that made the spans.
+It knows the names of attributes and the meaning of links, and nothing about the processes that made the spans.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """One native batched decode, as its span tells it."""
+    """One native batched decode, read from its span."""
 
     span: StoredSpan
     stage: int
@@ -39,12 +39,12 @@ class Batch:
     n_rows: int
     members: tuple[Member, ...]
     requests: tuple[tuple[str, str], ...]  # contexts of the member links, in the order of the members
-    upstream: tuple[tuple[str, str], ...]  # contexts of what its rows came from: its parent first, then the others
+    upstream: tuple[tuple[str, str], ...]  # contexts of its rows' spans: its parent first, then the others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Session:
-    """One generation, as the spans of its request tell it."""
+    """One generation, read from the spans of its request."""
 
     session: str
     request_id: str
@@ -61,7 +61,7 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """Everything that the spans tell of one run."""
+    """Everything in the spans of one run."""
 
     sessions: tuple[Session, ...]
     batches: Mapping[tuple[int, int], Batch]  # by (stage, step)
@@ -74,7 +74,7 @@ class Rebuilt:
     def batches_of(self, session: str, position: int, stage: int) -> list[Batch]:
         """Every batch of a stage that decoded this position of a session, in order.
 
-        One, unless it was replayed, or the position was guessed wrong before.
+        There is one, unless it was replayed or had a wrong guess before.
         """
         return [
             batch for batch in self.of_stage(stage) if any(member.holds(session, position) for member in batch.members)
@@ -140,15 +140,15 @@ def rebuild(spans: Iterable[StoredSpan]) -> Rebuilt:
 
 
 def is_batch(span: StoredSpan) -> bool:
-    """Whether a span is of a native batched decode; a frame of it has the same name."""
+    """Whether a span is a native batched decode; a frame in it has the same name."""
     return names.ATTR_BATCH_STEP in span.attributes
 
 
 def is_complete(spans: Iterable[StoredSpan], n_steps: int, n_requests: int) -> bool:
-    """Whether all spans of every request and of every native step have come: processes send theirs in any order."""
+    """Whether all spans of every request and of every native step have arrived: processes send theirs in any order."""
     spans = list(spans)
     found = collections.Counter(span.name for span in spans)
-    is_ended = found[names.SPAN_BATCHES] >= n_requests  # a stage's last span of a request comes with its close
+    is_ended = found[names.SPAN_BATCHES] >= n_requests  # a stage sends its last span of a request at its close
     roots = {span.context for span in spans if span.name in names.PASSES_NAMES}
     of_passes = {(span.trace_id, span.parent_id) for span in spans if span.name == names.SPAN_SEND}
     is_ended &= found[ROUTE] == found[names.SPAN_DECODE] == n_requests

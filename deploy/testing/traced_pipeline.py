@@ -1,4 +1,4 @@
-"""A real traced pipeline for tests: stage processes, a coordinator process, and what each says that it did."""
+"""A real traced pipeline for tests: stage processes, a coordinator process, and the reports of each."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ PROMPTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traced:
-    """One running pipeline and where its processes answer."""
+    """One running pipeline and the addresses of its processes."""
 
     url: str
     model: str
     stages: tuple[str, ...]  # gRPC addresses in layer order
-    stage_metrics: tuple[str, ...]  # URLs of /metrics, the coordinator's left out
+    stage_metrics: tuple[str, ...]  # URLs of the stages' /metrics
     processes: tuple[Running, ...]  # stages in order, then the coordinator
 
 
@@ -56,13 +56,12 @@ def traced_pipeline(
     more: Sequence[str] = (),
     skews_s: Mapping[int, float] | None = None,
 ) -> Iterator[Traced]:
-    """Run stages and coordinator as processes of their own; `environment` is added to theirs (OTEL_*).
-
-    skews_s: by how much the clocks of some stages, by index, are ahead.
+    """Run stages and coordinator as processes; `environment` is added to theirs (OTEL_*). skews_s: seconds by which the
+    clocks of some stages run ahead, by index.
     """
     split_model(DEMO, directory, n_stages=n_stages)
     file = load_pipeline(directory)
-    # Spans come soon after their end instead of once a second; nothing is lost by it, tests are merely quicker.
+    # Spans come soon after their end instead of once a second; this only makes tests quicker.
     with (
         contextlib.ExitStack() as stack,
         mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "50", **environment}),
@@ -109,7 +108,7 @@ async def ask(
 async def ask_all(
     traced: Traced, prompts: Sequence[str] = PROMPTS, n_tokens: int = 40, *, request_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """Stream all prompts at once, as callers that name their requests `caller-0`, `caller-1`, ... or do not."""
+    """Stream all prompts at once, with request ids `caller-0`, `caller-1`, ..., or without."""
     ids = [f"caller-{index}" if request_ids else "" for index in range(len(prompts))]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         asking = [ask(session, traced, prompt, n_tokens, name) for prompt, name in zip(prompts, ids, strict=True)]
@@ -141,7 +140,7 @@ async def status_of(address: str) -> pb.StatusResponse:
 
 
 async def settled(stages: tuple[str, ...]) -> list[pb.StatusResponse]:
-    """Return the counters of all stages once every session was closed there; each look is a round trip."""
+    """Return the counters of all stages once every session was closed there; each reading is a round trip."""
     async with asyncio.timeout(60):
         while True:
             statuses = [await status_of(address) for address in stages]

@@ -19,7 +19,7 @@ N_VOCAB = _FIRST_MERGE + len(MERGES)
 
 
 def byte_letters() -> list[str]:
-    """The printable stand-ins of byte-level BPE, by byte: printable Latin-1 stands for itself, the rest moves up."""
+    """The printable stand-ins of byte-level BPE, by byte: printable Latin-1 is unchanged, the rest moves up."""
     keep = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     moved = iter(range(256, 512))
     return [chr(byte) if byte in keep else chr(next(moved)) for byte in range(256)]

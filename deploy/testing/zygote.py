@@ -1,11 +1,11 @@
 """Starts relayline's processes as forks of one process that has imported them: importing takes most of a short life.
 
-What a process meets is what it would meet alone: its parent, arguments, environment, directory, streams, session and
-exit code. One whose environment says what Python or a library reads as it starts needs a new interpreter.
+A fork has the same parent, arguments, environment, directory, streams, session and exit code as a new process. A
+process needs a new interpreter if its environment has a variable that Python or a library reads at start.
 
-The fork server forks twice and the process between ends at once. The kernel then hands the new process to the nearest
-ancestor that takes orphans in, which is the one that asked: it can wait for the process and signal it as for any other.
-A command that starts processes of its own gets a fork server of its own, from before it has threads.
+The fork server forks twice and the process between ends at once. The kernel then gives the new process to the nearest
+ancestor that adopts orphans, which is the one that asked. That one can wait for the process and signal it like any
+child. A command that starts processes gets its own fork server, made before it has threads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 from relayline.deploy.machine.huge_pages import environment_of
 from relayline.wire.common.child_command import code_command, module_command
 
-COMMAND = "relayline.deploy.cli"  # run by name, as a process of its own would be: this room is below that one
-# What is started as `python -m`, beside the command itself.
+COMMAND = "relayline.deploy.cli"  # run by name, as a new process would be: the layers forbid an import
+# Modules that are started with `python -m`, in addition to the command.
 WORKERS = (
     "relayline.coordinator.http.fork_server",
     "relayline.coordinator.text.grammar_worker",
@@ -43,28 +43,28 @@ WORKERS = (
 FORK_SERVER = b"relayline-forks"  # the command line of one below the first
 _START = "from relayline.deploy.testing.zygote import main; main()"
 _READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "GLIBC_", "MALLOC_", "OMP_", "OPENBLAS_", "GRPC_", "OTEL_")
-# Those of them that make no difference to a test, or are read when a process begins to use them.
+# Variables of these that make no difference to a test, or that a process only reads when it uses them.
 _READ_LATER = ("GLIBC_TUNABLES", "OPENBLAS_NUM_THREADS", "OTEL_BSP_", "OTEL_EXPORTER_OTLP_", "OTEL_TRACES_EXPORTER")
 _MESSAGE_BYTES_MAX = 1 << 20
 _STREAMS_MAX = 16
-_TITLE_BYTES = 8_192  # room for a command line to show
+_TITLE_BYTES = 8_192  # space for a command line
 _N_STANDARD = 3
 _PR_SET_CHILD_SUBREAPER = 36
-_IGNORED_AT_EXIT = 120  # the exit code of an interpreter that could not write what was left in its streams
+_IGNORED_AT_EXIT = 120  # exit code of an interpreter that could not flush its streams
 
 
 class Zygote:
     """The fork server, started with the first process. It ends when its owner does."""
 
     def __init__(self, control: socket.socket | None = None) -> None:
-        """`control` leads to a fork server that is there already, of this process's own environment."""
+        """`control` is a socket of an existing fork server with this process's environment."""
         self._lock = threading.Lock()  # one at a time: each waits for its answer
         self._control = control
         self._began_with = dict(os.environ)
-        self._owner_pid = os.getpid()  # the parent of every fork: nobody else could wait for one
+        self._owner_pid = os.getpid()  # the parent of every fork: no other process could wait for one
 
     def fits(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether a fork would do what a new process with this command line does."""
+        """Whether a fork can replace a new process with this command line."""
         known = (COMMAND, *WORKERS)
         if os.getpid() != self._owner_pid:
             return False
@@ -73,7 +73,8 @@ class Zygote:
         return self._control is None or _at_start(self._began_with) == _at_start(environment)
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int | None:
-        """Return the process id of a fork, a child of this process. None if there is no server, or it is too much.
+        """Return the process id of a fork, a child of this process. None if there is no server, or the request is too
+        large.
 
         `request`: `words`, `environment`, `directory`, `targets` (the number that each of `streams` has in the fork)
         and `is_session` (whether it leads a session).
@@ -141,7 +142,7 @@ def _import_all() -> None:
         importlib.import_module(module)
     for module in WORKERS:
         importlib.import_module(module)
-        del sys.modules[module]  # what is run as the main module is not there before
+        del sys.modules[module]  # the main module must not be imported before
 
 
 def _serve(control: socket.socket, set_by_imports: Mapping[str, str]) -> NoReturn:
@@ -168,7 +169,7 @@ def _serve(control: socket.socket, set_by_imports: Mapping[str, str]) -> NoRetur
 
 
 def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: Mapping[str, str]) -> NoReturn:
-    """Be the process that was asked for."""
+    """Become the requested process."""
     words, targets = request["words"], request["targets"]
     code: int | None = 1
     try:
@@ -177,8 +178,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
             os.setsid()
         os.environ.clear()
         arguments = words[4:] if words[3] == COMMAND else []
-        os.environ.update(environment_of(arguments, request["environment"]))  # else it would start anew for that
-        tempfile.tempdir = None  # it is looked up in the environment once
+        os.environ.update(environment_of(arguments, request["environment"]))  # else it starts itself again
+        tempfile.tempdir = None  # it is read from the environment once
         os.chdir(request["directory"])
         sys.argv, sys.orig_argv = [words[3], *words[4:]], words
         _show(words)
@@ -198,7 +199,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
 
 
 def _leave(code: int | None) -> NoReturn:
-    """End as an interpreter does; without a code by SIGINT."""
+    """End as an interpreter does; without an exit code, by SIGINT."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -213,7 +214,7 @@ def _leave(code: int | None) -> NoReturn:
 
 
 def _take_streams(streams: Sequence[int], targets: Sequence[int]) -> None:
-    """Have the streams under the numbers that were asked for, and no others."""
+    """Have only the requested streams, under the requested numbers."""
     above = max(*targets, *streams) + 1
     for moved, target in [(fcntl.fcntl(stream, fcntl.F_DUPFD, above), target) for stream, target in
                           zip(streams, targets, strict=True)]:  # fmt: skip
@@ -234,7 +235,7 @@ def _close_all_but(kept: Iterable[int]) -> None:
 
 
 def _show(words: Sequence[str]) -> None:
-    """Let this be the command line that others see of this process: it is written over the old one."""
+    """Set the command line that other processes see: it overwrites the old one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     text = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
@@ -242,7 +243,7 @@ def _show(words: Sequence[str]) -> None:
 
 
 def _have_forks(set_by_imports: Mapping[str, str]) -> None:
-    """Let this process start its own as forks, too."""
+    """Let this process start its children as forks, too."""
     take_orphans_in()
     ours, theirs = _pair()
     if os.fork() == 0:

@@ -40,7 +40,7 @@ from relayline.wire.telemetry.config import LEVEL_NAMES
         (tracing.parse, ["--levels", "off,sumary"], "--levels: there is no 'sumary'; there are off, summary"),
         (plan_accuracy.parse, ["--stages", "two"], "--stages: 'two' is not a number of at least 1"),
         (plan_accuracy.parse, ["--streams", "-1"], "--streams: '-1' is not a number of at least 1"),
-        (plan_accuracy.parse, ["--streams", "1,2"], "--streams 2: plans tell 1, 8, 32"),
+        (plan_accuracy.parse, ["--streams", "1,2"], "--streams 2: plans predict 1, 8, 32"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(

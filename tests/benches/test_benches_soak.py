@@ -59,7 +59,7 @@ def test_only_whole_answers_of_the_model_and_beginnings_of_cancelled_ones_are_ri
 
 def test_a_stage_that_keeps_lanes_or_says_nothing_is_wrong() -> None:
     stages = [{"index": 0, "lanes_used": 0}, {"index": 1, "lanes_used": 2}, {"index": 2}]
-    assert soak.kept_lanes({"stages": stages}) == ["stage 1 keeps 2 lanes", "stage 2 keeps nobody knows how many lanes"]
+    assert soak.kept_lanes({"stages": stages}) == ["stage 1 keeps 2 lanes", "stage 2 keeps an unknown number of lanes"]
 
 
 async def waiting_process() -> tuple[asyncio.subprocess.Process, Any]:

@@ -1,4 +1,4 @@
-"""What must hold after every event of a cluster, and what must be left at its end. Raises Violation."""
+"""The invariants of a cluster: after every event, and at its end. Raises Violation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SENDS_MAX = 8_192  # frames that may wait at a stage
 
 
 def check_coordinator(coordinator: Coordinator) -> None:
-    """Hold that every admitted request stands at exactly one place, and nothing else is remembered."""
+    """Check that every admitted request is in exactly one place, and that nothing else is remembered."""
     conductor = coordinator.conductor
     admission, readers = conductor.admission, conductor.readers
     running, waiting = set(admission.running), [session.session_id for session in admission.waiting]
@@ -38,15 +38,15 @@ def check_coordinator(coordinator: Coordinator) -> None:
         raise Violation("nothing leaves, and nothing will end that")
     suspects = conductor.suspects
     if not {*suspects._losses, *suspects._passed, *suspects._then} <= known:
-        raise Violation("sessions that are over are still under suspicion")
+        raise Violation("sessions that are over are still suspected")
     if len(conductor.prefixes._kept) > conductor.prefixes.n_max:
         raise Violation("more lanes are kept than may be")
     for session_id, audience in coordinator.audiences.items():
         if not audience.streams:
-            raise Violation(f"session {session_id} goes on for nobody")
+            raise Violation(f"session {session_id} goes on without a reader")
     for read in readers._by_id.values():
         if read.n_readers <= 0:
-            raise Violation(f"session {read.session.session_id} goes on for nobody")
+            raise Violation(f"session {read.session.session_id} goes on without a reader")
 
 
 def _check_epoch(coordinator: Coordinator, running: set[int]) -> None:
@@ -65,7 +65,7 @@ def _check_epoch(coordinator: Coordinator, running: set[int]) -> None:
 
 
 def check_node(node: Node) -> None:
-    """Hold that lanes, cells and samplers belong to open sessions and to nothing else."""
+    """Check that only open sessions have lanes, cells and samplers."""
     if not node.is_up:
         return
     node.lanes.check()
@@ -91,18 +91,18 @@ def check_node(node: Node) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Excuses:
-    """What happened that a request may end with an error for."""
+    """Events that may end a request with an error."""
 
     n_deaths: int = 0  # of processes
-    n_envelopes_lost: int = 0  # of which stages lost the rows
-    poisoned: set[str] = dataclasses.field(default_factory=set)  # requests that bring stages down
+    n_envelopes_lost: int = 0  # stages that lost rows
+    poisoned: set[str] = dataclasses.field(default_factory=set)  # requests that crash stages
 
     def excuse(self, client: Client) -> bool:
-        """Return whether an error is what this client had to get."""
+        """Return whether the client's error is allowed by what happened."""
         match client.end:
-            case "internal":  # taken for one that brings stages down
+            case "internal":  # suspected of crashing stages
                 return client.request.request_id in self.poisoned or self.n_deaths >= LOSSES_MAX
-            case "stage_lost":  # its rows were lost time and again
+            case "stage_lost":  # its rows were lost several times
                 return self.n_envelopes_lost > REPLAYS_MAX
             case "not_ready":
                 return client.may_be_refused and not client.n_tokens
@@ -110,12 +110,12 @@ class Excuses:
 
 
 def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excuses) -> None:
-    """Hold that every request ended as it had to, and that nothing is left but lanes that yield."""
+    """Check that every request ended in an allowed way, and that only lanes remain that can be reclaimed."""
     for coordinator in coordinators:
         for client in coordinator.clients:
             _check_client(client, excuses)
         if coordinator.audiences or len(coordinator.conductor.readers):
-            raise Violation("a session is left for nobody")
+            raise Violation("a session is left without a reader")
         check_coordinator(coordinator)
         _check_layers(coordinator, nodes)
     kept = {
@@ -135,7 +135,7 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
 
 
 def _check_layers(coordinator: Coordinator, nodes: list[Node]) -> None:
-    """Hold that every change of layers is over, and every stage has those of the last one that was made."""
+    """Check that every change of layers is over, and that every stage has the layers of the last one."""
     if coordinator.mover is None:
         return
     if coordinator.mover.moves.is_open:
@@ -143,7 +143,7 @@ def _check_layers(coordinator: Coordinator, nodes: list[Node]) -> None:
     mover = coordinator.mover
     held = dict(zip(mover.moves.holders, parts(mover.moves.cuts), strict=True))
     if any(node.is_up and node.part != held.get(node.place, NOTHING) for node in nodes):
-        raise Violation("stages have layers that nobody gave them")
+        raise Violation("stages have layers that no change gave them")
     if any(mover.pool.is_drained(at) for at in held):
         raise Violation("a stage that was drained holds layers")
 

@@ -1,4 +1,4 @@
-"""A client of the cluster, which knows what it has to be told."""
+"""A client of the cluster, which knows the answer that it must get."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from relayline.wire.common.errors import RelaylineError
 
 
 class Client:
-    """Reads one stream and holds it to its contract."""
+    """Reads one stream and checks it."""
 
     def __init__(self, request: GenerationRequest, truth: Truth, leaves_after: int | None) -> None:
-        """`leaves_after` so many tokens, or at once with 0; None: it stays to the end."""
+        """`leaves_after`: number of tokens after which the client leaves; 0: at once; None: it stays to the end."""
         self.request, self.leaves_after = request, leaves_after
         self.session_id: int | None = None
         self.came_ns, self.came_while_lost = 0, False
@@ -23,10 +23,10 @@ class Client:
         self._truth = truth
 
     def put(self, event: TokenEvent | RelaylineError) -> None:
-        """Take what the session brings."""
+        """Take an event from the session."""
         name = self.request.request_id
         if self.end:
-            raise Violation(f"request {name} is told something after its end ({self.end})")
+            raise Violation(f"request {name} gets something after its end ({self.end})")
         if isinstance(event, RelaylineError):
             self.end = event.label
             return
@@ -41,5 +41,5 @@ class Client:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is owed to it any more."""
+        """Whether it has got all that it must get."""
         return bool(self.end) or self.has_left

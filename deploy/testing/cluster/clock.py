@@ -1,4 +1,4 @@
-"""Virtual time: what happens when, in an order that depends on nothing but the seed."""
+"""Virtual time: events in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ S = 1_000 * MS
 
 
 class Violation(AssertionError):
-    """An invariant broke: the code under test is wrong."""
+    """An invariant was violated: the code under test is wrong."""
 
 
 class Clock:
@@ -25,15 +25,15 @@ class Clock:
         self.n_events = 0
 
     def at(self, time_ns: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Let something happen at a time; what is asked for first of one moment happens first."""
+        """Schedule an action at a time. Actions of one moment run in the order in which they were scheduled."""
         heapq.heappush(self._heap, (max(time_ns, self.now_ns), next(self._order), action, arguments))
 
     def after(self, delay_ns: int, action: Callable[..., None], *arguments: Any) -> None:
-        """Let something happen after a while; 0: behind everything that happens now."""
+        """Schedule an action after a delay; 0: after everything that is scheduled for now."""
         self.at(self.now_ns + delay_ns, action, *arguments)
 
     def step(self) -> bool:
-        """Let the next thing happen; False if nothing will."""
+        """Run the next action; False if there is none."""
         if not self._heap:
             return False
         self.now_ns, _, action, arguments = heapq.heappop(self._heap)

@@ -1,6 +1,7 @@
-"""A coordinator of the cluster: the real conductor, sender's codec and readers; shell and connection are simulated.
+"""A coordinator of the cluster: the real conductor, sender's codec and readers; the shell and the connection are
+simulated.
 
-It does what `coordinator.engine.epochs` and `coordinator.engine.pipeline` do, on virtual time.
+It follows `coordinator.engine.epochs` and `coordinator.engine.pipeline`, on virtual time.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from relayline.wire.envelopes.returns import ReturnReader
 from relayline.wire.links import silence as looks
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-ATTEMPT_NS, RETRY_NS = 2 * S, 300 * MS  # how long one attempt to connect may take, and the wait before the next
+ATTEMPT_NS, RETRY_NS = 2 * S, 300 * MS  # time limit of one attempt to connect, and the wait before the next
 BEAT_NS = round(BEAT_EVERY_S * S)
 SLOW_SHARE, SLOW_FACTOR = 0.15, 400
 LATE_MAX = 6  # answers of the epoch before that come late
-HEARD_MAX = 64  # answers that are remembered, to come again
+HEARD_MAX = 64  # answers that are kept to be repeated
 
 
 class Coordinator:
@@ -59,33 +60,33 @@ class Coordinator:
         self.route_id, self.nodes = route_id, nodes
         self._has_slow_calls, self._has_late_answers = has_slow_calls, has_late_answers
         self._clock, self._rng, self._delay_ns = clock, rng, delay_ns
-        # Both coordinators name their sessions alike: they must never meet.
+        # Both coordinators use the same session ids: they must never mix.
         self.conductor = Conductor(config, lambda _: False, itertools.count(1), 0)
         self.is_connected = False
-        self.links: list[Link] = []  # of the epoch that stands or is begun, the one to stage 0 last
-        self.heard: list[pb.ReturnResponse] = []  # answers that came, some of them of epochs that are over
+        self.links: list[Link] = []  # links of the current epoch or of the attempt, the one to stage 0 last
+        self.heard: list[pb.ReturnResponse] = []  # received answers, some of them from epochs that are over
         self.audiences: dict[int, Audience] = {}
         self.clients: list[Client] = []
         self.n_lost = 0
         self._silences = {node.place: looks.Silence() for node in nodes}
         self.line: list[Node] = []
-        """The nodes that hold layers, in layer order, of the attempt or of the epoch that stands."""
+        """The nodes that hold layers, in layer order: those of the attempt or of the current epoch."""
         self._held: list[dict[int, int]] = []
         self._sender: Sender | None = None
-        self._attempted = 0  # the epoch that is tried now; 0: none
+        self._attempted = 0  # the epoch of the attempt; 0: none
         self._lost: RelaylineError | None = None  # why the latest epoch cannot go on
         self._readers: list[ReturnReader] = []
         self._quiet = Silence()
         self._is_planned = False
         self.mover = Mover(self, nodes, clock, rng, takeover_ns) if moves else None
-        self._served: tuple[Part, ...] = ()  # of the attempt, or of the epoch that stands
+        self._served: tuple[Part, ...] = ()  # of the attempt, or of the current epoch
         clock.after(0, self._attempt)
         clock.after(BEAT_NS, self._beat)
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def open(self, client: Client) -> None:
-        """A client asks."""
+        """Take a client's request."""
         now_ns, conductor = self._clock.now_ns, self.conductor
         self.clients.append(client)
         client.came_ns, client.came_while_lost = now_ns, not self.is_connected
@@ -103,7 +104,7 @@ class Coordinator:
             self._clock.after(self._rng.randrange(100 * MS), self.leave, client)
 
     def leave(self, client: Client) -> None:
-        """A client goes away, whether its answer is whole or not."""
+        """A client leaves, with or without a complete answer."""
         if client.session_id is None or client.has_left:
             return
         client.has_left = True
@@ -129,19 +130,19 @@ class Coordinator:
             self._clock.after(RETRY_NS, self._failed, epoch)
 
     def _wanted(self) -> tuple[list[Node], tuple[Part, ...]]:
-        """Return who is to hold layers in the next epoch, in layer order, and which."""
+        """Return the nodes that will hold layers in the next epoch, in layer order, and their layers."""
         if self.mover is None:
             return list(self.nodes), tuple(node.ordered for node in self.nodes)
         return [self.nodes[at] for at in self.mover.holders], self.mover.served
 
     @property
     def is_pausing(self) -> bool:
-        """Whether the epoch is about to end, so that layers can be switched."""
+        """Whether the epoch is ending so that layers can be switched."""
         return self._lost is not None or (self.mover is not None and self.mover.moves.is_settling)
 
     @property
     def is_closed(self) -> bool:
-        """Whether everything of the epoch before is closed."""
+        """Whether everything of the previous epoch is closed."""
         return not self.is_connected
 
     def _failed(self, epoch: int) -> None:
@@ -151,7 +152,7 @@ class Coordinator:
             self._attempt()
 
     def _configure(self, index: int, epoch: int, instances: list[int], downstream: Link | None) -> None:
-        """Order a stage into the next epoch; the one before it follows once it has answered."""
+        """Order a stage into the next epoch; the stage before it follows once this one has answered."""
         node, reader = self.line[index], ReturnReader(f"stage {index}")
         lost = functools.partial(self._lost_at, epoch, StageLostError(f"the return link of stage {index} is gone"))
         returns = self._new_link(functools.partial(self._returned, epoch, reader), downstream_lost=lost)
@@ -184,7 +185,7 @@ class Coordinator:
         self._clock.after(self._travel_ns(), node.do, lambda: node.configure(order, reply))
 
     def _travel_ns(self) -> int:
-        """Return what a call takes one way: in some histories now and then longer than an attempt."""
+        """Return the one-way time of a call; in some histories it is now and then longer than an attempt."""
         is_slow = self._has_slow_calls and self._rng.random() < SLOW_SHARE
         return (SLOW_FACTOR if is_slow else 1) * self._rng.randrange(1 + 2 * self._delay_ns)
 
@@ -244,7 +245,7 @@ class Coordinator:
             self.lose(error)
 
     def lose(self, error: RelaylineError, *, is_planned: bool = False) -> None:
-        """The epoch cannot go on; the first to say so is heard."""
+        """End the epoch with an error; only the first report counts."""
         if self._lost is None:
             self._is_planned = is_planned
             self._lost = error
@@ -283,11 +284,11 @@ class Coordinator:
             self.mover.look_at_hosts()
 
     def add(self, node: Node) -> None:
-        """Another node may come."""
+        """Consider another node."""
         self._silences[node.place] = looks.Silence()
 
     def _look_for_lost_sessions(self) -> None:
-        """Do what coordinator.engine.connection.watch_silence does."""
+        """Follow coordinator.engine.connection.watch_silence."""
         now_ns, sender = self._clock.now_ns, self._sender
         silent = self._quiet.silent(self.conductor.scheduler.under_way(), now_ns)
         if not silent or sender is None or not all(node.answers for node in self.line):
@@ -317,7 +318,7 @@ class Coordinator:
         self.answer(message)
 
     def answer(self, message: pb.ReturnResponse) -> None:
-        """Take an answer of a stage, also one that was taken before."""
+        """Take a stage's answer, possibly one that was taken before."""
         is_over = message.epoch != self.conductor.epoch
         before = self._known() if is_over else None
         instructions = self.conductor.returned(message, self._clock.now_ns)
@@ -328,13 +329,13 @@ class Coordinator:
             self.mover.look()
 
     def _known(self) -> object:
-        """Return what an answer may change."""
+        """Return the state that an answer may change."""
         conductor = self.conductor
         histories = [(session.session_id, session.state, len(session.history)) for session in conductor.readers]
         return histories, conductor.scheduler.under_way(), dict(conductor.suspects._passed)
 
     def carry(self, instructions: Iterable[Instruction]) -> None:
-        """Carry out what the conductor wants done, as coordinator.engine.pipeline does."""
+        """Carry out the conductor's instructions, as coordinator.engine.pipeline does."""
         for instruction in instructions:
             match instruction:
                 case Send(frames):
@@ -380,7 +381,7 @@ class Coordinator:
 
 
 def tier_of(nodes: Sequence[Node]) -> TierFacts:
-    """Return what the stages say of their tiers in the handshake, as coordinator.engine.connection reads it."""
+    """Return the state of the stages' tiers from the handshake, as coordinator.engine.connection reads it."""
     said = [pb.DescribeResponse() for _ in nodes]
     for node, message in zip(nodes, said, strict=True):
         node.executor.sessions.states.tell(message)

@@ -1,4 +1,4 @@
-"""A link: messages in their order, late by what the link takes, until it is cut."""
+"""A link: delivers messages in order, after its delay, until it is cut."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from relayline.deploy.testing.cluster.clock import MS, Clock
 
-NOTICED_NS = 40 * MS  # at most, after which an end of a link that was cut knows of it
+NOTICED_NS = 40 * MS  # the longest time until an end notices that the link was cut
 IN_FLIGHT_MAX = 4_096  # messages; the real ones are bounded by bytes, see wire.common.bounds
 
 
@@ -30,10 +30,10 @@ class Link:
         self.delay_ns = delay_ns
         self.is_cut = False
         self.n_in_flight = self.n_sent = 0
-        self._latest_ns = 0  # when what was sent last arrives: nothing overtakes
+        self._latest_ns = 0  # arrival of the latest message: none overtakes another
 
     def send(self, message: bytes) -> None:
-        """Send a message, unless the link is cut: then it is lost."""
+        """Send a message; it is lost if the link is cut."""
         if self.is_cut:
             return
         self.n_in_flight += 1
@@ -48,7 +48,7 @@ class Link:
             self._deliver(message)
 
     def cut(self) -> None:
-        """Lose what is in flight and all that would follow; both ends notice, one before the other."""
+        """Cut the link: messages in flight and later ones are lost. Both ends notice, at different times."""
         if self.is_cut:
             return
         self.is_cut = True
@@ -56,7 +56,7 @@ class Link:
             self._clock.after(self._rng.randrange(NOTICED_NS), lost)
 
     def close(self) -> None:
-        """The upstream end closes it: the other end notices."""
+        """The upstream end closes the link; the other end notices."""
         if not self.is_cut:
             self.is_cut = True
             self._clock.after(self._rng.randrange(NOTICED_NS), self._downstream_lost)

@@ -1,8 +1,8 @@
-"""A model whose every row depends on all rows before it in its lane, and the tokens that it must therefore say.
+"""A model in which every row depends on all earlier rows of its lane, so that its tokens are known.
 
 A layer's row is a hash of its lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
-in another lane, by another layer or upon another history shows in the next tokens. It runs below the real StepExecutor,
-in the place of stage.engine.native.NativeEngine.
+in another lane, by another layer or after another history changes the next tokens. It runs below the real StepExecutor,
+in place of stage.engine.native.NativeEngine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.wire.common.errors import PositionGapError
 
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
-N_LAYERS = 6  # of the model, whatever the stages
-_MODULUS = 1_021  # below 2048: whole numbers up to there are exact as f16
+N_LAYERS = 6  # of the whole model
+_MODULUS = 1_021  # below 2048: up to there integers are exact in f16
 
 
 def _next(before: int, value: int, layer: int) -> int:
@@ -26,7 +26,7 @@ def _next(before: int, value: int, layer: int) -> int:
 
 
 def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
-    """Return what each of the layers makes of a value, one upon the other."""
+    """Return the value after each of the layers, one after the other."""
     row = []
     for layer, held in zip(layers, before, strict=True):
         value = _next(held, value, layer)
@@ -35,7 +35,7 @@ def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
 
 
 class Truth:
-    """What the model says of one history."""
+    """The model's tokens for one history."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._hashes = (0,) * N_LAYERS
@@ -44,7 +44,7 @@ class Truth:
             self.feed(token)
 
     def feed(self, token: int) -> int:
-        """Go on by one token; returns the one that follows."""
+        """Append one token; returns the next one."""
         self._hashes = _row(self._hashes, token, range(N_LAYERS))
         self.token = self._hashes[-1] % N_VOCAB
         return self.token
@@ -54,7 +54,7 @@ class Truth:
         return [self.feed_back() for _ in range(n_tokens)]
 
     def feed_back(self) -> int:
-        """Say the next token and go on by it."""
+        """Return the next token and append it."""
         token = self.token
         self.feed(token)
         return token
@@ -64,7 +64,7 @@ class ModelEngine:
     """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
 
     def __init__(self, layers: range, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
-        """With a recurrent state a lane can be taken back to checkpoints alone, as in stage.engine.recurrent."""
+        """A lane with a recurrent state can only be rewound to checkpoints, as in stage.engine.recurrent."""
         self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
         self.n_vocab = N_VOCAB if is_last else 0
         self.input_rows = np.zeros((ROWS_MAX, WIDTH), np.float32)
@@ -116,7 +116,7 @@ class ModelEngine:
             self._checkpoints.add(lane, len(self.lanes[lane]), np.zeros(1, np.uint8))
 
     def check_rewind(self, lane: int, position: int) -> None:
-        """Raise PositionGapError where the lane cannot be taken back."""
+        """Raise PositionGapError if the lane cannot be rewound."""
         if not self._can_rewind(lane, position):
             raise PositionGapError(f"lane {lane} has no checkpoint at {position}")
 
@@ -145,18 +145,18 @@ class ModelEngine:
 
     @property
     def token_ns(self) -> float:
-        """Time in which one token of a saved lane comes back."""
+        """Time to restore one token of a saved lane."""
         return 0.0
 
     def save(self, lane: int) -> npt.NDArray[np.uint8]:
-        """Return all that a lane holds, as stage.engine.saved_lanes.SavedLanes does."""
+        """Return a lane's contents, as stage.engine.saved_lanes.SavedLanes does."""
         rows = self.lanes[lane]
         marks = self._checkpoints.positions(lane) if self._checkpoints is not None else []
         numbers = [len(self._layers), len(rows), *marks, -1, *(value for row in rows for value in row)]
         return np.array(numbers, np.int32).view(np.uint8)
 
     def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int:
-        """Let an empty lane hold what `save` returned; returns its rows."""
+        """Restore the value of `save` into an empty lane; returns its rows."""
         if self.lanes[lane]:
             raise Violation(f"layers {self._layers}: lane {lane} is to be restored, and holds rows")
         width, n_rows, *numbers = saved.view(np.int32).tolist()
@@ -176,7 +176,7 @@ class ModelEngine:
 
 
 class ModelEmbeddings:
-    """Satisfies stage.steps.step_types.Embeddings: a token's row says which it is."""
+    """Satisfies stage.steps.step_types.Embeddings: a token's row encodes the token."""
 
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Write the rows of tokens."""

@@ -19,11 +19,11 @@ from relayline.wire.common.phase import Phase
 if TYPE_CHECKING:
     from relayline.deploy.testing.cluster.coordinator import Coordinator
 
-LOAD_NS = 400 * MS  # the longest that a slice takes to be loaded
+LOAD_NS = 400 * MS  # the longest time to load a slice
 
 
 def parts(cuts: Sequence[int]) -> tuple[Part, ...]:
-    """Return what each stage has, in layer order."""
+    """Return the layers of each stage, in layer order."""
     edges = (0, *cuts, N_LAYERS)
     n_stages = len(edges) - 1
     return tuple(Part(index, n_stages, range(edges[index], edges[index + 1])) for index in range(n_stages))
@@ -38,14 +38,14 @@ class Mover:
         self._coordinator, self._nodes, self._clock, self._rng = coordinator, nodes, clock, rng
         names = [f"stage {node.place}" for node in nodes]
         self.holders = tuple(node.place for node in nodes if node.ordered != NOTHING)
-        """Who holds layers in the next epoch, in layer order."""
+        """The nodes with layers in the next epoch, in layer order."""
         cuts = tuple(nodes[at].layers.start for at in self.holders[1:])
         self.moves = Moves(coordinator.conductor, names, N_LAYERS, cuts, self.holders)
         self.pool = Pool(names, set(range(len(nodes))) - set(self.holders), takeover_ns)
         self.served = parts(cuts)
-        """What each of them has then."""
-        self.n_kept = 0  # stages that kept what they had loaded
-        self.n_handed = 0  # changes after which others than before hold layers
+        """Their layers."""
+        self.n_kept = 0  # stages that kept their loaded layers
+        self.n_handed = 0  # changes that gave layers to other nodes than before
         self._switching = 0
         for node in nodes:
             self._watch(node)
@@ -56,13 +56,13 @@ class Mover:
             self.pool.came(node.place, self._clock.now_ns)
 
     def add(self, node: Node) -> None:
-        """Make a place for one more, which holds nothing."""
+        """Add a node that holds no layers."""
         self.moves.add(f"stage {node.place}")
         self.pool.add(f"stage {node.place}")
         self._watch(node)
 
     def ask(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> bool:
-        """Somebody wants other layers; returns whether that is begun."""
+        """Request other layers; returns whether the change has begun."""
         if not all(self._nodes[at].is_up for at in holders or self.holders):
             return False
         try:
@@ -73,13 +73,13 @@ class Mover:
         return True
 
     def look(self) -> None:
-        """Something has come back, or time has passed."""
+        """A node came back, or time has passed."""
         self._carry(self.moves.look(self._clock.now_ns))
 
     # --- nodes that come and go, as coordinator.joining.hosts has it --------------------------------------------------
 
     def drain(self, place: int, *, is_drained: bool) -> None:
-        """Free a node of its layers, or offer it some again."""
+        """Drain a node, or let it hold layers again."""
         if is_drained and (self.moves.is_open or self.pool.is_drained(place)):
             return
         self.pool.drain(place, is_drained=is_drained)
@@ -87,7 +87,7 @@ class Mover:
             self.pool.drain(place, is_drained=False)
 
     def look_at_hosts(self) -> None:
-        """Look whether somebody else is to hold layers."""
+        """Check whether other nodes should hold layers."""
         phase, freed = self._coordinator.conductor.availability.phase, self.pool.freed(self.holders, self._clock.now_ns)
         if not self.moves.is_open and (phase is Phase.READY or (phase.is_paused and freed)):
             self._change()
@@ -108,7 +108,7 @@ class Mover:
         return False
 
     def _after_failure(self) -> None:
-        """A change that failed changes nothing: who was to be drained by it is not."""
+        """A failed change has no effect: the node is not drained."""
         move = self.moves.latest
         if move is not None and move.state is MoveState.FAILED:
             self.pool.failed(self._clock.now_ns)
@@ -118,7 +118,7 @@ class Mover:
     # --- the switch ---------------------------------------------------------------------------------------------------
 
     def ended(self) -> None:
-        """Everything of an epoch is closed."""
+        """Everything of an epoch has been closed."""
         self._carry(self.moves.lost(self._clock.now_ns))
         if self._switching:
             number, self._switching = self._switching, 0
@@ -142,7 +142,7 @@ class Mover:
         return self.served[self.holders.index(place)] if place in self.holders else NOTHING
 
     def stands(self) -> None:
-        """An epoch stands."""
+        """An epoch has begun."""
         if not self._switching:
             self.moves.connected(self._clock.now_ns)
 

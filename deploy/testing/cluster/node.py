@@ -1,6 +1,5 @@
-"""A stage of the cluster: the real executor, lanes, batcher and codec; the process around them is simulated.
-
-It can die, hang, be slow, forget what waits in its queue, and be started anew with other lanes.
+"""A stage of the cluster: the real executor, lanes, batcher and codec; the process around them is simulated. It can
+die, hang, be slow, lose its queue, and restart with other lanes.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class NodeRoute:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a stage has of the model."""
+    """A stage's part of the model."""
 
     index: int
-    """Which stage it is in layer order; -1 where it holds no layers."""
+    """Its index in layer order; -1 if it holds no layers."""
     n_stages: int
     layers: range
 
@@ -72,16 +71,16 @@ NOTHING = Part(-1, 0, range(0))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Order:
-    """What a coordinator asks of a stage for a new epoch."""
+    """A coordinator's order to a stage for a new epoch."""
 
     route_id: int
     epoch: int
     instance: int
-    """The process that it means."""
+    """The process that the order is for."""
     returns: Link
     downstream: Link | None
     part: Part
-    """The layers that it is to have."""
+    """The layers of the order."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,8 +91,8 @@ class Memory:
     """Whether lanes have a recurrent state."""
     tier_bytes: int = 0
     tier_survives: bool = False
-    """Whether what it stored is there after a restart, as from a disk."""
-    _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by the layers that they are of
+    """Whether stored prefixes survive a restart, as on a disk."""
+    _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by their layers
 
     def tier(self, layers: range) -> Tier | None:
         """Return the tier of a process that starts now with these layers."""
@@ -115,32 +114,32 @@ class Node:
         self.place, self._policy = place, policy
         self._clock, self._rng = clock, rng
         self.ordered = part
-        """What a process which starts now gets."""
+        """The settings of a process that starts now."""
         self.on_death: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
-        self.instance = 0  # how often its process was started
+        self.instance = 0  # number of starts of its process
         self.is_up = False
-        self.silent_since_ns = 0  # when it last stopped answering
-        self.factor = 1.0  # how many times longer its steps take now
+        self.silent_since_ns = 0  # when it last stopped responding
+        self.factor = 1.0  # factor by which its steps are slower now
         self.on_rows: Callable[[Node, list[QueuedFrame]], bool] = lambda node, frames: False
-        """Whether these rows, which are about to be computed, bring the process down."""
+        """Whether these rows crash the process when they are computed."""
         self.start(n_lanes)
 
     def start(self, n_lanes: int) -> None:
-        """Start its process, which has nothing of the one before."""
+        """Start its process, without the state of the previous one."""
         if self.is_up:
             return
         self.instance += 1
         self.is_up, self.is_hung = True, False
-        self._waiting: list[Callable[[], None]] = []  # what reached a process that hangs
-        self.newest: dict[int, int] = {}  # route id -> newest epoch that ever began here
+        self._waiting: list[Callable[[], None]] = []  # messages to a process that hangs
+        self.newest: dict[int, int] = {}  # route id -> newest epoch that has begun here
         self._load(n_lanes)
         self.on_start()
 
     def _load(self, n_lanes: int) -> None:
-        """Have an engine with the ordered layers, and nothing in it."""
+        """Make an empty engine with the ordered layers."""
         self.part = self.ordered
-        self._prepared: dict[int, Part] = {}  # by the number of the change: it is one or none
+        self._prepared: dict[int, Part] = {}  # by the number of the change: at most one
         self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, keeps_state=self.memory.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
@@ -150,25 +149,25 @@ class Node:
         self.routes: dict[int, NodeRoute] = {}
         self.step: Step | None = None
         self._n_to_lose = 0
-        self._between: list[Callable[[], None]] = []  # what is to be done between two steps
+        self._between: list[Callable[[], None]] = []  # work to be done between two steps
 
     @property
     def index(self) -> int:
-        """Which stage it is."""
+        """Its index."""
         return self.part.index
 
     @property
     def layers(self) -> range:
-        """Those that it holds."""
+        """Its layers."""
         return self.part.layers
 
     @property
     def answers(self) -> bool:
-        """Whether whoever asks it now gets an answer."""
+        """Whether it answers a request now."""
         return self.is_up and not self.is_hung
 
     def do(self, action: Callable[[], None]) -> None:
-        """Let something reach the process: it is lost where that is dead, and waits while it hangs."""
+        """Deliver an action to the process: it is lost if the process is dead, and waits while it hangs."""
         if not self.is_up:
             return
         if self.is_hung:
@@ -176,10 +175,10 @@ class Node:
         else:
             action()
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------------------
 
     def die(self) -> None:
-        """End the process: its links break."""
+        """Kill the process: its links break."""
         if not self.is_up:
             return
         if not self.is_hung:
@@ -193,12 +192,12 @@ class Node:
         self.routes.clear()
 
     def hang(self) -> None:
-        """Stop the process; its links stand."""
+        """Stop the process; its links stay up."""
         if not self.is_hung:
             self.is_hung, self.silent_since_ns = True, self._clock.now_ns
 
     def go_on(self, instance: int) -> None:
-        """Let the process go on after it hung, if it is still the same."""
+        """Let the process go on after it hung, if it is still the same one."""
         if self.is_up and self.instance == instance and self.is_hung:
             self.is_hung = False
             waiting, self._waiting = self._waiting, []
@@ -206,13 +205,13 @@ class Node:
                 self.do(action)
 
     def lose_rows(self, n_envelopes: int) -> None:
-        """Lose, by a bug, all rows of the next envelopes that bring any."""
+        """Lose all rows of the next envelopes that have any, as a bug would."""
         self._n_to_lose = n_envelopes
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
     def configure(self, order: Order, reply: Reply) -> None:
-        """Begin an epoch, as stage.epochs.Epochs does; `reply` gets what sessions hold here, or the refusal."""
+        """Begin an epoch, as stage.epochs.Epochs does; `reply` gets the rows that sessions hold, or the refusal."""
         self._between_steps(lambda: self._configure(order, reply))
 
     def _configure(self, order: Order, reply: Reply) -> None:
@@ -239,16 +238,16 @@ class Node:
     # --- planned changes, as stage.joining.changes and stage.served make them ---------------------------------------
 
     def prepare(self, number: int, part: Part, ready: Callable[[int], None]) -> None:
-        """Have a slice ready beside the one that serves."""
+        """Prepare a slice while the old one serves."""
         self._prepared = {number: part}
         ready(self.place)
 
     def drop(self, number: int) -> None:
-        """Give back what was prepared."""
+        """Free the prepared slice."""
         self._prepared.pop(number, None)
 
     def switch(self, number: int, *, keeps: bool) -> None:
-        """Serve what was prepared, with an engine of its own unless the layers stay; else join anew."""
+        """Serve the prepared slice, with a new engine unless the layers stay. Without one, join again."""
         part = self._prepared.pop(number, None)
         if part is None:
             if self.part != self.ordered:
@@ -261,7 +260,7 @@ class Node:
             self.instance += 1
             between, self._between = self._between, []
             self._load(self.lanes.n_lanes)
-            for action in between:  # calls that came to the engine before are answered, by refusing them
+            for action in between:  # earlier calls to the engine are answered, by refusing them
                 action()
         elif part != self.part:
             raise Violation(f"stage {self.index} is to keep {self.part} as {part}")
@@ -276,7 +275,7 @@ class Node:
                 route.downstream.close()
 
     def upstream_left(self, route_id: int, epoch: int) -> None:
-        """The upstream end of an epoch's link has gone: end the epoch here."""
+        """The upstream end of an epoch's link is gone: end the epoch here."""
         text = f"the upstream link of stage {self.index} closed"
         self.link_broke(route_id, epoch, StageLostError(text))
         route = self.routes.get(route_id)
@@ -284,7 +283,7 @@ class Node:
             self._between_steps(lambda: self._end(route))
 
     def link_broke(self, route_id: int, epoch: int, error: RelaylineError) -> None:
-        """A link of an epoch broke: tell the coordinator, if that epoch stands here."""
+        """A link of an epoch broke: tell the coordinator if that epoch is the current one here."""
         route = self.routes.get(route_id)
         if route is not None and route.epoch == epoch:
             fault = pb.SessionFault(stage_index=self.index, label=error.label, message=error.message, retryable=True)
@@ -330,7 +329,7 @@ class Node:
         self._clock.after(round(duration_ns), self._ended, self.instance)
 
     def _ended(self, instance: int) -> None:
-        if instance == self.instance:  # else of a process that is gone
+        if instance == self.instance:  # otherwise the result is of a process that is gone
             self.do(self._finish)
 
     def _finish(self) -> None:
@@ -357,7 +356,7 @@ class Node:
         self._begin()
 
     def _check_epochs(self, step: Step) -> None:
-        """Hold that nothing of an epoch that was followed by another is computed."""
+        """Check that nothing is computed for an epoch that has been followed by another."""
         for frame in (*step.controls, *step.frames):
             if frame.epoch < self.newest.get(frame.route_id, 0):
                 raise Violation(f"stage {self.index} takes a step with a frame of epoch {frame.epoch}, which is over")
@@ -375,10 +374,10 @@ class Node:
                 route.n_returned += 1
                 route.returns.send(piece)
 
-    # --- for those who look -------------------------------------------------------------------------------------------
+    # --- for inspection -------------------------------------------------------------------------------------------
 
     def session_ids(self, route_id: int) -> frozenset[int]:
-        """Return the sessions of a route of which anything waits or runs."""
+        """Return the sessions of a route that have frames waiting or running."""
         running = () if self.step is None else (*self.step.controls, *self.step.frames)
         taken = {frame.session_id for frame in running if frame.route_id == route_id}
         return frozenset(taken | self.batcher.session_ids(route_id))

@@ -1,4 +1,4 @@
-"""What happens in one history: the cluster, its clients, and what goes wrong when. All of it follows from a seed."""
+"""The plan of one history: the cluster, its clients, and its faults with their times. All of it follows from a seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
 from relayline.deploy.testing.cluster.model import N_VOCAB
 
-START_NS = 100 * MS  # until the first thing happens
-COMES_BACK_NS = 400 * MS  # between two turns of what happens several times
-TAKEOVER_NS = 3 * S  # after which others take over the layers of a stage that is away
+START_NS = 100 * MS  # until the first fault
+COMES_BACK_NS = 400 * MS  # between two repetitions of a fault
+TAKEOVER_NS = 3 * S  # after which other stages take over the layers of an absent one
 STEADY_NS = round(STEADY_S * S)
-TROUBLE_NS = 2 * S  # from the beginning on, in which things begin to go wrong and clients come
+TROUBLE_NS = 2 * S  # from the start, in which faults and clients begin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,23 +28,23 @@ class Wish:
     prompt: tuple[int, ...]
     max_tokens: int
     leaves_after: int | None
-    """So many tokens, or soon after it came with 0; None: it stays."""
+    """Number of tokens after which the client leaves; 0: soon after its request; None: it stays."""
     is_predicted: bool
-    """Its client predicts the answer, and every fourth token wrongly."""
+    """The client predicts the answer, with every fourth token wrong."""
     kills_stage: int | None
-    """Rows of it bring this stage down."""
+    """The request's rows crash this stage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that goes wrong."""
+    """One fault."""
 
     at_ns: int
     kind: str
     stage: int
     lasts_ns: int
     which: int
-    """Chooses among what there is then: a link, an answer, a number of lanes."""
+    """Selects the link, the answer or the number of lanes at that time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,27 +61,27 @@ class Plan:
     waiting_max: int
     share: bool
     delay_ns: int
-    """One way of a link, on average."""
+    """One-way time of a link, on average."""
     keeps_state: bool
-    """Lanes have a recurrent state: they can be taken back to checkpoints alone."""
+    """Lanes have a recurrent state: they can only be rewound to checkpoints."""
     tier_bytes: int
-    """Of each stage's tier for what lanes held; 0: none."""
+    """Size of each stage's tier for stored prefixes; 0: none."""
     tier_survives: bool
-    """What it stored is there after a restart, as from a disk."""
+    """Stored prefixes survive a restart, as on a disk."""
     has_slow_calls: bool
-    """Some calls take much longer, and may come after those of the next attempt."""
+    """Some calls take much longer, and may arrive after those of the next attempt."""
     has_late_answers: bool
-    """Answers of an epoch that is over come while the next one stands."""
+    """Answers of an old epoch arrive during the next one."""
     wishes: tuple[Wish, ...]
     troubles: tuple[Trouble, ...]
     n_spares: int = 0
-    """Stages that stand by, where there is one coordinator."""
+    """Spare stages, if there is one coordinator."""
     takeover_ns: int = 0
-    """How long a stage may be away before others take over its layers; 0: for any time."""
+    """How long a stage may be absent before others take over its layers; 0: without limit."""
 
     @property
     def settled_ns(self) -> int:
-        """When nothing more goes wrong."""
+        """The time after which there are no more faults."""
         ends_ns = (trouble.at_ns + 4 * (trouble.lasts_ns + COMES_BACK_NS) for trouble in self.troubles)
         hands_over = any(trouble.kind in HANDS_OVER for trouble in self.troubles)
         return START_NS + max([TROUBLE_NS, *ends_ns]) + hands_over * 2 * (TAKEOVER_NS + STEADY_NS)
@@ -91,24 +91,24 @@ KINDS = (
     "dies",  # a stage's process ends, and comes back
     "comes back with other lanes",
     "flaps",  # dies and comes back several times
-    "hangs",  # for a moment, or until it is noticed
-    "is late",  # takes many times as long for its steps
-    "loses rows",  # of the next envelopes, by a bug that nobody else notices
-    "cut",  # a link is, up to three times
+    "hangs",  # for a moment, or until others notice
+    "is late",  # its steps take many times as long
+    "loses rows",  # of the next envelopes, by a bug that nothing else reports
+    "cut",  # cuts a link, up to three times
     "slow link",
-    "moves",  # nothing goes wrong: other layers are wanted, up to three times
-    "drains",  # nothing goes wrong: a stage is to hold no layers for a while
-    "is lost for long",  # so that others take over
+    "moves",  # no fault: other layers are requested, up to three times
+    "drains",  # no fault: a stage holds no layers for a while
+    "is lost for long",  # so long that other stages take over
     "joins",  # one more stage
-    "answers again",  # answers of now, or of an epoch that is over, come once more
+    "answers again",  # answers of this or an old epoch arrive again
 )
 
 HANDS_OVER = ("drains", "is lost for long", "joins")
-OFTEN = {"cut": 4, "moves": 3}  # where only a link breaks, sessions go on from what stages hold
+OFTEN = {"cut": 4, "moves": 3}  # if only a link breaks, sessions go on from the stages' caches
 
 
 def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
-    """Return what happens with a seed, where these kinds of things may go wrong."""
+    """Return the plan of a seed, with these kinds of faults."""
     rng = random.Random(seed)
     n_stages = rng.randint(1, 3)
     n_coordinators = rng.choice((1, 1, 2))
@@ -121,7 +121,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
     wishes = [
         _wish(rng, n_coordinators, common, n_stages, is_poison=has_poison and number == 1) for number in range(n_wishes)
     ]
-    if rng.random() < 0.3:  # somebody asks for the same
+    if rng.random() < 0.3:  # another client has the same prompt
         wishes.append(dataclasses.replace(wishes[0], at_ns=wishes[0].at_ns + 50 * MS, leaves_after=None))
     n_troubles = rng.choice((0, 1)) if has_poison else rng.choice((0, 1, 1, 2, 2, 3, 5))
     return Plan(
@@ -188,4 +188,4 @@ CALM = Plan(
     wishes=tuple(Wish(50 * MS * at, 0, (7, 8, 9 + at), 20, None, False, None) for at in range(3)),
     troubles=(),
 )
-"""Three equal requests, and nothing goes wrong: to be changed by hand."""
+"""Three equal requests and no faults, as a base for plans by hand."""

@@ -1,7 +1,7 @@
 """Plays one history of a cluster: real conductor, scheduler, executor, lanes, batchers and codec, on virtual time.
 
-`simulate(seed)` returns what came of it, or raises Violation. The same seed gives the same history, event for event.
-`python -m relayline.deploy.testing.cluster.run` plays many, and prints the seed of one that fails.
+`simulate(seed)` returns its outcome, or raises Violation. The same seed gives the same history, event for event.
+`python -m relayline.deploy.testing.cluster.run` plays many, and prints the first seed that fails.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from relayline.deploy.testing.cluster.plan import (
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.phase import Phase
 
-PATIENCE_NS = 120 * S  # after the last trouble everything must have ended by then
+PATIENCE_NS = 120 * S  # after the last fault, everything must end within this time
 EVENTS_MAX = 200_000
 SEED_VARIABLE = "RELAYLINE_CLUSTER_SEED"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one history."""
+    """The outcome of one history."""
 
     n_events: int
     n_tokens: int
@@ -54,19 +54,19 @@ class Outcome:
     n_deaths: int
     ends: collections.Counter[str]
     n_moves: int = 0
-    """Changes of layers that were made."""
+    """Changes of layers."""
     n_handed: int = 0
-    """Those of them after which others than before held layers."""
+    """Changes of layers that gave them to other nodes."""
 
 
 class Cluster:
-    """Nodes, coordinators, clients and what goes wrong."""
+    """Nodes, coordinators, clients and faults."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.clock, self._rng = plan, Clock(), random.Random(f"{plan.seed}/run")
         self.excuses = audit.Excuses()
         self.n_moves_asked = 0
-        self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it brings down
+        self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it crashes
         n = plan.n_stages
         shares = parts([N_LAYERS * index // n for index in range(1, n)])
         n_spares = plan.n_spares if plan.n_coordinators == 1 else 0
@@ -117,7 +117,7 @@ class Cluster:
             self._check()
         if clock.n_events >= EVENTS_MAX:
             raise Violation(f"{EVENTS_MAX} events, and no end")
-        quiet_ns = clock.now_ns + 30 * S  # closes are under way, and a last loss may have to be noticed
+        quiet_ns = clock.now_ns + 30 * S  # closes are in flight, and a last loss may not be noticed yet
         while clock.now_ns < quiet_ns and not (self._is_quiet() and self._is_over()):
             clock.step()
             self._check()
@@ -156,14 +156,14 @@ class Cluster:
                 if node.is_up or node.ordered != NOTHING
             )
             and not any(coordinator.mover and coordinator.mover.moves.is_open for coordinator in self.coordinators)
-            and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is noticed later
+            and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is only noticed later
         )
 
     # --- clients ------------------------------------------------------------------------------------------------------
 
     def _arrive(self, number: int, wish: Wish) -> None:
         coordinator = self.coordinators[wish.coordinator]
-        if coordinator.conductor.availability.phase is Phase.LOADING:  # clients are told so, and come again
+        if coordinator.conductor.availability.phase is Phase.LOADING:  # clients are told, and ask again
             self.clock.after(100 * MS, self._arrive, number, wish)
             return
         self._n_to_come -= 1
@@ -178,7 +178,7 @@ class Cluster:
         if wish.kills_stage is not None and client.session_id is not None:
             self.excuses.poisoned.add(request.request_id)
             self._poison[coordinator.route_id, client.session_id] = wish.kills_stage
-        elif (coordinator.route_id, client.session_id) in self._poison:  # it shares that session
+        elif (coordinator.route_id, client.session_id) in self._poison:  # they share the session
             self.excuses.poisoned.add(request.request_id)
 
     def _on_rows(self, node: Node, frames: list[QueuedFrame]) -> bool:
@@ -188,7 +188,7 @@ class Cluster:
             self.clock.after(COMES_BACK_NS, node.start, node.lanes.n_lanes)
         return kills
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------------------
 
     def _begin(self, trouble: Trouble) -> None:
         node, clock, lasts_ns = self.nodes[trouble.stage], self.clock, trouble.lasts_ns
@@ -256,14 +256,14 @@ class Cluster:
 
 
 def simulate(seed: str, kinds: Sequence[str] = KINDS) -> Outcome:
-    """Play one history. Raises Violation, or what a bug of the code under test raises."""
+    """Play one history. Raises Violation, or the exception of a bug in the code under test."""
     return Cluster(plan_of(seed, kinds)).run()
 
 
 def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outcome:
     """Play many histories, seeds base/0, base/1 and so on; raises Violation with the seed of the first that fails.
 
-    kinds: what may go wrong.
+    kinds: the faults that may occur.
     """
     total = Outcome(0, 0, 0, 0, collections.Counter())
     for number in range(n_seeds):
@@ -285,7 +285,7 @@ def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outc
 
 
 def base_seed() -> str:
-    """Return what seeds begin with in this run: the same where CI is set, else others each time."""
+    """Return the prefix of this run's seeds: a fixed one if CI is set, otherwise a new one each time."""
     return "ci" if os.environ.get("CI") else secrets.token_hex(4)
 
 
@@ -293,7 +293,7 @@ def main() -> int:
     """Play histories from the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Simulate a whole cluster with losses on virtual time.")
     parser.add_argument("--n", type=int, default=10_000, metavar="N", help="histories to play (default: %(default)s)")
-    parser.add_argument("--base", default=base_seed(), help="what their seeds begin with (default: another each time)")
+    parser.add_argument("--base", default=base_seed(), help="prefix of their seeds (default: a new one each time)")
     arguments = parser.parse_args()
     if one := os.environ.get(SEED_VARIABLE):
         print(f"seed {one}", flush=True)

@@ -1,4 +1,4 @@
-"""What leaves for stage 0 in one epoch: the codec of coordinator.engine.token_sender over a simulated link."""
+"""Messages to stage 0 in one epoch: the codec of coordinator.engine.token_sender over a simulated link."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Sender:
         self._pool, self._sequence = BufferPool(DTYPE_TOKENS, 1), 0
 
     def send(self, frames: Sequence[Frame], now_ns: int) -> None:
-        """Send frames as one envelope, or as several where they do not fit."""
+        """Send frames as one envelope, or as several if they do not fit."""
         for envelope in within_bounds(frames):
             self._sequence += 1
             buffer = self._pool.lease(len(envelope), sum(len(frame.tokens) for frame in envelope))
             message = write_tokens(
                 buffer, envelope, self._epoch, self._sequence, trace_context.NONE, lambda session_id: UNKNOWN, now_ns
             )
-            self.link.send(bytes(bytearray(message)))  # the buffer's own bytes are written again
+            self.link.send(bytes(bytearray(message)))  # the buffer reuses its bytes
             self._pool.give_back(buffer)

@@ -51,7 +51,7 @@ DECODE, PREFILL, GUESS = range(3)  # kinds of flights
 
 
 class _Sent(NamedTuple):
-    """A frame under way."""
+    """A frame in flight."""
 
     position: int
     end: int
@@ -67,19 +67,21 @@ def _is_guess(frame: OutFrame) -> bool:
 
 
 class TileBook:
-    """The prompt rows that decode flights could have taken since the last tile beyond the plan, as counted here."""
+    """Prompt rows that decode flights could have carried since the last tile larger than the plan, counted here."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._room_rows, self._n_flights = 0.0, 0
 
     def left(self, plan: GroupPlan, room_rows: int) -> None:
-        """Count a decode flight that had room for so many more prompt rows."""
+        """Count a decode flight with room for so many more prompt rows."""
         self._n_flights += 1
         self._room_rows += room_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups
 
     def allows(self, plan: GroupPlan, n_rows: int, n_flights: int) -> bool:
-        """Return whether a flight of prompt rows is a tile that may exceed the plan: beside streams, after its room."""
+        """Return whether a flight of prompt rows is a tile that may exceed the plan: streams run, and enough room has
+        passed.
+        """
         if n_rows != ATTENTION_TILE_ROWS or not self._simulation.planner.tile_rule.is_apart:
             return False
         if not self._simulation.scheduler.n_decoding or (
@@ -101,33 +103,33 @@ class Audit(Trace):
         self._tiles = TileBook(simulation)
         self._has_bound = simulation.setup.stage_policy == "auto" and simulation.setup.schedule.mode != "drain"
         self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
-        self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> what waits for it: (session id, end of rows)
-        self._flight_decoding: dict[int, set[tuple[int, int]]] = {}  # and of that rows of streams, not of prompts
+        self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> waiting frames: (session id, end of rows)
+        self._flight_decoding: dict[int, set[tuple[int, int]]] = {}  # the same for rows of streams, without prompts
         self._flight_kinds: dict[int, int] = {}
         self._flights_sent_ns: dict[int, int] = {}
         self._is_ridden: dict[int, bool] = {}  # whether prompt rows left with decode rows
-        self._left_behind: dict[int, int] = {}  # session cancelled, its close under way -> frames it had under way
+        self._left_behind: dict[int, int] = {}  # cancelled session, its close in flight -> its frames in flight
         self._n_flights = [0, 0, 0]  # by these kinds
         self._under_way: dict[int, collections.deque[_Sent]] = {}  # session id -> its frames, oldest first
-        self._latest: dict[int, _Sent] = {}  # session id -> its frame that was answered last
-        self._rows: dict[int, list[int]] = {}  # session id -> the tokens that were sent
+        self._latest: dict[int, _Sent] = {}  # session id -> its last answered frame
+        self._rows: dict[int, list[int]] = {}  # session id -> its sent tokens
         self.n_drafted = self.n_guess_flights = 0
         self._prefill_flights_most = 0
         self._flights_most = 0
         self._stalls_ns = 0
         self._n_passes = 0
-        self._slowest_flight_ns = 0  # of those that were answered
+        self._slowest_flight_ns = 0  # of answered frames
         self._way_max_ns = 0.0
         self._is_per_lane = any(model.is_per_lane for model in simulation.world.stages)
         self._prompts: dict[int, Session] = {}
-        self._chunk_left_ns = 0  # or the first prompt of those that wait came
+        self._chunk_left_ns = 0  # or since the first waiting prompt came
         self._chunks_since_oldest = 0
         self._pool: collections.deque[tuple[int, int]] = collections.deque()
         self._pooled_ns: dict[tuple[int, int], int] = {}
-        self.ends: dict[int, bool] = {}  # session id -> was cancelled
+        self.ends: dict[int, bool] = {}  # session id -> whether it was cancelled
         self._begun: dict[int, int] = {}
 
-    # --- what the simulation tells ------------------------------------------------------------------------------------
+    # --- events of the simulation ------------------------------------------------------------------------------------
 
     def arrived(self, session: Session) -> None:
         """A request came in."""
@@ -146,7 +148,7 @@ class Audit(Trace):
         self._pooled_ns[key] = self._simulation.now_ns
 
     def stalled(self, stall_ns: int) -> None:
-        """A stage does nothing for a while."""
+        """A stage stalls for a while."""
         self._stalls_ns += stall_ns
 
     def sent(self, envelopes: Sequence[Sequence[OutFrame]], plan: GroupPlan) -> None:
@@ -156,7 +158,7 @@ class Audit(Trace):
             self.n_sent += len(rows)
             if not rows:
                 continue
-            # Prompt rows that ride come after the decode rows.
+            # Prompt rows in a decode flight come after the decode rows.
             kind = PREFILL if rows[0].flags & Flag.PREFILL else GUESS if _is_guess(rows[0]) else DECODE
             oldest = next((key for key in self._pool if key[0] not in self.ends), None)
             held_ns = self._simulation.now_ns - self._pooled_ns[oldest] if oldest else 0
@@ -169,13 +171,13 @@ class Audit(Trace):
         self._check_holds(plan)
 
     def passed(self, session_id: int, position: int) -> None:
-        """A frame came back that has no sample behind its last row."""
+        """A frame came back without a sample after its last row."""
         self._settle(session_id, position)
 
     def sampled(self, session_id: int, position: int) -> None:
-        """A sample came back, behind any row of a frame."""
+        """A sample came back, after any row of a frame."""
         oldest = self._under_way.get(session_id, ())
-        # Of a frame with a wrong guess they come after what says that it has passed.
+        # Those of a frame with a wrong guess come after the frame's own answer.
         first = next(iter(oldest), None)
         of_it = filter(None, (first, self._latest.get(session_id)))
         is_last = first is not None and first.end == position
@@ -211,7 +213,7 @@ class Audit(Trace):
         """A stage has computed."""
         self.n_in_steps -= len(step.frames)
         for control in step.controls if stage.is_last else ():
-            if control.flags & Flag.CLOSE:  # what it had under way has left every stage before
+            if control.flags & Flag.CLOSE:  # its frames in flight have left every earlier stage
                 self._left_behind.pop(control.session_id, None)
         if stage.placed:
             self.steps.append((self._begun[stage.index], self._simulation.now_ns, stage.index, stage.n_placed))
@@ -219,7 +221,7 @@ class Audit(Trace):
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def event(self) -> None:
-        """Hold the books after every event."""
+        """Check the books after every event."""
         waiting = 0
         for stage in self._simulation.stages:
             waiting += stage.n_waiting
@@ -236,7 +238,7 @@ class Audit(Trace):
             )
 
     def end(self) -> None:
-        """Hold that nothing is left of any request."""
+        """Check that nothing is left of any request."""
         simulation = self._simulation
         missing = self.arrivals_ns.keys() - self.ends.keys()
         if missing:
@@ -262,14 +264,14 @@ class Audit(Trace):
         return (self._flights_most + 1) * stage.cost_max_ns * n_turns
 
     def _check_flow(self) -> None:
-        """Hold that flights land, and that chunks leave while prompts wait."""
+        """Check that flights land, and that chunks leave while prompts wait."""
         if not self._has_bound:
             return
         now_ns, oldest = self._simulation.now_ns, next(iter(self._flights), None)
         under_way_ns = 0 if oldest is None else now_ns - self._flights_sent_ns[oldest]
         waited_ns = now_ns - self._chunk_left_ns if self._prompts else 0
         longest_ns = max(under_way_ns, waited_ns)
-        if longest_ns > self._way_max_ns:  # a bound that only grows
+        if longest_ns > self._way_max_ns:  # the bound only grows
             self._way_max_ns = self._bound_way_ns()
         if longest_ns > self._way_max_ns:
             what = "a flight is under way" if under_way_ns > waited_ns else "prompts wait and none has left"
@@ -281,10 +283,10 @@ class Audit(Trace):
         return waits_ns + simulation.links_max_ns + self._stalls_ns
 
     def _check_holds(self, plan: GroupPlan) -> None:
-        """Hold that no row of those that stay in the pool has been there for longer than a plan predicts."""
+        """Check that no row has stayed in the pool for longer than a plan predicts."""
         if self._simulation.setup.schedule.mode in ("drain", "fixed"):
             return
-        plans = (plan, self._simulation.scheduler.plan())  # prompts that have left make it another one
+        plans = (plan, self._simulation.scheduler.plan())  # it changes as prompts leave
         hold_max_ns = max(min(self._hold_max_ns(each), self._predicted_most_ns(each)) for each in plans)
         for key in self._pool if hold_max_ns else ():  # 0: no curve is known, and no flight has landed
             held_ns = self._simulation.now_ns - self._pooled_ns[key]
@@ -313,12 +315,12 @@ class Audit(Trace):
         while self._pool and self._pool[0][0] in self.ends:
             self._pool.popleft()
         if self._is_per_lane and (session_id, position) in self._pool:
-            self._pool.remove((session_id, position))  # neighbouring lanes go together; see _check_passes
+            self._pool.remove((session_id, position))  # neighbouring lanes travel together; see _check_passes
         elif not self._pool or self._pool.popleft() != (session_id, position):
             raise Violation(f"session {session_id} overtook another in the pool, or was never in it")
 
     def _check_passes(self, oldest: tuple[int, int] | None) -> None:
-        """A decode flight has left, before which this row had waited longest."""
+        """A decode flight has left; this row had waited longest."""
         self._n_passes = self._n_passes + 1 if oldest is not None and oldest in self._pool else 0
         if self._n_passes > PASSES_MAX:
             raise Violation(f"{self._n_passes} flights left before session {oldest and oldest[0]}, which came first")
@@ -342,7 +344,7 @@ class Audit(Trace):
         self._prefill_flights_most = max(self._prefill_flights_most, n_chunk_flights)
 
     def _check_rows(self, frame: OutFrame, kind: int) -> None:
-        """Hold that a session's rows follow each other, that true ones are repeated only where a guess was wrong."""
+        """Check that a session's rows follow each other, and that true rows repeat only where a guess was wrong."""
         key, sent = frame.session.session_id, self._rows.setdefault(frame.session.session_id, [])
         is_new = frame.position == len(sent)
         if frame.position > len(sent) or not (is_new or sent[frame.position] != frame.tokens[0]):
@@ -354,7 +356,7 @@ class Audit(Trace):
         sent[frame.position :] = frame.tokens
 
     def _predicted_most_ns(self, plan: GroupPlan) -> float:
-        """Return the most that a plan may predict a token to take: in quiet, or beside prompts."""
+        """Return the longest time that a plan may predict for a token: without prompts, or with them."""
         turns = max(1.0, self._simulation.scheduler.n_decoding / (plan.n_groups * plan.group_rows))
         return max(plan.period_ns, plan.latency_max_ns * turns) * (1 + 1e-9) or self._slowest_flight_ns
 
@@ -396,14 +398,14 @@ class Audit(Trace):
             raise Violation(f"prompt rows ride in {n_ridden} flights, the plan has {plan.n_groups}")
 
     def _guesses_max(self) -> int:
-        """Return how many flights of the cheapest step all stages and links hold, by the book of the coordinator."""
+        """Return how many flights of the cheapest step all stages and links hold, by the coordinator's books."""
         planner = self._simulation.planner
         cheapest_ns = min(planner.step_ns(rows) for rows in range(1, 1 + min(32, planner.rows_max)))
         return len(planner.stages) + math.ceil(planner.overhead_ns / cheapest_ns) if cheapest_ns else 0
 
     def _settle(self, session_id: int, position: int) -> None:
         waiting = self._under_way.get(session_id)
-        if session_id in self.ends:  # a stage that had heard of it may have dropped frames behind
+        if session_id in self.ends:  # a stage that has learned of it may have dropped later frames
             while waiting and waiting[0].end != position:
                 waiting.popleft()
         if not waiting or waiting[0].end != position:
@@ -415,7 +417,7 @@ class Audit(Trace):
             self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)
 
     def _land(self, session_id: int, sent: _Sent) -> bool:
-        """Cross a frame off; returns whether its flight has brought all that it was to bring to those who decode."""
+        """Cross a frame off; returns whether its flight is complete for all decoding streams."""
         waiting, decoding = self._flights.get(sent.flight, set()), self._flight_decoding[sent.flight]
         if (session_id, sent.end) in waiting:
             waiting.discard((session_id, sent.end))
@@ -425,7 +427,7 @@ class Audit(Trace):
                 del self._flights[sent.flight]
                 self._n_flights[kind] -= 1
                 return kind != PREFILL or not self._is_ridden[sent.flight]
-            if kind == DECODE and not decoding:  # the prompt rows that rode are behind
+            if kind == DECODE and not decoding:  # prompt rows in it come later
                 self._flight_kinds[sent.flight] = PREFILL
                 self._n_flights[DECODE] -= 1
                 self._n_flights[PREFILL] += 1

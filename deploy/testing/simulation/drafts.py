@@ -1,4 +1,4 @@
-"""What a simulation's model says, what its clients expect it to say, and the sampler that tells guesses from it."""
+"""A simulation's model: its tokens, its clients' predictions, and the sampler that checks guesses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def oracle(session_id: int, position: int) -> int:
 
 
 def prediction(request: Request, session_id: int, seed: int) -> tuple[int, ...]:
-    """Return what the request's client expects of its answer. No wrong token of it is ever said."""
+    """Return the client's prediction of the answer. The model never says one of its wrong tokens."""
     if request.predicted is None:
         return ()
     rng, begin = random.Random(f"{seed}/{session_id}"), request.n_prompt + request.n_before
@@ -39,9 +39,9 @@ def prediction(request: Request, session_id: int, seed: int) -> tuple[int, ...]:
 
 
 class OracleSampler:
-    """In the place of stage.sampling.sampler.SessionSampler."""
+    """Replaces stage.sampling.sampler.SessionSampler."""
 
-    is_greedy = False  # its token comes of no logits
+    is_greedy = False  # its token does not come from logits
 
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
@@ -63,14 +63,14 @@ ENGINE = cast(Engine, _NoEngine())
 
 
 def real(sampler: OracleSampler | None) -> SessionSampler | None:
-    """Return it as the code under test takes it."""
+    """Return it in the form that the code under test expects."""
     return cast(SessionSampler | None, sampler)
 
 
 def answers(
     computed: list[Placed], pointless: list[QueuedFrame], samplers: Mapping[int, OracleSampler]
 ) -> pb.ReturnResponse:
-    """Return what the last stage says of a step, as stage.steps.step does."""
+    """Return the last stage's answer to a step, as stage.steps.step does."""
     message = pb.ReturnResponse()
     passed = list(pointless)
     for item in computed:

@@ -1,4 +1,4 @@
-"""What happened in a simulation, and the figures that come out of it."""
+"""The trace of a simulation, and its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What happened between two moments."""
+    """The figures between two moments."""
 
     tokens_per_s: float
     overlap: float  # share of the time in which two or more stages compute
@@ -18,7 +18,7 @@ class Figures:
     itl_p99_ms: float
     ttft_p50_ms: float
     ttft_p99_ms: float
-    rows_mean: float  # rows of a native step
+    rows_mean: float  # rows per native step
 
 
 class Trace:
@@ -29,7 +29,7 @@ class Trace:
         self.arrivals_ns: dict[int, int] = {}
         self.firsts: list[tuple[int, int]] = []  # (arrival, time to first token)
         self.itls: list[tuple[int, int, int]] = []  # (when, latency, session id)
-        self.holds: list[tuple[int, int]] = []  # (when, how long a decode row was held at the coordinator)
+        self.holds: list[tuple[int, int]] = []  # (time, how long the coordinator held a decode row)
         self.token_times_ns: list[int] = []
         self.steps: list[tuple[int, int, int, int]] = []  # (start, end, stage, rows)
         self._last_ns: dict[int, int] = {}
@@ -64,7 +64,9 @@ class Trace:
         )
 
     def steady_window(self, n_warm_tokens: int) -> tuple[int, int]:
-        """Return (after the first n_warm_tokens tokens, before the last as many): everybody runs meanwhile."""
+        """Return (after the first n_warm_tokens tokens, before the last n_warm_tokens tokens): all streams run in
+        between.
+        """
         times = self.token_times_ns
         return times[n_warm_tokens], times[-n_warm_tokens - 1]
 
@@ -87,7 +89,7 @@ class Trace:
 
 
 def percentile(ascending: Sequence[int], percent: float) -> float:
-    """Return the smallest value that at least `percent` of the values do not exceed; 0 without values."""
+    """Return the smallest value that at least `percent` of the values do not exceed; 0 if there are none."""
     if not ascending:
         return 0.0
     return float(ascending[max(0, math.ceil(len(ascending) * percent / 100) - 1)])

@@ -1,9 +1,9 @@
 """A discrete-event simulation of a whole pipeline on virtual time, around the code that runs in production.
 
 Real: batcher, policies, lanes and curves of every stage; scheduler, planner, sessions and admission of the coordinator.
-Simulated: the native step (takes what the true curve says), the model, links (take what the world says), clients. The
-coordinator's part does what `coordinator.engine.pipeline` does with the same events. One heap of events, one seed; the
-same world gives the same history, event for event.
+Simulated: the native step (its time is that of the true curve), the model, links (with the world's delays), clients.
+The coordinator's part handles events as `coordinator.engine.pipeline` does. One heap of events, one seed; the same
+world gives the same history, event for event.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """The code's own settings in one simulation."""
+    """Settings of the code under test in one simulation."""
 
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     stage_policy: str = "auto"
     is_calibrated: bool = True
-    """Whether stages know their curves at the start; else they learn them from steps alone, as with --no-calibrate."""
+    """Whether stages know their curves at the start; otherwise they only learn them from steps, as with --no-calibrate.
+    """
     melts_envelopes: bool = False
-    """Send everything that one turn brings as one message, whatever groups were made (to see what it costs)."""
+    """Send all rows of one turn as one message, regardless of groups (to see the cost)."""
 
 
 AUTO = Setup()
@@ -51,12 +52,12 @@ SINGLE = Setup(ScheduleConfig("drain"), "single")
 
 
 def fixed(n_groups: int, group_rows: int) -> Setup:
-    """Return a hand-set number of groups and rows."""
+    """Return a plan with a fixed number of groups and rows."""
     return Setup(ScheduleConfig("fixed", n_groups=n_groups, group_rows=group_rows))
 
 
 class Simulation:
-    """Run it once with `run`; the figures are then in `trace`."""
+    """Call `run` once; the figures are then in `trace`."""
 
     def __init__(self, world: World, setup: Setup = AUTO) -> None:
         self.world, self.setup = world, setup
@@ -80,7 +81,7 @@ class Simulation:
         self._arrivals: dict[int, int] = {}
         self._dispatching = False
         self._extra_link_ns = 0
-        self._arrived_ns = [0] * (len(self.stages) + 1)  # when the latest envelope of each link is there
+        self._arrived_ns = [0] * (len(self.stages) + 1)  # arrival of the latest envelope of each link
         for request in world.requests:
             self._at(request.arrives_ns, self._arrive, request)
         for disturbance in world.disturbances:
@@ -93,7 +94,7 @@ class Simulation:
     # --- the run ------------------------------------------------------------------------------------------------------
 
     def run(self, until_ns: int | None = None) -> Simulation:
-        """Run to the end of every request, or on to a time; may be called again. Raises Violation."""
+        """Run until every request has ended, or until a time; may be called again. Raises Violation."""
         while self._heap and (until_ns is None or self._heap[0][0] <= until_ns):
             self.now_ns, _, action, arguments = heapq.heappop(self._heap)
             action(*arguments)
@@ -114,7 +115,7 @@ class Simulation:
 
     @property
     def links_max_ns(self) -> int:
-        """What an envelope spends on all links, at most."""
+        """The largest time that an envelope spends on all links."""
         extra_ns = max((slow.extra_ns for slow in self.world.slow_links), default=0)
         return sum(self.world.way_ns(link) + extra_ns for link in range(len(self.stages) + 1))
 
@@ -122,7 +123,7 @@ class Simulation:
         self._extra_link_ns = extra_link_ns
 
     def _stage_costs(self) -> list[StageCost]:
-        """Return copies of what the stages know, as a coordinator gets them over the wire."""
+        """Return copies of the stages' curves, as a coordinator gets them over the wire."""
         return [
             StageCost(
                 CostCurve(stage.curves.decode.points()),
@@ -139,10 +140,10 @@ class Simulation:
     def _refresh(self) -> None:
         held = [Held(stage.n_decode_frames, stage.decode_held_ns) for stage in self.stages]
         self.scheduler.refresh(self._stage_costs(), held)
-        if self._heap:  # else nothing can happen any more, and what has not ended never will
+        if self._heap:  # otherwise nothing can happen any more, and unfinished requests never end
             self._at(self.now_ns + self.world.refresh_ns, self._refresh)
 
-    # --- coordinator: what coordinator.engine.pipeline does -----------------------------------------------------------
+    # --- coordinator: follows coordinator.engine.pipeline -----------------------------------------------------------
 
     def _arrive(self, request: Request) -> None:
         session_id = len(self._arrivals) + 1
@@ -238,7 +239,7 @@ class Simulation:
 
     def _arrives_ns(self, link: int) -> int:
         arrives_ns = self.now_ns + self.world.way_ns(link) + self._extra_link_ns
-        self._arrived_ns[link] = max(arrives_ns, self._arrived_ns[link])  # none overtakes
+        self._arrived_ns[link] = max(arrives_ns, self._arrived_ns[link])  # no message overtakes another
         return self._arrived_ns[link]
 
     def _reach(self, stage_index: int, frames: list[QueuedFrame]) -> None:
@@ -274,7 +275,7 @@ class Simulation:
 
 
 def queued(frame: OutFrame) -> QueuedFrame:
-    """Return the frame as stages see it."""
+    """Return the frame in the stages' form."""
     return QueuedFrame(
         route_id=ROUTE,
         session_id=frame.session.session_id,

@@ -1,4 +1,4 @@
-"""Worlds worth simulating: steady streams, unequal stages, delay, churn, stalls, a slowing stage, prompts, drafts."""
+"""Scenarios: steady streams, unequal stages, delay, churn, stalls, a slowing stage, prompts, drafts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation, fix
 from relayline.deploy.testing.simulation.world import MS, Disturbance, Request, StageModel, World, streams
 
 PLAIN = Setup(ScheduleConfig(draft=0))
-SWEEP_TRIES = 8  # hand-set plans that are simulated; the planner's own formula says which are worth it
+SWEEP_TRIES = 8  # number of hand-set plans to simulate; the planner's formula chooses them
 
 
 def steady(stages: tuple[StageModel, ...], n_streams: int, *, link_ns: int = 0, jitter: float = 0.0) -> World:
@@ -30,7 +30,7 @@ def steady_figures(world: World, setup: Setup = AUTO) -> Figures:
 def steady_part(simulation: Simulation) -> Figures:
     """Return the figures of the middle third of a finished steady simulation, counted in tokens.
 
-    The rate is that of whole gaps between tokens: a window that cuts the groups' cycles would count a group too many.
+    The rate is that of whole gaps between tokens: a window that cuts the groups' cycles would count one group too many.
     """
     requests = simulation.world.requests
     total = sum(request.max_tokens for request in requests)
@@ -53,14 +53,14 @@ def best_of_sweep(world: World, tries: int = SWEEP_TRIES) -> tuple[float, tuple[
         if n_groups <= 4 * n_stages
     }  # fmt: skip
     hopeful = sorted(pairs, key=lambda pair: -planner.rate(n_streams, *pair))[:tries]
-    # The classic choices, whatever the formula says of them.
+    # The classic choices are always tried.
     hopeful += [(1, n_streams), (min(n_streams, n_stages), math.ceil(n_streams / min(n_streams, n_stages)))]
     return max((steady_figures(world, fixed(*pair)).tokens_per_s, pair) for pair in hopeful)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beside:
-    """Running streams before and while a long prompt is prefilled."""
+    """Running streams before and during the prefill of a long prompt."""
 
     quiet: Figures
     during: Figures
@@ -69,14 +69,14 @@ class Beside:
 
     @property
     def itl_p99_ratio(self) -> float:
-        """Inter-token latency p99 beside the prompt, against quiet."""
+        """Inter-token latency p99 during the prefill, relative to before."""
         return self.during.itl_p99_ms / self.quiet.itl_p99_ms
 
 
 def prompt_beside(
     stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, *, link_ns: int = 0, setup: Setup = AUTO
 ) -> Beside:
-    """Let a long prompt arrive beside running streams."""
+    """Let a long prompt arrive while streams run."""
     quiet_world = World(stages, streams(n_streams, 100), link_ns=link_ns)
     quiet = Simulation(quiet_world, setup).run()
     arrives_ns = quiet.now_ns // 2
@@ -145,7 +145,7 @@ def slowing(stages: tuple[StageModel, ...], n_streams: int, at_ns: int, factor: 
 
 
 def paused(stages: tuple[StageModel, ...], n_streams: int, n_read: int, n_tokens: int) -> World:
-    """Return streams that a loss paused: each has n_read tokens, half of them of its answer, and n_tokens to come."""
+    """Return streams paused by a loss: each has n_read tokens, half of them of its answer, and n_tokens to come."""
     n_before = n_read // 2
     request = Request(0, n_read - n_before, n_before + n_tokens, n_before=n_before)
     return World(stages, (request,) * n_streams, link_ns=MS // 2, jitter=0.03)
@@ -158,7 +158,8 @@ class Drafting:
     plain_per_s: float
     """Tokens, without drafts."""
     gain: float
-    """Tokens a second with drafts against that, while all streams run: with drafts they do not all end together."""
+    """Tokens per second with drafts, relative to that, while all streams run: with drafts they do not all end together.
+    """
     gain_whole: float
     """The same until the last one has ended."""
     n_drafted: float

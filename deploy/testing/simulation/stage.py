@@ -1,6 +1,5 @@
 """One simulated stage: the real batcher, policy, lanes and learned curves around a native step that only takes time.
-
-Every event checks what must never break, see `Violation`.
+Every event checks the invariants, see `Violation`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROUTE = 1
 
 
 class Violation(AssertionError):
-    """An invariant broke: the code under test is wrong."""
+    """An invariant was violated: the code under test is wrong."""
 
 
 def make_policy(name: str, rows_max: int, curve: CostCurve) -> Policy:
@@ -65,16 +64,16 @@ class SimStage:
         self.lanes = LaneTable(n_lanes, 1 << 20)
         self.factor, self.stalled_until_ns = 1.0, 0
         self.step: Step | None = None
-        self.placed: list[Placed] = []  # what of the step is computed
+        self.placed: list[Placed] = []  # the computed part of the step
         self.cancelled: set[int] = set()
         self.cost_max_ns = 0  # dearest step so far
         self.n_steps = self.n_rows = self.n_parts = 0
         self.n_decode_frames = self.decode_held_ns = 0
         self._rng = rng
-        self._pointless: list[QueuedFrame] = []  # and what was guessed wrong
+        self._pointless: list[QueuedFrame] = []  # and its wrong guesses
         self._samplers: dict[int, OracleSampler] = {}  # of the last stage
-        self._wrong_from: dict[int, int] = {}  # session id -> first position of its lane, if any, with a wrong token
-        self._drafted: set[int] = set()  # sessions of which guesses came
+        self._wrong_from: dict[int, int] = {}  # session id -> first position of its lane with a wrong token, if any
+        self._drafted: set[int] = set()  # sessions that have sent guesses
         self._waiting: dict[QueuedFrame, int] = {}  # row frames in the queue -> arrival, oldest first
         self._n_controls = 0  # in the queue
         self._step_cost_ns = 0
@@ -82,7 +81,7 @@ class SimStage:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is being computed."""
+        """Whether a step is running."""
         return self.step is not None
 
     def oldest_arrival_ns(self) -> int | None:
@@ -95,7 +94,7 @@ class SimStage:
         return len(self._waiting)
 
     def push(self, frames: list[QueuedFrame], now_ns: int, envelope: int) -> int:
-        """Queue one envelope's frames; returns how many row frames a close made pointless."""
+        """Queue one envelope's frames; returns the number of row frames that a close dropped."""
         n_dropped = 0
         for frame in frames:
             frame.arrived_ns, frame.envelope = now_ns, envelope
@@ -112,7 +111,7 @@ class SimStage:
         return n_dropped
 
     def begin(self, now_ns: int, jitter: float, crowding: float) -> int | None:
-        """Take the next step if there is one, which takes so many times longer; returns when it will be done."""
+        """Begin the next step if there is one, slower by a factor; returns when it will end."""
         step = self.batcher.take(now_ns)
         if step is None:
             return None
@@ -133,7 +132,7 @@ class SimStage:
         return max(now_ns, self.stalled_until_ns) + cost_ns + (self.model.host_ns if self.placed else 0)
 
     def finish(self, now_ns: int) -> list[QueuedFrame]:
-        """End the step; returns what goes on: controls first, then row frames."""
+        """End the step; returns the frames that go on: controls first, then row frames."""
         step = self.step
         assert step is not None
         self.step = None
@@ -144,7 +143,7 @@ class SimStage:
             self.n_rows += self.n_placed
             arrived_ns = [item.frame.arrived_ns for item in self.placed if not item.frame.is_prefill]
             self.n_decode_frames += len(arrived_ns)
-            # Curves know nothing of host work here, so that to plans it is overhead.
+            # Curves do not include host work here, so plans treat it as overhead.
             self.decode_held_ns += len(arrived_ns) * (now_ns - self.model.host_ns) - sum(arrived_ns)
             self.curves.observe(self._shape, self._step_cost_ns)
         return step.controls + step.frames
@@ -155,7 +154,7 @@ class SimStage:
         return sum(item.frame.n_rows for item in self.placed)
 
     def answer(self) -> tuple[pb.ReturnResponse, int]:
-        """Return what the last stage says of the step that has ended, and how many frames nobody waits for."""
+        """Return the last stage's answer to the step that has ended, and the number of frames without a reader."""
         computed = [item for item in self.placed if item.frame.session_id not in self.cancelled]
         pointless = [frame for frame in self._pointless if frame.session_id not in self.cancelled]
         message = answers(computed, pointless, self._samplers)
@@ -165,7 +164,7 @@ class SimStage:
         return message, len(self.placed) + len(self._pointless) - len(computed) - len(pointless)
 
     def check(self) -> None:
-        """Hold the queue against the simulation's own account of it."""
+        """Compare the queue with the simulation's own books."""
         n_waiting = len(self._waiting) + self._n_controls
         if len(self.batcher) != n_waiting:
             raise Violation(f"stage {self.index} lost or invented a frame: {len(self.batcher)} != {n_waiting}")
@@ -207,7 +206,9 @@ class SimStage:
             row += frame.n_rows
 
     def _check_tokens(self, frame: QueuedFrame, drop_from: int | None) -> None:
-        """Hold that only guesses make a lane forget, and note what is wrong in it; true rows never follow on that."""
+        """Check that only guesses make a lane forget, and that true rows never follow a wrong token. Records wrong
+        tokens.
+        """
         key = frame.session_id
         if drop_from is not None:
             if key not in self._drafted:
@@ -240,7 +241,7 @@ class SimStage:
         return mixed_cost_ns(self.model.decode, self.model.prefill, shape.decode_rows, prompt_rows) + context_ns
 
     def _context_ns(self, frames: list[QueuedFrame], n_rows: int) -> float:
-        """Return what context truly adds: to each row its own lane's, or to a tile that of all lanes in it."""
+        """Return the true cost of context: for each row its own lane's, or for a tile that of all its lanes."""
         model = self.model
         if n_rows < ATTENTION_TILE_ROWS or not model.context_tiled_ns:
             return model.context_ns * sum(frame.n_rows * frame.position for frame in frames)
@@ -250,7 +251,7 @@ class SimStage:
         return model.context_tiled_ns * ATTENTION_TILE_ROWS * n_tokens
 
     def _parts_cost_ns(self, frames: list[QueuedFrame], shape: StepShape) -> float:
-        """Return the cost where every part of neighbouring lanes is a native step of its own."""
+        """Return the cost if every run of neighbouring lanes is a separate native step."""
         lanes = [
             self.lanes.place(frame.session_id, ROUTE, frame.position, 0)[0].index
             for frame in frames
@@ -266,7 +267,7 @@ class SimStage:
         return rows_ns + self._parts_context_ns(frames, parts)
 
     def _parts_context_ns(self, frames: list[QueuedFrame], parts: Cut) -> float:
-        """Return what context truly adds: the rows of a part go through the cells of its longest lane."""
+        """Return the true cost of context: the rows of a part read the cells of its longest lane."""
         first_ns, further_ns = self.model.context_ns, self.model.context_tiled_ns
         if not further_ns:
             return first_ns * sum(frame.n_rows * frame.position for frame in frames)

@@ -1,4 +1,4 @@
-"""What a simulation is given: stages with their true costs, links, requests; and the best that any schedule could do.
+"""The input of a simulation: stages with their true costs, links, requests. Also the bound of any schedule.
 
 Knows neither batcher nor scheduler. Times are integer nanoseconds of virtual time.
 """
@@ -28,7 +28,7 @@ ARITHMETIC_MS = (
     (32, 545.8), (64, 1091.0), (128, 2182.0), (256, 4364.0), (512, 8728.0),
 )  # fmt: skip
 
-# docs/results/curves.md: the same on a processor with AMX, where two to eight rows cost about as much as two.
+# docs/results/curves.md: the same on a processor with AMX, on which two to eight rows cost about the same.
 MATRIX_MS = (
     (1, 23.3), (2, 47.5), (3, 49.6), (4, 50.8), (5, 53.2), (8, 59.9), (12, 91.2), (16, 107.0), (24, 153.5),
     (32, 163.1), (64, 326.2), (128, 652.4), (256, 1304.8), (512, 2609.6),
@@ -36,17 +36,17 @@ MATRIX_MS = (
 
 
 def smooth(factor: float = 1.0) -> CostCurve:
-    """Return a GPU-like cost: bound by reading the weights up to 64 rows, by arithmetic beyond, no steps."""
+    """Return a GPU-like cost: bound by reading the weights up to 64 rows, then by arithmetic, without tiles."""
     ladder = (*LADDER, 256, 512)
     return CostCurve((rows, factor * MS * (8.0 + 0.02 * rows + 0.10 * max(0, rows - 64))) for rows in ladder)
 
 
 def measured(costs_ms: Sequence[tuple[int, float]], factor: float = 1.0) -> CostCurve:
-    """Return a cost as a CPU stage had it."""
+    """Return a cost curve measured at a CPU stage."""
     return CostCurve((rows, factor * ms * MS) for rows, ms in costs_ms)
 
 
-staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, what is left over runs row by row
+staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, the rest runs row by row
 arithmetic = functools.partial(measured, ARITHMETIC_MS)  # bound by arithmetic from the second row on
 matrix = functools.partial(measured, MATRIX_MS)  # matrix units serve every step of more than one row
 
@@ -60,26 +60,28 @@ CURVES: dict[str, Callable[..., CostCurve]] = {  # of a factor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageModel:
-    """One stage as it really is; what it knows of itself is measured from this."""
+    """One stage with its true costs; its own curves are measured from them."""
 
     decode: CostCurve
     prefill: CostCurve
     rows_max: int = 512
     host_ns: int = 0
-    """Work of the stage's process around each native step; the stage is not free meanwhile."""
+    """Work of the stage's process around each native step, during which the stage is busy."""
     context_ns: float = 0.0
-    """What a row costs for every token before it in its lane."""
+    """Cost per row for every earlier token of its lane."""
     context_tiled_ns: float = 0.0
-    """And in a step of ATTENTION_TILE_ROWS rows or more, for every token before the frames in its tile; 0.0: the same
-    as in a smaller one, and for its own lane alone."""
+    """In a step of at least ATTENTION_TILE_ROWS rows, the extra cost for every token before the frames of its tile;
+    0.0: none, so a row costs the same as in a smaller step, for its own lane alone.
+    """
     is_per_lane: bool = False
-    """Lanes have KV cells of their own: a step is run in the parts that `stage.engine.micro_batches` says, without
-    padding. context_tiled_ns is then what each row of a frame after its first costs for every token before it."""
+    """Each lane has its own KV cells: a step runs in the parts of `stage.engine.micro_batches`, without padding. Then
+    context_tiled_ns is the cost of each row of a frame after its first, for every token before it.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One client's wish."""
+    """One client's request."""
 
     arrives_ns: int
     n_prompt: int
@@ -87,14 +89,14 @@ class Request:
     cancel_ns: int | None = None
     """When the client gives up, if it does."""
     n_before: int = 0
-    """Tokens of its answer that it had before the simulation begins, as after a loss: they are read once more."""
+    """Tokens of its answer from before the simulation, as after a loss: they are read again."""
     predicted: float | None = None
-    """Share of right tokens in what its client predicts the answer to be; None: nothing, and nothing is drafted."""
+    """Share of right tokens in the client's prediction of the answer; None: no prediction and no drafts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disturbance:
-    """From `at_ns` on a stage takes `factor` times as long; with `stall_ns` it does nothing at all meanwhile."""
+    """From `at_ns` on a stage takes `factor` times as long; with `stall_ns` it does nothing for that time."""
 
     at_ns: int
     stage: int
@@ -104,7 +106,7 @@ class Disturbance:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlowLinks:
-    """From `at_ns` on every link takes so much longer."""
+    """From `at_ns` on every link takes this much longer."""
 
     at_ns: int
     extra_ns: int
@@ -131,16 +133,17 @@ class World:
     """How often the coordinator asks for the curves that stages have learned; 0 never."""
     seed: int = 0
     crowding: float = 1.0
-    """How many times longer a step takes that begins while another stage computes. Above 1 stages share a host, which
-    the coordinator knows."""
+    """Factor by which a step is slower if it begins while another stage computes. Above 1 stages share a host, and the
+    coordinator knows.
+    """
 
     @property
     def overhead_ns(self) -> int:
-        """A round trip beyond native steps when nothing is in the way."""
+        """A round trip without native steps and without waits."""
         return sum(map(self.way_ns, range(len(self.stages) + 1))) + sum(stage.host_ns for stage in self.stages)
 
     def way_ns(self, link: int) -> int:
-        """Return what the link to this stage takes; the one after the last stage's leads to the coordinator."""
+        """Return the time of the link to this stage; the one after the last stage's leads to the coordinator."""
         return self.links_ns[link] if self.links_ns else self.link_ns
 
 
@@ -176,16 +179,14 @@ def streams(
 
 
 def best_rate(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> float:
-    """Return tokens a second that no schedule of batches which stay together can exceed.
-
-    The least of `stage_rates` and `_crowded_rate`. Drafts may: with guesses under way a stream is at several stages at
-    once.
+    """Return tokens a second that no schedule can exceed if batches stay together: the least of `stage_rates` and
+    `_crowded_rate`. Drafts may exceed it: with guesses in flight a stream is at several stages at once.
     """
     return min(*stage_rates(stages, n_streams, overhead_ns), _crowded_rate(stages, n_streams))
 
 
 def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float) -> list[float]:
-    """Return for each stage the tokens a second that it alone cannot exceed while n_streams decode at most.
+    """Return for each stage the largest tokens per second that it allows with at most n_streams decoding.
 
     A schedule starts x(r) batches of r rows a
     second. Stage s is busy sum x(r) c_s(r) <= 1 of the time, and by Little's law the streams under way are
@@ -215,7 +216,7 @@ def stage_rates(stages: Sequence[StageModel], n_streams: int, overhead_ns: float
 
 
 def _step_costs(stages: Sequence[StageModel], n_streams: int) -> tuple[list[int], list[list[float]]]:
-    """Return numbers of rows that a step may have, and for each stage what steps of so many cost."""
+    """Return numbers of rows that a step may have, and the cost of such steps at each stage."""
     rows_max = min(n_streams, *(stage.rows_max for stage in stages))
     sizes = sorted({*range(1, min(rows_max, 128) + 1), *range(128, rows_max + 1, 8), rows_max} - {0})
     sizes = [rows for rows in sizes if rows <= rows_max]
@@ -226,9 +227,9 @@ def _crowded_rate(stages: Sequence[StageModel], n_streams: int) -> float:
     """Return tokens a second at most, given that no stream is at two stages at once.
 
     While stage s runs a batch of r rows it makes r / c_s(r) of a token's way a nanosecond, and all batches that run at
-    one moment hold n_streams rows at most. In the long run every stage makes as many as any other, so what all make on
-    average is no more than at the best of moments. That binds where large batches are cheap by the row and there are
-    streams for one of them, but not for one at each stage.
+    one moment hold n_streams rows at most. In the long run all stages make the same number, so the average over time is
+    at most the best moment's rate. This is the tighter bound if large batches are cheap per row, and the streams fill
+    one of them but not one at each stage.
     """
     sizes, costs = _step_costs(stages, n_streams)
     best = np.zeros(n_streams + 1)  # sum over the stages so far, by the rows that they hold

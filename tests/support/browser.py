@@ -1,4 +1,4 @@
-"""Chromium by its DevTools protocol: pages are opened, asked and looked at as a person's browser would have them."""
+"""Chromium by its DevTools protocol: opens, queries and photographs pages as a person's browser shows them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page. `problems` holds what it wrote as errors and what it failed to load."""
+    """One page. `problems` holds its logged errors and its failed loads."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -94,7 +94,7 @@ class Tab:
         return found
 
     async def look(self, *, width: int = 1440, height: int = 900, is_dark: bool = False) -> None:
-        """Set how large the page is and which colours its user likes."""
+        """Set the size of the page and the user's preferred colours."""
         await self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
                        mobile=width < 600)  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
@@ -103,12 +103,12 @@ class Tab:
     async def go(self, url: str) -> None:
         """Load a page."""
         self._loaded.clear()
-        if "loaderId" in await self.ask("Page.navigate", url=url):  # else it is another place of the same page
+        if "loaderId" in await self.ask("Page.navigate", url=url):  # else only the fragment changes
             async with asyncio.timeout(WAIT_S):
                 await self._loaded.wait()
 
     async def picture(self, *, whole: bool = False) -> bytes:
-        """Return what is seen, as PNG; `whole`: of all that can be scrolled to."""
+        """Return a picture of the visible part as PNG; `whole`: of the whole page."""
         return base64.b64decode((await self.ask("Page.captureScreenshot", captureBeyondViewport=whole))["data"])
 
     async def close(self) -> None:
@@ -137,7 +137,7 @@ async def browsing() -> AsyncIterator[Tab]:
                 tab = Tab(socket)
                 for domain in ("Page", "Runtime", "Log", "Network"):
                     await tab.ask(f"{domain}.enable")
-                await tab.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # as of a window in front
+                await tab.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # like a window with focus
                 try:
                     yield tab
                 finally:

@@ -1,4 +1,4 @@
-"""A TCP proxy that holds a transfer up once after so many bytes towards the client, and cuts it when told to."""
+"""A TCP proxy that stops a transfer once, after a number of bytes towards the client, and cuts it on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CuttingProxy:
         self.address = ""
 
     def cut(self) -> None:
-        """End the connections there are; what is sent on later ones passes."""
+        """Cut the open connections; later ones pass."""
         self._cut.set()
         for end in self._writers:
             end.transport.abort()

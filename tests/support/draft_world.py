@@ -1,6 +1,5 @@
-"""Sessions on a fake last stage, and a coordinator of theirs that guesses what they will say, rightly and wrongly.
-
-What a lane gives depends on all that it holds and is a whole row of logits, so every filter and penalty has work to do.
+"""Sessions on a fake last stage, and a coordinator that guesses their tokens, rightly and wrongly. A lane's output is a
+whole row of logits that depends on its whole content, so every filter and penalty has work to do.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def frame_of(key: Key, position: int, tokens: Sequence[int], flags: int) -> Queu
 
 
 def answers_of(result: StepResult, key: Key) -> tuple[list[pb.Sampled], list[int], list[str]]:
-    """What a step said of one session: samples, positions that were passed, labels of faults."""
+    """A step's answers for one session: samples, passed positions, labels of faults."""
     mine = [output for output in result.outputs if output.route_id == key[0]]
     return (
         [each for output in mine for each in output.samples if each.session_id == key[1]],
@@ -49,7 +48,7 @@ def answers_of(result: StepResult, key: Key) -> tuple[list[pb.Sampled], list[int
 
 
 class DraftWorld:
-    """A last stage, and what its coordinators know."""
+    """A last stage, and the state of its coordinators."""
 
     def __init__(
         self, options: dict[str, object], vocabulary: LLTokenizer | None = None, n_vocab: int = VOCAB, seed: int = 0
@@ -57,7 +56,7 @@ class DraftWorld:
         self.options, self.n_vocab, self.seed = {"n_logprobs": 2, **options}, n_vocab, seed
         self.engine = FakeEngine(n_lanes=len(KEYS) + 1, is_last=True)
         self.engine.n_vocab, self.engine.make_logits = n_vocab, self.logits_of
-        self.nan_at: set[tuple[int, int]] = set()  # (first token of a lane, its length) of rows that give no numbers
+        self.nan_at: set[tuple[int, int]] = set()  # (first token of a lane, its length) of rows without numbers
         self.executor = StepExecutor(self.engine, LaneTable(len(KEYS) + 1, CTX), 1, None, vocabulary=vocabulary)
         for route_id in {key[0] for key in KEYS}:
             self.executor.reset_route(route_id, new_wiring(self.engine))
@@ -83,7 +82,7 @@ class DraftWorld:
         self.run([opening, frame_of(key, 0, history, Flag.PREFILL | SAMPLE)])
 
     def run(self, frames: list[QueuedFrame], *, n_times: int = 1) -> StepResult:
-        """Run one step, perhaps repeated; take what it says, and hold its answers against its frames."""
+        """Run one step, perhaps repeated; take its answers, and check them against its frames."""
         result = self.executor.execute(step_of(*frames))
         for _ in range(n_times - 1):
             state = self.state
@@ -141,9 +140,9 @@ class DraftWorld:
         return frames
 
     def play(self, truth: dict[Key, list[int]], rng: random.Random, faults: float = 0.0) -> int:
-        """Go on with drafts until every session has said all its truth. Returns how many faults there were.
+        """Go on with drafts until every session has all its true tokens. Returns how many faults there were.
 
-        `faults` is their chance in a step. What had left behind one arrives before its session begins again.
+        `faults` is their chance in a step. Frames that left after a fault arrive before the session begins again.
         """
         queues: dict[Key, collections.deque[QueuedFrame]] = {key: collections.deque() for key in KEYS}
         n_faults = 0
@@ -176,7 +175,7 @@ class DraftWorld:
 
 
 def played_plainly(world: DraftWorld, n_tokens: int) -> dict[Key, list[int]]:
-    """What the sessions say one row at a time."""
+    """The sessions' tokens, computed one row at a time."""
     for _ in range(n_tokens):
         world.run([world.row(key) for key in KEYS])
     return world.history

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on a loopback port: as much of its protocol as loading a file takes."""
+"""A Hugging Face hub on a loopback port: the part of its protocol that loading a file needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COMMIT = hashlib.sha1(b"the only commit").hexdigest()
 
 @dataclasses.dataclass
 class Hub:
-    """What the hub has, and what it was asked for. `files` are by ORG/REPO/FILE."""
+    """The hub's files, and the requests that it got. `files` are by ORG/REPO/FILE."""
 
     files: dict[str, bytes]
-    token: str = ""  # demanded of every caller
+    token: str = ""  # required from every caller
     gated: bool = False
     url: str = ""
     asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (method, path)

@@ -28,7 +28,7 @@ from relayline.wire.envelopes.frames import TRACE_BYTES, Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 ROUTE, EPOCH, WIDTH, VOCAB, MAX_ROWS, CTX = 7, 1, 4, 32, 64, 256
-ENVELOPE_NUMBERS = itertools.count(1_000_000)  # beyond those that tests give by themselves
+ENVELOPE_NUMBERS = itertools.count(1_000_000)  # in addition to those of the tests
 
 
 class FakeEngine:
@@ -51,7 +51,7 @@ class FakeEngine:
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken
         self.fail_next: BaseException | None = None
-        self.failure_empties = False  # whether a step that fails leaves its lanes empty, as with a recurrent state
+        self.failure_empties = False  # whether a failed step leaves its lanes empty, as with a recurrent state
         self.nan_lanes: set[int] = set()
         self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, but for position 0
         self.on_decode: Callable[[], None] = lambda: None
@@ -111,12 +111,12 @@ class FakeEngine:
 
 
 def output_of(lane: list[tuple[float, ...]]) -> np.ndarray:
-    """The row that a lane with this content gives: its last row, plus its number of rows."""
+    """The output row of a lane with this content: its last row, plus its number of rows."""
     return np.asarray(lane[-1], np.float32) + np.float32(len(lane))
 
 
 def logits_of(lane: list[tuple[float, ...]]) -> np.ndarray:
-    """Logits whose largest stands at a token that depends on all that the lane holds."""
+    """Logits whose largest is at a token that depends on the lane's whole content."""
     logits = np.zeros(VOCAB, np.float32)
     logits[int(sum(sum(row) for row in lane)) % VOCAB] = 5.0
     return logits
@@ -130,7 +130,7 @@ class FakeEmbeddings:
 
 
 class BlockedDecode:
-    """Holds a fake engine inside `decode` until `release`; `entered` says that it is there."""
+    """Holds a fake engine inside `decode` until `release`; `entered` is set once it is there."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self.entered, self._released = threading.Event(), threading.Event()
@@ -159,7 +159,7 @@ def rows_frame(
     epoch: int = EPOCH,
     arrived_ns: int = 0,
 ) -> QueuedFrame:
-    """One data frame in an envelope of its own; a number of rows stands for any content."""
+    """One data frame alone in an envelope; `rows` as a number means any content."""
     content = hidden(rows, 100.0 * session_id + position) if isinstance(rows, int) else rows
     return QueuedFrame(
         route_id=route_id,
@@ -189,7 +189,7 @@ def control(
     epoch: int = EPOCH,
     options: pb.SessionOptions | None = None,
 ) -> QueuedFrame:
-    """One control frame; an open is greedy unless told."""
+    """One control frame; an open is greedy by default."""
     frame = rows_frame(session_id, position, np.zeros((0, WIDTH), np.float32), flag, route_id=route_id, epoch=epoch)
     frame.payload, frame.argument = None, argument
     if flag & Flag.OPEN:
@@ -231,7 +231,7 @@ def new_wiring(engine: FakeEngine, *, epoch: int = EPOCH, dtype: int = DTYPE_F32
 def new_facts(
     stage_index: int, stage_count: int, *, n_lanes: int = 4, max_rows: int = MAX_ROWS, n_embd: int = WIDTH
 ) -> StageFacts:
-    """What a stage of a fake pipeline, one layer each, says of itself."""
+    """The self-description of a stage in a fake pipeline with one layer per stage."""
     artifact = StageArtifact(
         path=Path("fake.gguf"),
         architecture="llama",
@@ -255,7 +255,7 @@ def new_facts(
 def pipeline_file(
     n_stages: int, *, pipeline_id: str = "fake", n_embd: int = WIDTH, n_vocab: int = VOCAB
 ) -> PipelineFile:
-    """A pipeline.json's content with as many stages; sizes and hashes are of no interest here."""
+    """A pipeline.json's content with as many stages; sizes and hashes do not matter."""
     stages = tuple(StageFile(index, f"stage-{index}.gguf", 0, "", index, index + 1) for index in range(n_stages))
     return PipelineFile(
         version=1,

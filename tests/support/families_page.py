@@ -14,7 +14,7 @@ from tests.support.tiny_families import RECIPES
 from tests.support.tiny_shapes import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
-_PLAIN = Family("")  # what a row says where it says nothing
+_PLAIN = Family("")  # text of an empty cell
 
 HEAD = """# Families of models
 

@@ -1,4 +1,4 @@
-"""Whether a tiny model of a family, cut in some ways, computes what it computes whole: f32 between the stages."""
+"""Checks that a tiny model of a family computes the same when it is cut: f32 between the stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.chain import Chain
 
 PREFILL, DECODE = 20, 5
 ERROR_MAX = 1e-3  # of the logits' standard deviation
-ERROR_OTHER_ROWS_MAX = 3e-3  # where steps have other numbers of rows than the whole model's
+ERROR_OTHER_ROWS_MAX = 3e-3  # if steps have other numbers of rows than the whole model's
 
 
 @functools.cache

@@ -38,8 +38,8 @@ GREEDY = SamplingParams(temperature=0.0)
 # Batch shape moves the last bits of a logit (their deviation is about 2), so a token may be any whose logit is this
 # close to the largest.
 NEAR_TIE = 1e-3
-# A seeded token is drawn so often, from logits moved twice as far as steps of one row and of several lie apart (0.002):
-# on the border between two tokens a draw may get either.
+# Number of draws for a seeded token. Logits are moved by twice the difference between steps of one row and of several
+# (0.002), since on the border between two tokens a draw may get either.
 N_DRAWS, DRAWS_SIGMA = 32, 0.004
 Artifacts = Callable[[Sequence[int]], list[Path]]
 request_ids = itertools.count()
@@ -72,7 +72,7 @@ def request(prompt: tuple[int, ...], max_tokens: int, sampling: SamplingParams =
 
 
 def logits_along(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[int]) -> npt.NDArray[np.float32]:
-    """What the unsplit model's logits are where each of `tokens` was picked: f32 [len(tokens), n_vocab]."""
+    """The unsplit model's logits at the position of each of `tokens`: f32 [len(tokens), n_vocab]."""
     whole.drop_from(0, 0)
     return whole.read([*prompt, *tokens[:-1]], 0)[len(prompt) - 1 :]
 
@@ -119,7 +119,7 @@ class Fleet:
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
         self.recovering = asyncio.Event()
-        self.proxies: list[CuttingProxy] = []  # one before each stage, where asked for
+        self.proxies: list[CuttingProxy] = []  # one before each stage, if requested
 
     async def start(self, index: int) -> None:
         """Start a stage, at its former address if it had one."""
@@ -147,13 +147,13 @@ class Fleet:
             await self.stop(index)
 
     async def lanes_used(self) -> list[int]:
-        """Per stage, as the stages say."""
+        """Per stage, as reported by the stages."""
         stages = (await self.pipeline.describe())["stages"]
         assert isinstance(stages, list)
         return [stage["lanes_used"] for stage in stages]
 
     async def lanes_kept(self) -> list[int]:
-        """Per stage, those that nobody waits for."""
+        """Per stage, those without a reader."""
         stages = (await self.pipeline.describe())["stages"]
         assert isinstance(stages, list)
         return [stage["lanes_kept"] for stage in stages]
@@ -184,7 +184,7 @@ async def fleet(
     file: PipelineFile | None = None,
     draft: int = 0,
 ) -> AsyncIterator[Fleet]:
-    """A ready pipeline, of the model that `file` describes or the tiny one; at its end it drains, and all has gone."""
+    """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
     made = Fleet(paths, n_lanes, kv_layout, tier_bytes)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
@@ -222,7 +222,7 @@ async def fleet(
 
 
 async def tokens_of(stream: SessionStream) -> list[int]:
-    """Read a stream to its end and hold it to its contract."""
+    """Read a stream to its end and check it."""
     events: list[TokenEvent] = []
     async with asyncio.timeout(60):
         async for event in stream:

@@ -1,4 +1,4 @@
-"""Rendered deployments as committed under tests/golden. `python -m tests.support.golden_renders` makes them anew."""
+"""Rendered deployments as committed under tests/golden. `python -m tests.support.golden_renders` writes them again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relayline.deploy.render.targets import render
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "golden"
 EXAMPLES = ROOT.parent / "deploy" / "examples"
-# Which example is kept for which target: every device, every probe, every kind of secret is in one of them.
+# The example for each target. Together they have every device, every probe and every kind of secret.
 CASES = (
     ("smallest", "compose"),
     ("gpu-and-cpu", "compose"),

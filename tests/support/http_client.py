@@ -16,7 +16,7 @@ N_TOP = 5
 
 
 class Client:
-    """Asks greedily, and shows what comes when."""
+    """Sends greedy requests, and records the time of each token."""
 
     def __init__(self, session: aiohttp.ClientSession, event: dict[str, Any]) -> None:
         self.session, self.url, self.model = session, event["url"], event["model"]
@@ -65,8 +65,8 @@ async def assert_same_greedy(
 ) -> None:
     """Equal, or different from a near-tie on: batch shape may move the last bits of a sum.
 
-    Where they part the model is asked once more, after the prompt and all that both have in common: a third answer to
-    the prompt alone might part from both before.
+    Where they part, the model is asked again with the prompt and the common part of both. A third answer to the prompt
+    alone might part from both earlier.
     """
     assert len(left) == len(right) > 0
     if list(left) == list(right):

@@ -1,4 +1,4 @@
-"""What the HTTP tests share: a small real tokenizer file, a generator that tests steer, a server on a loopback port."""
+"""Shared by the HTTP tests: a small real tokenizer file, a generator that tests steer, a server on a loopback port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 20  # a test that waits longer for an event has failed
 
 
 class Gate:
-    """A named point inside a stream: says when it was reached and holds the stream there until opened."""
+    """A named point inside a stream: signals when it is reached and holds the stream there until it is opened."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -41,7 +41,7 @@ Script = Callable[[GenerationRequest], Iterable[Step]]
 
 
 class FakeStream:
-    """Plays one script. Counts what was taken, knows whether it was closed; `closing` holds the server up in that."""
+    """Plays one script. Counts what was taken, knows whether it was closed; `closing` delays the close."""
 
     def __init__(self, steps: Iterable[Step], closing: Gate | None = None) -> None:
         self._steps = iter(steps)

@@ -1,4 +1,4 @@
-"""Credentials for tests: two CAs that do not know each other, processes of theirs, one whose certificate expired."""
+"""Credentials for tests: two CAs that do not trust each other, their processes, and one with an expired certificate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_identities(directory: Path) -> Identities:
 
 
 def security_of(directory: Path, token: str | None = None) -> LinkSecurity:
-    """The security of a directory, unchecked; `token` replaces the one in it."""
+    """The security of a directory, unchecked; `token` replaces its join token."""
     files = (directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
     file = directory / "token"
     return LinkSecurity(*files, token if token is not None else read_token(file) if file.exists() else "")

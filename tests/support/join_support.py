@@ -1,4 +1,4 @@
-"""What the tests of joining share: a split of small files, a coordinator's join port, stages that say anything."""
+"""Shared by the tests of joining: a split of small files, a coordinator's join port, stages with any introduction."""
 
 from __future__ import annotations
 

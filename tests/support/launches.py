@@ -1,4 +1,4 @@
-"""What `relayline up` would launch, without launching it."""
+"""The processes that `relayline up` would launch, without launching them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relayline.deploy.launch.run import Launch
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Launch:
-    """Return what `relayline up ARGUMENTS` launches; models are files, whether they are there or not."""
+    """Return the processes that `relayline up ARGUMENTS` launches; models are files, which need not exist."""
     found: list[Launch] = []
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.resolve_model", Path)
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda what, *_, **__: found.append(what))

@@ -1,4 +1,4 @@
-"""Manifests made by hypothesis, from the model itself: a field that is added there is made here at once."""
+"""Manifests made by hypothesis, from the model itself: a new field there appears here without a change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.model import API_VERSION, KIND, STAGES_MAX, Metadata, Spec
 from relayline.deploy.manifest.scalars import Part
 
-# Printable and not, from several scripts, and what YAML takes for something else; no control characters.
+# Printable and not, from several scripts, and text that YAML reads as another type; no control characters.
 TEXT = st.one_of(
     st.sampled_from(
         ("null", "off", "No", "1e3", "0o17", "8:30", "- a", "a: b", "#x", "'", '"', "{", "é", "\u2028", "~")
@@ -28,7 +28,7 @@ TEXT = st.one_of(
 
 
 def manifests(stages_max: int = STAGES_MAX) -> st.SearchStrategy[Manifest]:
-    """Valid manifests, with every field now and then but `spares`, which no rendered deployment can have."""
+    """Valid manifests, with every field sometimes, except `spares`, which no rendered deployment can have."""
     return st.builds(_manifest, _part(Metadata), _part(Spec, without=("stages", "spares")), _stages(stages_max))
 
 
@@ -46,13 +46,13 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
     try:
         return Manifest.model_validate_json(json.dumps(data), strict=True, by_alias=True, by_name=False)
     except pydantic.ValidationError as error:
-        # Two stages that were given one port by chance are the only thing that strategies do not rule out.
+        # The strategies rule out everything but two stages that have the same port by chance.
         assume("is taken by stage" not in str(error))
         raise
 
 
 def _toleration(drawn: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what Kubernetes would not take together."""
+    """Drop fields that Kubernetes does not accept together."""
     if drawn.get("operator") == "Exists":
         drawn.pop("value", None)
     elif drawn.get("key") is None:

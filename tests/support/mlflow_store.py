@@ -1,4 +1,4 @@
-"""MLflow's tracking server as a trace store that nobody here wrote: installed into a cache, run, and read back.
+"""MLflow's tracking server as an independent trace store: it is installed into a cache, run, and read.
 
 It takes OTLP over HTTP at /v1/traces and keeps spans, their attributes, links and the links' attributes in SQLite; it
 does not keep the kind of a span.
@@ -33,7 +33,7 @@ PAGE = 500
 
 
 def installed() -> Path:
-    """Return the Python of an environment that has MLflow, made on first use; skips the test where pip cannot."""
+    """Return the Python of an environment with MLflow, which is made on first use; skips the test where pip cannot."""
     home = cache_dir() / "tests" / f"mlflow-{VERSION}"
     python = home / "bin" / "python"
     ready = home / ".ready"
@@ -57,7 +57,7 @@ class MlflowStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What points an OTLP exporter at it."""
+        """The settings of an OTLP exporter for it."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{self.url}/v1/traces",
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
@@ -92,7 +92,7 @@ class MlflowStore:
         return spans
 
     def wait_for(self, is_enough: Callable[[list[StoredSpan]], bool], n_traces: int) -> list[StoredSpan]:
-        """Look until so many traces are there and their spans fulfil a condition; returns the spans."""
+        """Read until there are so many traces and their spans fulfil a condition; returns the spans."""
         n_found = 0
         for _ in range(TRIES_MAX):
             n_found = sum(1 for _ in self._traces())

@@ -1,8 +1,8 @@
-"""Seeded mutations of tiny models, and what becomes of each from `inspect` to the first decoded rows.
+"""Seeded mutations of tiny models, each run from `inspect` to the first decoded rows.
 
-`python -m tests.support.mutated_models COUNT [SEED] [PART/PARTS]` tries that many, each in a process of its own, and
-lists every one that ended a process instead of being refused. A part is every PARTS-th of the same mutants: several of
-them can run side by side, or one after the other.
+`python -m tests.support.mutated_models COUNT [SEED] [PART/PARTS]` tries COUNT of them, each in a new process, and lists
+every one that crashed its process instead of being refused. A part is every PARTS-th of the same mutants: parts can run
+in parallel, or one after the other.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_draft(path: Path) -> Draft:
 
 
 def mutate(draft: Draft, dice: random.Random) -> tuple[bytes, str]:
-    """Return a mutated file and what was done to it. The draft is used up."""
+    """Return a mutated file and a description of the change. The draft cannot be used again."""
     kinds = (mutate_value, mutate_value, mutate_value, add_value, add_value, mutate_type, mutate_type, mutate_tensor)
     done = [dice.choice(kinds)(draft, dice) for _ in range(dice.choice((1, 1, 1, 2, 3)))]
     content = draft.encoded()
@@ -121,7 +121,7 @@ def mutate(draft: Draft, dice: random.Random) -> tuple[bytes, str]:
 
 
 def scalar(dice: random.Random, type_id: int, value: object) -> tuple[int, int | float | bool | str]:
-    """Return a type and a value for it, often near what was there."""
+    """Return a type and a value for it, often near the old value."""
     if dice.random() < 0.1:
         type_id = dice.choice((*SCALARS, STRING_TYPE))
     if type_id == STRING_TYPE:
@@ -137,7 +137,7 @@ def scalar(dice: random.Random, type_id: int, value: object) -> tuple[int, int |
 
 
 def put(draft: Draft, dice: random.Random, key: str, type_id: int, item_type: int, value: object) -> str:
-    """Give a key another value, an array or none, and return what was done."""
+    """Change a key's value, make it an array, or remove it; returns a description."""
     if dice.random() < 0.05 and draft.entries.pop(key, None):
         return f"no {key}"
     if type_id == ARRAY_TYPE or dice.random() < 0.1:
@@ -221,7 +221,7 @@ def mutate_tensor(draft: Draft, dice: random.Random) -> str:
 
 
 def sources(directory: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
-    """Make tiny models without end, of all families."""
+    """Yield tiny models of all families, without end."""
     made: dict[tuple[object, ...], Path] = {}
     while True:
         family = dice.choice(list(RECIPES))
@@ -279,7 +279,7 @@ def go_through(path: Path, directory: Path) -> None:
 
 
 def load_modules() -> None:
-    """Load what `go_through` needs, so that not every forked process does it anew."""
+    """Import the modules that `go_through` needs, so that each fork has them."""
     import relayline.coordinator.model.inspection
     import relayline.coordinator.model.split
     import relayline.coordinator.text.tokenizer
@@ -289,7 +289,9 @@ def load_modules() -> None:
 
 
 def outcome(path: Path, directory: Path, limit_s: int = 200) -> str:
-    """Go through a model in a forked process; returns how it ended: ok, the line it was refused with, or its death."""
+    """Go through a model in a forked process; returns how it ended: ok, the line it was refused with, or the signal
+    that killed it.
+    """
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on a bridge, each with an address, a disk and a cable of its own. Root."""
+"""Hosts on one machine: network namespaces on a bridge, each with its own address, disk and cable. Needs root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayline.deploy.testing.processes import Running
 
 
 def ip(*arguments: str) -> None:
-    """Run one `ip` command; a failure is shown with what it said."""
+    """Run one `ip` command; a failure is shown with its output."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 
@@ -38,7 +38,7 @@ def refusal() -> str:
 
 
 class Host:
-    """One namespace: `address` on the common network, `disk` for what its processes keep."""
+    """One namespace: `address` on the common network, `disk` for the files of its processes."""
 
     def __init__(self, namespace: str, cable: str, address: str, disk: Path) -> None:
         self.namespace, self.cable, self.address, self.disk = namespace, cable, address, disk

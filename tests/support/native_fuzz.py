@@ -1,8 +1,8 @@
 """Random and altered bytes for everything of ours that is written in C; see deploy/build/check_native.py.
 
-Run with sanitizers, each call either gives a result or raises one of the errors that are told; the sanitizers end the
-process at the first access that it must not make. Envelopes are altered in the ways in which peers might, half of them
-with checksums that fit afterwards, since nothing behind the checksums would be reached else.
+Each call must either return a result or raise one of its documented errors. With sanitizers the process ends at the
+first forbidden access. Envelopes are altered as peers might alter them. Half of them get valid checksums afterwards,
+since otherwise no code after the checksums would be reached.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def base(rnd: random.Random) -> bytes:
 
 
 def altered(message: bytes, rnd: random.Random) -> bytes:
-    """The message with something in it another."""
+    """The message with one change."""
     data = bytearray(message)
     for _ in range(rnd.choice((1, 1, 1, 2, 4))):
         if not data:
@@ -126,7 +126,7 @@ def _put(data: bytearray, at: int, rnd: random.Random) -> None:
 
 
 def sealed_again(message: bytes) -> bytes:
-    """The message with the checksum that its headers say it should have, if they say where anything is."""
+    """The message with a valid checksum, if its headers still give the positions."""
     if len(message) < HEADER_BYTES + CHECKSUM_BYTES:
         return message
     values = HEADER.unpack_from(message)
@@ -140,7 +140,7 @@ def sealed_again(message: bytes) -> bytes:
 
 
 def parse_altered(rnd: random.Random) -> str:
-    """An envelope that was altered is read or refused."""
+    """An altered envelope is read or refused."""
     message = altered(base(rnd), rnd)
     if rnd.random() < 0.5:
         message = sealed_again(message)
@@ -170,7 +170,7 @@ def parse_large(rnd: random.Random) -> str:
 
 
 def write_anything(rnd: random.Random) -> str:
-    """Records are written into the message that was given, or nothing is."""
+    """Records are written into the given message, or nothing is."""
     room = memoryview(bytearray(rnd.randrange(0, 600)))
     heads = [
         (1, 2, 3, rnd.choice((0, 1, 2, 9, 2**32 - 1)), 0, 0, 0, 0, bytes(TRACE_BYTES)) for _ in range(rnd.randrange(8))
@@ -181,7 +181,7 @@ def write_anything(rnd: random.Random) -> str:
 
 
 def weigh_anything(rnd: random.Random) -> str:
-    """Whatever bytes: they are weighed to their end."""
+    """Any bytes are weighed to their end."""
     data = rnd.randbytes(rnd.randrange(200)) if rnd.random() < 0.5 else altered(base(rnd), rnd)
     _weigh.weigh(data, TABLE, ROOT, rnd.choice((0, 1_000, 1 << 40)), rnd.choice((0, 10, 1 << 30)))
     messages.split(data, rnd.choice((9, 1, 15, 2**31)))
@@ -189,7 +189,7 @@ def weigh_anything(rnd: random.Random) -> str:
 
 
 def read_return(rnd: random.Random) -> str:
-    """A message of the return stream that was altered is refused."""
+    """An altered message of the return stream is refused."""
     samples = [pb.Sampled(session_id=at, token=rnd.getrandbits(32)) for at in range(rnd.randrange(4))]
     (message,) = ReturnWriter().write(pb.ReturnResponse(epoch=1, samples=samples))
     ReturnReader("stage").read(altered(message, rnd) if rnd.random() < 0.9 else message)
@@ -217,7 +217,7 @@ WORK: tuple[tuple[Callable[[random.Random], str], int], ...] = (
 
 
 def fuzz(seed: int, seconds: float) -> collections.Counter[str]:
-    """Do random work for so long; returns what came of it. Raises whatever must not happen."""
+    """Do random work for a time; returns the counts of its outcomes. Raises any other exception."""
     found: collections.Counter[str] = collections.Counter()
     ends_s, n = time.monotonic() + seconds, 0
     works, weights = zip(*WORK, strict=True)

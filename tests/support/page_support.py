@@ -1,4 +1,4 @@
-"""A coordinator with a page over one stage that is made up: what both may be asked is counted."""
+"""A coordinator with a page over one fake stage; requests to both are counted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MS = 1_000_000
 
 
 class FakeStage(StageClient):
-    """A stage with steps 1 to `n_steps`, a millisecond each; `gate` holds up its answers."""
+    """A stage with steps 1 to `n_steps`, a millisecond each; `gate` delays its answers."""
 
     def __init__(self) -> None:
         self.address = "127.0.0.1:1"

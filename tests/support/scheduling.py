@@ -1,4 +1,4 @@
-"""A planner with one plan, and short names for what schedulers are asked and told; shared by their tests."""
+"""A planner with one plan, and short names for the calls of schedulers; shared by their tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage served on a real port over a fake engine, and the least that uses it as a coordinator would."""
+"""One stage served on a real port over a fake engine, and a minimal user of it in place of a coordinator."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.support.fakes import CTX, EPOCH, MAX_ROWS, ROUTE, WIDTH, FakeEmbeddin
 
 
 class StageUnderTest:
-    """A StageService on a real port, over a fake engine, with its parts in reach."""
+    """A StageService on a real port, over a fake engine, with access to its parts."""
 
     def __init__(self, address: str, service: StageService, executor: StepExecutor, engine: FakeEngine) -> None:
         self.address, self.service, self.executor, self.engine = address, service, executor, engine
         self.artifact = service.epochs.facts.artifact
 
     async def settled(self) -> tuple[int, list[list[tuple[float, ...]]]]:
-        """(used lanes, KV content) once the decode thread has done everything that was asked of it before."""
+        """(used lanes, KV content) once the decode thread has done all earlier work."""
         await self.service.runner.call(lambda: None)
         return await self.service.runner.call(
             lambda: (self.executor.lanes.n_used, [list(x) for x in self.engine.lanes])
@@ -85,7 +85,7 @@ async def served(
 
 
 class Coordinator:
-    """The least that uses one stage as a route: configure, listen, an upstream link, frames as bytes."""
+    """The minimal user of one stage as a route: configure, listen, an upstream link, frames as bytes."""
 
     def __init__(
         self, stage: StageUnderTest, route_id: int = ROUTE, epoch: int = EPOCH, *,
@@ -97,7 +97,7 @@ class Coordinator:
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
         self.channel = rpc.open_channel(stage.address, security, to)
         self.call: Any = None
-        self.held: dict[int, int] = {}  # what the stage said when the epoch began
+        self.held: dict[int, int] = {}  # the stage's answer when the epoch began
 
     async def __aenter__(self) -> Coordinator:
         return self

@@ -1,4 +1,4 @@
-"""The pipeline's glue against a model of the stages: what tests drive it with."""
+"""Drives the pipeline's shell against a model of the stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def oracle(session_id: int, position: int) -> int:
 
 @dataclasses.dataclass
 class StagesModel:
-    """What all stages together do: lanes, positions, and a sample for every row that wants one."""
+    """A model of all stages together: lanes, positions, and a sample for every row that wants one."""
 
     n_lanes: int
     frames: list[Frame] = dataclasses.field(default_factory=list)  # in flight towards the stages
@@ -55,15 +55,15 @@ class StagesModel:
     said: list[pb.ReturnResponse] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     last: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # position and token sampled last
-    refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was; their rows are dropped
+    refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was refused; their rows are dropped
     epoch: int = 0
-    n_taken: int = 0  # lanes that another coordinator has
+    n_taken: int = 0  # lanes held by another coordinator
     prompts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was started anew
+    n_behind: int = -1  # rows that some stage lacks when an epoch ends; -1: it was restarted
 
     def push(self, frames: Iterable[Frame], _context: bytes = b"", _now_ns: int = 0) -> None:
         for frame in frames:
-            if frame.flags & Flag.CLOSE:  # what its session still waits for is dropped, but what others are to copy
+            if frame.flags & Flag.CLOSE:  # its waiting rows are dropped, except those that others will copy
                 key, kept = frame.session_id, 0
                 for at, other in enumerate(self.frames):
                     kept = at if other.flags & Flag.COPY_PREFIX and other.argument == key else kept
@@ -72,7 +72,7 @@ class StagesModel:
             self.frames.append(frame)
 
     def left(self) -> dict[int, int]:
-        """What a new epoch is told that all stages hold: the last one, of what the first has, all but n_behind rows."""
+        """The stages' report to a new epoch: the last stage holds all rows of the first, except n_behind."""
         if self.n_behind < 0:
             self.rows = {}
         self.rows = {key: rows for key, rows in self.rows.items() if rows}
@@ -95,7 +95,7 @@ class StagesModel:
             self.rows.setdefault(session_id, [])
         elif frame.flags & Flag.COPY_PREFIX and session_id not in self.refused:
             source = self.rows.get(frame.argument)
-            if source is None or frame.argument in self.refused:  # or it was given up while its frames waited
+            if source is None or frame.argument in self.refused:  # or it was cancelled while its frames waited
                 self.refused.add(session_id)
                 fault = pb.SessionFault(session_id=session_id, label="bad_session", message="not open")
                 self.say(pb.ReturnResponse(epoch=self.epoch, faults=[fault]))
@@ -142,7 +142,7 @@ class StagesModel:
 
 
 class Client:
-    """Reads one stream without waiting and holds it to its contract."""
+    """Reads one stream without waiting and checks it."""
 
     def __init__(self, stream: SessionStream, session: Session, record: SessionRecord) -> None:
         self.stream, self.session, self.record = stream, session, record
@@ -192,7 +192,7 @@ class World:
         connection = pipeline.epochs.connection = mock.Mock(
             n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False, tier=NO_TIER
         )
-        curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages: guesses have one to fill
+        curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages, so that guesses can fill one
         connection.sharing = lambda names: ()
         connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
         with mock.patch("relayline.coordinator.engine.epochs.TokenSender", return_value=stages):
@@ -253,14 +253,14 @@ class World:
         self.check()
 
     def try_lanes(self) -> None:
-        """Let the time pass after which a pipeline asks again for lanes that another had."""
+        """Advance to the time when a pipeline asks again for lanes of another coordinator."""
         if self.pipeline._trying is not None:
             self.pipeline._trying.cancel()
             self.pipeline.try_lanes()
             self.pipeline.dispatch()
 
     def finish(self) -> None:
-        """Let everything run out; then nothing may be left."""
+        """Let everything end; nothing may be left."""
         if self.pipeline.phase is not Phase.READY:
             self.connect()
         self.pipeline.dispatch()

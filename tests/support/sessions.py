@@ -1,4 +1,4 @@
-"""Pure sessions for tests, and what they have to send."""
+"""Pure sessions for tests, and the frames that they send."""
 
 from __future__ import annotations
 

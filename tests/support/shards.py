@@ -1,4 +1,4 @@
-"""Rewrites a GGUF as a sharded set, the way llama.cpp's own splitting tool lays one out."""
+"""Rewrites a GGUF as a sharded set, in the layout of llama.cpp's own splitting tool."""
 
 from __future__ import annotations
 

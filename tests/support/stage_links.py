@@ -1,4 +1,4 @@
-"""What tests of a stage over real links send, wait for, and put behind it."""
+"""For tests of a stage over real links: frames to send, neighbours, and events to wait for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prompt(session_id: int, route_id: int = ROUTE, epoch: int = EPOCH, n_rows: i
 
 
 def token_after(*rows: np.ndarray) -> int:
-    """The token that the fake engine picks for a session that holds these rows."""
+    """The fake engine's token for a session that holds these rows."""
     return int(logits_of([tuple(row) for part in rows for row in part.tolist()]).argmax())
 
 
@@ -47,7 +47,7 @@ async def status_of(one: Coordinator) -> pb.StatusResponse:
 
 
 class Downstream:
-    """A neighbour that accepts the link and then does only what the test says."""
+    """A neighbour that accepts the link and then follows the test."""
 
     def __init__(self, credit_bytes: int, reads: bool = True) -> None:
         self.credit_bytes, self.reads = credit_bytes, reads

@@ -1,4 +1,4 @@
-"""What tests of a step look at."""
+"""Readers of a step's results, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which hyperparameters and which tensors every supported family has, at a few hundred KiB: see tiny_models."""
+"""The hyperparameters and tensors of every supported family, at a few hundred KiB: see tiny_models."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def _latent(layer: int, *, low_rank_queries: bool = True, absorbed: bool = True)
     return shapes | (dense() if layer < 1 else experts(32, shared=32) | bias)
 
 
-INDEXERS = [1, 1, 0, 0, 1, 0, 1]  # others attend to what the one before them has chosen
+INDEXERS = [1, 1, 0, 0, 1, 0, 1]  # others attend to the tokens chosen by the layer before
 
 
 def _indexed(layer: int, *, is_full: bool = True) -> Shapes:
-    """Latent attention to the tokens that an indexer finds most worth it."""
+    """Latent attention to the tokens that an indexer scores highest."""
     indexer: Shapes = {
         "indexer.k_norm.weight": (INDEX_KEY,),
         "indexer.k_norm.bias": (INDEX_KEY,),
@@ -141,7 +141,7 @@ def _glm4moe(layer: int) -> Shapes:
     shapes = norms("attn_norm", "post_attention_norm") | attention(bias=True) | head_norms()
     bias: dict[str, Shape] = {"exp_probs_b.bias": (N_EXPERTS,)}
     shapes |= dense() if layer < 2 else experts(32, shared=32) | bias
-    if layer == 5:  # the prediction block behind the decoded ones
+    if layer == 5:  # the prediction block after the decoded ones
         shapes |= prediction()
     return shapes
 

@@ -32,7 +32,7 @@ N_LAYERS = 8
 STATE, INNER, GROUPS, CONV, SSM_HEADS = 16, 2 * N_EMBD, 2, 4, 8
 DELTA_STATE, DELTA_KEYS, DELTA_HEADS = 16, 2, 4  # gated delta net: width of a head, heads of keys, heads of values
 
-# Attending layers as real files have them: every fourth one, or a few among many.
+# The attention layers of real files: every fourth one, or a few among many.
 EVERY_FOURTH = [int(layer % 4 == 3) for layer in range(N_LAYERS)]  # one head of latent keys
 SPARSE = [0, 2, 0, 0, 2, 0, 2, 0]
 

@@ -75,7 +75,7 @@ def _gemma4_moe(layer: int) -> Shapes:
     return shapes | {"ffn_down_exps.scale": (N_EXPERTS,)}
 
 
-# And E2B: inputs of their own for layers, of which the last four have no cells of their own.
+# And E2B: each layer has its own inputs, and the last four have no cells.
 INPUT_WIDTH, GEMMA4_E_LAYERS, N_SHARING = 32, 12, 4
 GEMMA4_E_WINDOWS = [layer % 4 < 3 for layer in range(GEMMA4_E_LAYERS)]
 GEMMA4_E: dict[str, Value] = {
@@ -113,7 +113,7 @@ def _glm4(_: int, bias: bool = False) -> dict[str, Shape]:
 
 
 def _double_up() -> dict[str, Shape]:
-    """A gate and what it is for, in one matrix."""
+    """A gate and its gated part, in one matrix."""
     return {"ffn_up.weight": (2 * N_FF, N_EMBD), "ffn_down.weight": (N_EMBD, N_FF)}
 
 

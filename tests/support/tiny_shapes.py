@@ -1,4 +1,4 @@
-"""What tiny models of families are made of: a recipe, and the shapes that many families share."""
+"""The parts of tiny models: a recipe, and the shapes that many families share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 N_EMBD, N_HEADS, N_KV_HEADS, HEAD, N_FF, N_EXPERTS = 64, 4, 2, 16, 96, 4
 Q_RANK, KV_RANK, ROPE = 32, 32, 16  # latent attention
-INDEX_KEY, INDEX_HEADS = 64, 8  # of an indexer that chooses what is attended to
+INDEX_KEY, INDEX_HEADS = 64, 8  # of an indexer that chooses the attended tokens
 CTX = 512
 VOCABULARY = 0  # in a shape: as many as the model has tokens
 
@@ -44,7 +44,7 @@ INDEXED: dict[str, Value] = {
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What one family (or one variant of it) consists of."""
+    """The recipe of one family, or of one variant of it."""
 
     architecture: str
     values: Mapping[str, Value]  # without the architecture's prefix; replace the common ones

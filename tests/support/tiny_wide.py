@@ -1,4 +1,6 @@
-"""Recipes of families whose rows enter a graph inside it: hyper-connections, and embeddings that are normed first."""
+"""Recipes of families whose hidden rows enter in the middle of the graph: hyper-connections, and embeddings that are
+normed first.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ HYPER: dict[str, Value] = {
 
 
 def _streams(n_mixes: int, n_scales: int) -> dict[str, Shape]:
-    """What mixes the streams of a row before and after each half of a layer."""
+    """The tensors that mix a row's streams before and after each half of a layer."""
     shapes: dict[str, Shape] = {}
     for half in ("hc_attn", "hc_ffn"):
         shapes[f"{half}_fn.weight"] = (n_mixes, STREAMS * N_EMBD)
@@ -150,7 +152,7 @@ HY_V4: dict[str, Value] = {
     "attention.q_lora_rank": Q_RANK, "expert_gating_func": 2,
 }  # fmt: skip
 
-# glm5-next: three layers with a state, then one that attends to what it finds most worth it, pool by pool.
+# glm5-next: three layers with a state, then one that attends to the best-scored tokens, pool by pool.
 POOL = 2
 GLM5: dict[str, Value] = {
     **RMS, **NORM, **MOE, **KDA_VALUES, **HYPER, **INDEXED,

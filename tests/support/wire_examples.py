@@ -18,7 +18,7 @@ BATCH_TRACE = bytes(range(100, 125))
 
 
 def frame(n_rows: int, session: int = 1, **fields: object) -> pb.Frame:
-    """A frame whose other fields have values of their own, so that a mix-up shows."""
+    """A frame whose fields all have different values, so that a mix-up shows."""
     values: dict[str, object] = {
         "session_id": 0x0102030405060708 + session,
         "epoch": 5,

@@ -82,18 +82,18 @@ def figures(name: str) -> str:
     measurement = load(name)
     at = {streams: index for index, streams in enumerate(measurement["columns"])}
 
-    def told(row: Numbers, *streams: str) -> str:
+    def listed(row: Numbers, *streams: str) -> str:
         picked = [f"{row[at[each]]:.1f}" for each in streams]
         return f"{', '.join(picked[:-1])} and {picked[-1]}"
 
     against_rpc, against_unsplit = row_of(measurement, "against_rpc"), row_of(measurement, "against_unsplit")
     same_kernels = row_of(load(f"{name}_elsewhere"), "with_our_kernels")
     return (
-        "On two cores with AVX-512, a 1B shape in Q4_0 was split into two stages. They decode\n"
-        f"{told(against_rpc, '1', '4', '32')} times as fast as llama.cpp's RPC with 1, 4 and 32 streams. They make\n"
-        f"{told(against_unsplit, '1', '8', '16', '32')} times the tokens of one unsplit llama-server with\n"
-        "1, 8, 16 and 32 streams. If that has our kernels too, they make "
-        f"{told(same_kernels, '8', '16', '32')} times with 8, 16 and 32.\n"
+        "On two cores with AVX-512, two stages run a 1B shape in Q4_0. With 1, 4 and 32 streams they decode\n"
+        f"{listed(against_rpc, '1', '4', '32')} times as fast as llama.cpp's RPC. With 1, 8, 16 and 32 streams they make\n"
+        f"{listed(against_unsplit, '1', '8', '16', '32')} times the tokens of one unsplit llama-server. "
+        "If that server has relayline's kernels\n"
+        f"too, it is {listed(same_kernels, '8', '16', '32')} times with 8, 16 and 32 streams.\n"
     )
 
 

@@ -90,7 +90,8 @@ def figures(name: str) -> str:
     same_kernels = row_of(load(f"{name}_elsewhere"), "with_our_kernels")
     return (
         "On two cores with AVX-512, two stages run a 1B shape in Q4_0. With 1, 4 and 32 streams they decode\n"
-        f"{listed(against_rpc, '1', '4', '32')} times as fast as llama.cpp's RPC. With 1, 8, 16 and 32 streams they make\n"
+        f"{listed(against_rpc, '1', '4', '32')} times as fast as llama.cpp's RPC. "
+        "With 1, 8, 16 and 32 streams they make\n"
         f"{listed(against_unsplit, '1', '8', '16', '32')} times the tokens of one unsplit llama-server. "
         "If that server has relayline's kernels\n"
         f"too, it is {listed(same_kernels, '8', '16', '32')} times with 8, 16 and 32 streams.\n"

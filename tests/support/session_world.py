@@ -55,7 +55,9 @@ class StagesModel:
     said: list[pb.ReturnResponse] = dataclasses.field(default_factory=list)  # everything ever said, for echoes
     rows: dict[int, list[int]] = dataclasses.field(default_factory=dict)
     last: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # position and token sampled last
-    refused: set[int] = dataclasses.field(default_factory=set)  # sessions whose open was refused; their rows are dropped
+    refused: set[int] = dataclasses.field(
+        default_factory=set
+    )  # sessions whose open was refused; their rows are dropped
     epoch: int = 0
     n_taken: int = 0  # lanes held by another coordinator
     prompts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)

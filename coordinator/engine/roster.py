@@ -285,7 +285,7 @@ class JoinedRoster:
         if place.index not in self.holders:
             self.stands_by(place)
         fields = {"stage": place.name, "reason": reason, "waiting_for": ",".join(self._membership.missing())}
-        log.log(logging.INFO if self.is_closing else logging.WARNING, "stage left", extra={"fields": fields})
+        log.log(logging.DEBUG if self.is_closing else logging.WARNING, "stage left", extra={"fields": fields})
         self.on_change(place)
 
     def _lose_if_serving(self, place: Place, reason: str, kind: type[RelaylineError] = StageLostError) -> None:

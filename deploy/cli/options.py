@@ -14,7 +14,7 @@ from relayline.deploy.machine.cores import Cores, read_cores
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity, address_of, load_security
-from relayline.wire.settings.setting import entry_of, from_parameters
+from relayline.wire.settings.setting import entries, entry_of, from_parameters
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -173,6 +173,13 @@ def is_given(name: str) -> bool:
     """Return whether the running command's parameter has a value from the command line or the environment."""
     source = click.get_current_context().get_parameter_source(name)
     return source in (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+
+
+def given_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the stage settings that come from the command line or the environment, by name."""
+    every = (entry for table in (EngineSettings, TelemetrySettings) for entry in entries(table))
+    named = (entry for entry in every if entry.parameter in given and is_given(entry.parameter))
+    return {entry.name: entry.of_parameter(given[entry.parameter]) for entry in named}
 
 
 def telemetry_config(given: dict[str, Any]) -> TelemetryConfig:

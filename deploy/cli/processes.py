@@ -30,6 +30,7 @@ from relayline.deploy.cli.options import (
     check_draft,
     content_option,
     engine_options,
+    given_settings,
     http_security_options,
     http_tls_from,
     is_given,
@@ -255,7 +256,9 @@ def serve_command(**given: Any) -> None:
         ),
         host=host,
         port=port,
-        join=for_each_stage(coordinator_join(given, split.n_stages, split.known), given["manifest"]),
+        join=for_each_stage(
+            coordinator_join(given, split.n_stages, split.known), given["manifest"], given_settings(given)
+        ),
         cut_model=split.cut_model,
         read_shape=split.read_shape,
         on_moved=split.on_moved,

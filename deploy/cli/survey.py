@@ -13,7 +13,7 @@ from relayline.coordinator.engine.membership import Place
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.join_flags import coordinator_join, member_event
-from relayline.deploy.cli.options import security_from
+from relayline.deploy.cli.options import given_settings, security_from
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
@@ -56,7 +56,7 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     manifest, plan_file = given["manifest"], given["plan_file"]
     if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
         return
-    config = for_each_stage(coordinator_join(given, len(manifest.stages)), manifest)
+    config = for_each_stage(coordinator_join(given, len(manifest.stages)), manifest, given_settings(given))
     assert config is not None
     security = security_from(given, Role.COORDINATOR)
 

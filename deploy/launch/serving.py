@@ -6,7 +6,7 @@ Click looks for a value on the command line, then in the environment, then in th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,13 @@ def flag_defaults(manifest: Manifest) -> dict[str, Any]:
     return defaults
 
 
-def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinConfig | None:
+def for_each_stage(
+    join: JoinConfig | None, manifest: Manifest | None, given: Mapping[str, Any] | None = None
+) -> JoinConfig | None:
     """Return the join configuration, with the manifest's settings of each single stage.
 
-    `join` has the stages in the same order. Settings that must be equal but could differ by stage are settled.
+    `join` has the stages in the same order, with the values of `given` in their engine settings: these are settings by
+    flag, by name, and they win over the manifest. Settings that must be equal but could differ by stage are settled.
     """
     from relayline.coordinator.joining.config import TelemetryDefaults
 
@@ -83,6 +86,7 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
         return None
     if manifest is None:
         return join.with_one_layout()
+    by_flag = given or {}
     telemetry, stages = manifest.telemetry, {stage.name: stage for stage in manifest.members}
     if missing := stages.keys() - {place.name for place in join.stages}:
         raise UsageError(f"--names leaves out {', '.join(sorted(missing))} of the manifest")
@@ -90,18 +94,19 @@ def for_each_stage(join: JoinConfig | None, manifest: Manifest | None) -> JoinCo
     for place in join.stages:
         stage = stages.get(place.name)
         told = TelemetryDefaults(
-            telemetry.level,
-            telemetry.otlp_endpoint,
-            telemetry.sampler_ratio,
+            by_flag.get("level", telemetry.level),
+            by_flag.get("otlp_endpoint", telemetry.otlp_endpoint),
+            by_flag.get("sampler_ratio", telemetry.sampler_ratio),
             manifest.metrics_port(stage) if stage is not None else 0,
         )
         if stage is None:  # it was invited while an earlier coordinator served
             places.append(dataclasses.replace(place, telemetry=told))
             continue
+        own = {name: value for name, value in stage.engine_settings.items() if name not in by_flag}
         places.append(
             dataclasses.replace(
                 place,
-                engine=dataclasses.replace(place.engine, **stage.engine_settings),
+                engine=dataclasses.replace(place.engine, **own),
                 telemetry=told,
                 listen_port=manifest.listen_port(stage),
                 memory_bytes=round((stage.memory_gib or 0) * GIB),

@@ -288,7 +288,7 @@ class Supervisor:
         if known is HostState.READY and was is not HostState.READY:
             self._emit({"event": "process", "name": name, "role": "stage", "pid": 0, "address": address,
                         "restarts": n_restarts, "layers": event.get("layers")})  # fmt: skip
-        elif known is HostState.LOST and was is not HostState.LOST:
+        elif known is HostState.LOST and was is not HostState.LOST and not self._stopping.is_set():
             log.warning("stage %s is lost; waiting for it to join again", name)
 
     def _is_new_process(self, name: str, process_id: str) -> bool:

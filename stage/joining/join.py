@@ -286,6 +286,10 @@ class JoinedStage:
     def _level(self) -> int:
         return logging.INFO if self._is_planned else logging.WARNING
 
+    def _level_of(self, problem: RelaylineError) -> int:
+        """Return the level of a failed attempt. A coordinator that said that it ends is expected to be out of reach."""
+        return logging.DEBUG if self._is_planned and isinstance(problem, StageLostError) else self._level
+
     def _note_end(self, reason: RelaylineError) -> None:
         self._is_planned = isinstance(reason, NotReadyError)
         log.log(self._level, "membership ended: %s", reason.message)
@@ -325,7 +329,7 @@ class JoinedStage:
                 if not error.retryable or now_s - taken_since_s > PLACE_TAKEN_MAX_S:
                     raise
                 if error.message != last_problem:
-                    log.log(self._level, "cannot join yet: %s", error.message)
+                    log.log(self._level_of(error), "cannot join yet: %s", error.message)
                 last_problem = error.message
             else:
                 index, count = member.order.stage_index, member.order.stage_count

@@ -12,6 +12,8 @@ from click.testing import CliRunner
 
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
+from relayline.deploy.cli.join_flags import coordinator_join
+from relayline.deploy.cli.options import given_settings
 from relayline.deploy.cli.processes import schedule_config, serve_command
 from relayline.deploy.cli.up import up_command
 from relayline.deploy.cli.up_manifest import changes_of
@@ -240,6 +242,18 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
         for_each_stage(JoinConfig((JoiningStage("one"),)), manifest)
 
 
+def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path) -> None:
+    manifest = manifest_of(FOUR, tmp_path)
+    said = ["--manifest", str(tmp_path / "pipeline.yaml"), "--gpu-layers", "5", "--trace-level", "off"]
+    with serve_command.make_context("serve", said) as context:
+        join = coordinator_join(context.params, 3)
+        stages = for_each_stage(join, manifest, given_settings(context.params))
+    assert stages is not None
+    assert [place.engine.gpu_layers for place in stages.stages] == [5, 5, 5], "in place of 0, 0 and -1"
+    assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0], "nobody gave that by flag"
+    assert {place.telemetry.level for place in stages.stages} == {"off"}
+
+
 @pytest.mark.parametrize("name", ["up", "coordinator"])
 def test_names_of_the_launchs_own_processes_are_taken(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"no stage can be named '{name}'"):
@@ -384,3 +398,25 @@ async def test_restarts_of_a_stage_on_another_host_are_counted(tmp_path: Path) -
         assert tell("waiting", "") == ("lost", 1)
         assert tell("ready", "c") == ("ready", 2)
         assert [event["restarts"] for event in emitted if event["event"] == "process"] == [0, 0, 2]
+
+
+async def test_stages_of_other_hosts_that_leave_at_a_planned_end_are_not_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = StateDir(tmp_path / "state")
+    with directory.locked("four"):
+        plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
+        supervisor = Supervisor(plan, directory, lambda _: None)
+        supervisor._coordinator.log.close()
+        name = plan.remote[0].name
+
+        def tell(state: str) -> None:
+            supervisor._on_event({"event": "stage", "name": name, "state": state, "address": "", "process": "a"})
+
+        tell("ready")
+        tell("lost")
+        assert caplog.text.count(f"stage {name} is lost") == 1
+        tell("ready")
+        supervisor._stopping.set()
+        tell("lost")
+        assert caplog.text.count(f"stage {name} is lost") == 1

@@ -179,10 +179,10 @@ async def test_a_restarted_coordinator_with_the_same_order_loads_nothing_anew(tm
             await stage.stop()
 
 
-async def test_a_coordinator_that_says_that_it_stops_is_no_cause_for_a_warning(
+async def test_a_coordinator_that_stops_in_order_costs_one_line_and_no_warning(
     tmp_path: Path, engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     async with asyncio.timeout(WAIT_S):
         async with coordinator(tmp_path / "split", EngineSettings()) as port:
             stage = Living(port.address, tmp_path)
@@ -190,6 +190,10 @@ async def test_a_coordinator_that_says_that_it_stops_is_no_cause_for_a_warning(
         lines = ("membership ended", "cannot join yet", "stage left")
         while not all(line in caplog.text for line in lines):  # noqa: ASYNC110 - its log lines are the events
             await asyncio.sleep(0)
+        shown = [each.message for each in caplog.records if each.levelno >= logging.INFO]
+        assert [line for line in shown if line.startswith(lines)] == [
+            "membership ended: the coordinator is shutting down"
+        ]
         assert [each.message for each in caplog.records if each.levelno > logging.INFO] == []
         await stage.stop()
 

@@ -31,6 +31,7 @@ class Bench:
     takes_out: bool = False  # whether it has --out
     short: tuple[str, ...] | None = ()  # None: only in a full run
     full: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
 
 # 10 minutes on two cores, 15 on slow ones, are enough for every comparison at every number of streams. Answers and the
@@ -52,6 +53,13 @@ BENCHES: dict[str, Bench] = {
         ),
         full=("--sweep",),
     ),
+    "hybrid": Bench(
+        "benches.compare",
+        True,
+        short=("--prompt", "8", "--tokens", "12", "--streams", "1,8", "--repeats", "1"),
+        full=("--streams", "1,8,32"),
+        always=("--hybrid",),
+    ),
     "tracing": Bench("benches.tracing", True, short=None),
     "plan_accuracy": Bench("benches.plan_accuracy", True, short=None),
     "hosts": Bench("benches.hosts", True, short=None),
@@ -62,7 +70,7 @@ def run_one(name: str, options: argparse.Namespace) -> tuple[int, float]:
     """Run one benchmark to its end; returns (exit code, seconds). Its output goes to the terminal, and to NAME.txt."""
     bench = BENCHES[name]
     sized = ("--quick",) if options.quick else bench.full if options.full else bench.short or ()
-    command = [sys.executable, "-m", bench.module, *sized]
+    command = [sys.executable, "-m", bench.module, *bench.always, *sized]
     if bench.takes_out:
         command += ["--out", str(options.out)]
     print(f"\n=== {name}: {' '.join(command[1:])}", flush=True)

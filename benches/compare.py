@@ -59,6 +59,8 @@ LABELS = {
 }
 UNLESS_NAMED = (*POLICIES, "rpc", "unsplit")  # the systems of a normal run; the others need a second build of llama.cpp
 
+HYBRID_SYSTEMS = ("auto", "single")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -282,13 +284,24 @@ async def run(bench: Bench) -> None:
     await bench.judge_all()
 
 
+def usual_shape(options: argparse.Namespace) -> str:
+    """Return the name of the shape that is measured where none is named."""
+    plain, hybrid = ("toy", "toy-hybrid") if options.quick else ("llama-1b", "qwen35-0.8b")
+    return hybrid if options.hybrid else plain
+
+
+def systems_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the systems to measure; of a hybrid, unless told otherwise, batching on against off alone."""
+    return tuple(options.systems) or (HYBRID_SYSTEMS if options.hybrid else UNLESS_NAMED)
+
+
 def plan_of(options: argparse.Namespace, peers: Mapping[Kernels, Peers]) -> Plan:
     """Return the plan that the command line asks for."""
-    quick, only = options.quick, options.only_streams
+    quick, only = options.quick, options.only_streams or options.hybrid
     cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
-    wanted = options.systems or UNLESS_NAMED
+    wanted = systems_of(options)
     return Plan(
-        shape=SHAPES[options.shape or ("toy" if quick else "llama-1b")],
+        shape=SHAPES[options.shape or usual_shape(options)],
         mix=options.type,
         streams=options.streams or ((1, 4) if quick else (1, 2, 4, 8, 16, 32)),
         repeats=options.repeats or (1 if quick else 2),
@@ -315,6 +328,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benches.compare", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
+    hybrid = "a model with recurrent states: batching on against off by streams alone; leaves hybrid.json"
+    parser.add_argument("--hybrid", action="store_true", help=hybrid)
     parser.add_argument("--type", choices=list(MIXES), default="q4_0")
     parser.add_argument("--streams", type=numbers, default=(), help="such as 1,2,4")
     parser.add_argument("--systems", type=some_of(LABELS), default=(), help=f"some of {','.join(LABELS)}")
@@ -343,7 +358,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def wanted_kernels(options: argparse.Namespace) -> list[Kernels]:
     """Return the builds of llama.cpp that the chosen systems need."""
-    return list(dict.fromkeys(RIVALS[name] for name in options.systems or UNLESS_NAMED if name in RIVALS))
+    return list(dict.fromkeys(RIVALS[name] for name in systems_of(options) if name in RIVALS))
 
 
 def peers_for(options: argparse.Namespace) -> dict[Kernels, Peers]:
@@ -365,7 +380,7 @@ async def main() -> int:
     """Run the comparison; exit code 1 if a run did not count."""
     options = parse()
     peers = peers_for(options)
-    out, is_smoke = options.out / "compare", options.quick
+    out, is_smoke = options.out / ("hybrid" if options.hybrid else "compare"), options.quick
     wants_peers = bool(wanted_kernels(options))
     return await compare(plan_of(options, peers), peers, out, wants_peers=wants_peers, is_smoke=is_smoke)
 

@@ -37,6 +37,9 @@ SEED: Final = 20_25
 N_BYTE_TOKENS: Final = 256
 CHUNK_BYTES: Final = 32 << 20  # of one tensor drawn at a time
 CTX_TRAIN: Final = 8_192
+ATTENDS_EVERY: Final = 4  # layers of a hybrid; the others are gated delta nets
+CONV_WIDTH: Final = 4
+FADING: Final = -3.0  # softplus of it is how much of a state one token fades: a memory of about 20 tokens
 QK_GAIN: Final = 1.6  # scores with a deviation of 2.6: attention is neither flat nor stuck on one token
 RESIDUAL_GAIN: Final = 0.6  # of the two matrices that write into the residual stream
 HEAD_GAIN: Final = 4.0
@@ -48,7 +51,7 @@ class Shape:
     """The hyperparameters of one model."""
 
     name: str
-    architecture: str  # llama or qwen3
+    architecture: str  # llama, qwen3 or qwen35
     n_embd: int
     n_layers: int
     n_heads: int
@@ -57,6 +60,16 @@ class Shape:
     n_ff: int
     n_vocab: int
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether most layers keep a recurrent state."""
+        return self.architecture == "qwen35"
+
+    @property
+    def n_state_heads(self) -> int:
+        """Heads of a delta net: together as wide as those of attention, and half as wide each."""
+        return 2 * self.n_heads
+
 
 SHAPES: Final[dict[str, Shape]] = {
     shape.name: shape
@@ -64,6 +77,8 @@ SHAPES: Final[dict[str, Shape]] = {
         Shape("toy", "llama", 256, 8, 4, 2, 64, 768, 4_096),
         Shape("llama-1b", "llama", 2_048, 16, 32, 8, 64, 8_192, 128_256),
         Shape("qwen3-0.6b", "qwen3", 1_024, 28, 16, 8, 128, 3_072, 151_936),
+        Shape("toy-hybrid", "qwen35", 256, 8, 4, 2, 64, 768, 4_096),
+        Shape("qwen35-0.8b", "qwen35", 1_024, 24, 8, 2, 256, 3_584, 248_320),
         Shape("llama-8b", "llama", 4_096, 32, 32, 8, 128, 14_336, 128_256),
     )
 }
@@ -105,20 +120,40 @@ class _Matrix:
         return self.n_out * self.row_bytes
 
 
-def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> Iterator[_Matrix]:
+def _attention(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matrix]:
     width, heads, kv = shape.n_embd, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    plain, better = mix[0], mix[1] if layer % 2 else mix[0]
-    out = RESIDUAL_GAIN
-    prefix = f"blk.{layer}."
-    yield _Matrix(f"{prefix}attn_norm.weight", 1, width, T.F32, constant=1.0)
-    if shape.architecture == "qwen3":  # queries and keys are normalised, so their size is set here
+    if shape.architecture != "llama":  # queries and keys are normalised, so their size is set here
         yield _Matrix(f"{prefix}attn_q_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
         yield _Matrix(f"{prefix}attn_k_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
-    yield _Matrix(f"{prefix}attn_q.weight", heads, width, plain, QK_GAIN)
+    n_queries = 2 * heads if shape.is_hybrid else heads  # a hybrid's have gates beside them
+    yield _Matrix(f"{prefix}attn_q.weight", n_queries, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_k.weight", kv, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_v.weight", kv, width, better)
-    yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, out)
-    yield _Matrix(f"{prefix}ffn_norm.weight", 1, width, T.F32, constant=1.0)
+    yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, RESIDUAL_GAIN)
+
+
+def _delta_net(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matrix]:
+    width, inner, n_heads = shape.n_embd, shape.n_heads * shape.head_dim, shape.n_state_heads
+    yield _Matrix(f"{prefix}attn_qkv.weight", 3 * inner, width, plain)
+    yield _Matrix(f"{prefix}attn_gate.weight", inner, width, plain)
+    yield _Matrix(f"{prefix}ssm_conv1d.weight", 3 * inner, CONV_WIDTH, T.F32)
+    yield _Matrix(f"{prefix}ssm_alpha.weight", n_heads, width, plain, 0.1)
+    yield _Matrix(f"{prefix}ssm_beta.weight", n_heads, width, plain)
+    yield _Matrix(f"{prefix}ssm_dt.bias", 1, n_heads, T.F32, constant=FADING)
+    yield _Matrix(f"{prefix}ssm_a", 1, n_heads, T.F32, constant=-1.0)
+    yield _Matrix(f"{prefix}ssm_norm.weight", 1, shape.head_dim // 2, T.F32, constant=1.0)
+    yield _Matrix(f"{prefix}ssm_out.weight", width, inner, better, RESIDUAL_GAIN)
+
+
+def _block(shape: Shape, layer: int, mix: tuple[T, ...]) -> Iterator[_Matrix]:
+    width, out = shape.n_embd, RESIDUAL_GAIN
+    plain, better = mix[0], mix[1] if layer % 2 else mix[0]
+    prefix = f"blk.{layer}."
+    yield _Matrix(f"{prefix}attn_norm.weight", 1, width, T.F32, constant=1.0)
+    attends = not shape.is_hybrid or layer % ATTENDS_EVERY == ATTENDS_EVERY - 1
+    yield from (_attention if attends else _delta_net)(shape, prefix, plain, better)
+    norm = "post_attention_norm" if shape.is_hybrid else "ffn_norm"
+    yield _Matrix(f"{prefix}{norm}.weight", 1, width, T.F32, constant=1.0)
     yield _Matrix(f"{prefix}ffn_gate.weight", shape.n_ff, width, plain)
     yield _Matrix(f"{prefix}ffn_up.weight", shape.n_ff, width, plain)
     yield _Matrix(f"{prefix}ffn_down.weight", width, shape.n_ff, better, 2 * out)  # silu(gate) * up is about half
@@ -188,8 +223,10 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500_000.0)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.is_hybrid else shape.head_dim)
     writer.add_vocab_size(shape.n_vocab)
+    if shape.is_hybrid:
+        _state_metadata(writer, shape)
     tokens, kinds, merges = vocabulary(shape.n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -198,6 +235,17 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
     writer.add_token_merges(merges)
     writer.add_eos_token_id(shape.n_vocab - 1)
     writer.add_add_bos_token(False)
+
+
+def _state_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_ssm_conv_kernel(CONV_WIDTH)
+    writer.add_ssm_state_size(shape.head_dim // 2)
+    writer.add_ssm_group_count(shape.n_state_heads)
+    writer.add_ssm_time_step_rank(shape.n_state_heads)
+    writer.add_ssm_inner_size(shape.n_heads * shape.head_dim)
+    writer.add_full_attention_interval(ATTENDS_EVERY)
+    rotated = shape.head_dim // 8  # pairs
+    writer.add_rope_dimension_sections([rotated - 2 * (rotated // 3), rotated // 3, rotated // 3, 0])
 
 
 def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> None:

@@ -3,7 +3,7 @@
 The stages run in one process and pass their rows through the production codec (wire.envelopes). So the loss shows the
 cost in quality of the split and of the number format. `relayline certify` does the same comparison over real processes.
 
-    python -m benches.heldout [--model FILE ...] [--text FILE] [--stages 2,4] [--quick]
+    python -m benches.heldout [--model FILE ...] [--text FILE] [--stages 2,4] [--threads N] [--quick]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benches.arguments import numbers
+from benches.arguments import number, numbers
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.engines import engine_config
@@ -33,9 +33,9 @@ ROW_TOKENS = 511  # scored per row; each row begins with the model's begin-of-te
 class Stages:
     """A split model in one process; `score` returns the log-probability of each following token."""
 
-    def __init__(self, directory: Path, files: Sequence[str], dtype: int) -> None:
+    def __init__(self, directory: Path, files: Sequence[str], dtype: int, n_threads: int) -> None:
         self.engines = [
-            NativeEngine(engine_config(directory / file, n_lanes=1, ctx_tokens=ROW_TOKENS + 1, n_threads=2))
+            NativeEngine(engine_config(directory / file, n_lanes=1, ctx_tokens=ROW_TOKENS + 1, n_threads=n_threads))
             for file in files
         ]
         self.table = EmbeddingTable(self.engines[0].artifact)
@@ -82,7 +82,9 @@ def rows_of(tokens: Sequence[int], begin: int) -> Iterator[list[int]]:
         yield [begin, *tokens[at : at + ROW_TOKENS]]
 
 
-def score(model: Path, text: str, n_stages: int, dtype: int, max_rows: int | None) -> tuple[float, float]:
+def score(
+    model: Path, text: str, n_stages: int, dtype: int, max_rows: int | None, n_threads: int
+) -> tuple[float, float]:
     """Return nats per token and bits per byte of a text, or of its first rows."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -91,7 +93,7 @@ def score(model: Path, text: str, n_stages: int, dtype: int, max_rows: int | Non
         assert tokenizer.bos is not None
         tokens = tokenizer.encode(text, add_special=False, parse_special=False)
         rows = list(rows_of(tokens, tokenizer.bos))[:max_rows]
-        stages = Stages(directory, [stage.file for stage in pipeline.stages], dtype)
+        stages = Stages(directory, [stage.file for stage in pipeline.stages], dtype, n_threads)
         nats = -float(sum(stages.score(row).sum() for row in rows))
         stages.close()
     n_tokens = sum(len(row) - 1 for row in rows)
@@ -105,6 +107,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, nargs="+", default=[DEMO_MODEL, HYBRID_DEMO_MODEL])
     parser.add_argument("--text", type=Path, default=DEMO / "heldout.txt")
     parser.add_argument("--stages", type=numbers, default=(2, 4))
+    parser.add_argument("--threads", type=number, default=1)
     parser.add_argument("--quick", action="store_true", help="the first two rows only")
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8")
@@ -116,7 +119,7 @@ def main() -> None:
     for model in options.model:
         print(model.stem)
         for label, n_stages, dtype in ways:
-            per_token, per_byte = score(model, text, n_stages, dtype, 2 if options.quick else None)
+            per_token, per_byte = score(model, text, n_stages, dtype, 2 if options.quick else None, options.threads)
             print(f"  {label:24} {per_token:.4f} nats per token  {per_byte:.4f} bits per byte", flush=True)
 
 

@@ -32,6 +32,8 @@ class Cut:
     """The same rows in the order in which they are computed."""
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
+    is_in_order: bool
+    """Whether rows are given and computed as they stand in the step."""
 
 
 def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True) -> Cut:
@@ -57,11 +59,11 @@ def _cut(lanes: tuple[int, ...], sequential: bool) -> Cut:
     orders = [several + single, single + several, ascending] if several and single else [ascending]
     runs = [(order, _run(order, rows_of, sequential=sequential)) for order in orders]
     best_order, best = min(runs, key=lambda each: len(each[1]))
-    return Cut(
-        _flat(rows_of[lane] for lane in best_order),
-        _flat(part for micro_batch in best for part in micro_batch),
-        tuple(sum(map(len, micro_batch)) for micro_batch in best),
-    )
+    given = _flat(rows_of[lane] for lane in best_order)
+    computed = _flat(part for micro_batch in best for part in micro_batch)
+    as_they_stand = np.arange(len(lanes))
+    is_in_order = np.array_equal(given, as_they_stand) and np.array_equal(computed, as_they_stand)
+    return Cut(given, computed, tuple(sum(map(len, micro_batch)) for micro_batch in best), is_in_order)
 
 
 def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool) -> list[list[list[int]]]:

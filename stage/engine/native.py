@@ -40,6 +40,7 @@ from relayline.wire.common.errors import InternalError, LaneLimitError, NativeEr
 from relayline.wire.settings.table import EngineSettings
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
+Array = npt.NDArray[Any]
 _NO_KV_SLOT = 1  # return code of llama_decode
 _ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
@@ -154,7 +155,7 @@ class NativeEngine:
         self.seq_ids = np.zeros(n_rows, np.int32)
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
-        self._batch_arrays: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+        self._batch_arrays: list[Array] = [self.input_rows, self.positions, self.seq_ids, self.wants]
         if self._states.cut_steps:  # llama.cpp gets copies in the order of lanes
             self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
         rows, positions, lanes, wants = self._batch_arrays
@@ -167,18 +168,11 @@ class NativeEngine:
             self._capture = RowCapture(target, parts.hidden, parts.entries)
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
-        lane_counts = np.ones(n_rows, np.int32)
-        lane_addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(n_rows, dtype=np.uintp))
-        self._batch = llama.llama_batch(
-            n_tokens=0,
-            token=None,
-            embd=_pointer(parts.embeddings, ctypes.c_float),
-            pos=_pointer(self._positions_4d, llama.llama_pos),
-            n_seq_id=_pointer(lane_counts, ctypes.c_int32),
-            seq_id=_pointer(lane_addresses, ctypes.POINTER(llama.llama_seq_id)),
-            logits=_pointer(wants, ctypes.c_int8),
-        )
-        self._batch.held = (lane_counts, lane_addresses)  # it points into them
+        self._batch = _batch_over(parts.embeddings, self._positions_4d, lanes, wants)
+        self._batch_in_order = self._batch  # of a step whose rows stay in their order: over the caller's own arrays
+        if self._states.cut_steps and not parts.are_written and not parts.are_apart:
+            positions = self._positions_4d if self._n_positions == 4 else self.positions
+            self._batch_in_order = _batch_over(self.input_rows, positions, self.seq_ids, self.wants)
 
     def _open_context(self) -> Any:
         config, settings = self.config, self.config.settings
@@ -243,8 +237,7 @@ class NativeEngine:
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
         if self._greedy is not None:
             self._greedy.begin(n_rows)
-        self._fill_batch(n_rows)
-        code = llama.llama_decode(self._context, self._batch)
+        code = llama.llama_decode(self._context, self._filled_batch(n_rows))
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
@@ -261,16 +254,20 @@ class NativeEngine:
         self.copies_wait = False
         if self.hidden is not None:
             self.hidden.note(self.wants[:n_rows], self._step_cut)
-        if self._step_cut and not self.is_last and capture is not None:
+        if self._step_cut and not self._step_cut.is_in_order and not self.is_last and capture is not None:
             capture.put_in_order(self._step_cut.computed)
         self._parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
 
-    def _fill_batch(self, n_rows: int) -> None:
-        """Let llama.cpp's batch hold the step's rows, where it may cut the step in the order of lanes."""
-        self._batch.n_tokens = n_rows
+    def _filled_batch(self, n_rows: int) -> Any:
+        """Return llama.cpp's batch with the step's rows: in the order of lanes where it cuts the step so."""
+        batch, positions = self._batch, self.positions
         if self._states.cut_steps:
             self._step_cut = cut(self.seq_ids[:n_rows], sequential=self._states.cut_in_sequence)
-            given: list[npt.NDArray[Any]] = [self.input_rows, self.positions, self.seq_ids, self.wants]
+        if self._step_cut and self._step_cut.is_in_order and self._batch_in_order is not batch:
+            batch = self._batch_in_order
+        elif self._step_cut:
+            positions = self._batch_arrays[1]
+            given: list[Array] = [self.input_rows, self.positions, self.seq_ids, self.wants]
             for array, ordered in zip(given, self._batch_arrays, strict=True):
                 is_written = array is self.input_rows and self._parts.are_written
                 order = self._step_cut.computed if is_written else self._step_cut.given
@@ -279,8 +276,10 @@ class NativeEngine:
             self._parts.fill(self.input_rows[:n_rows], self._step_cut)
         if self._n_positions == 4:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
-            axes[:3] = self._batch_arrays[1][:n_rows]
+            axes[:3] = positions[:n_rows]
             axes[3] = 0
+        batch.n_tokens = n_rows
+        return batch
 
     @property
     def keeps_state(self) -> bool:
@@ -322,7 +321,9 @@ class NativeEngine:
             raise InternalError("logits are asked of a stage that has no head")
         if self._greedy is not None:
             return self._greedy.logits(row)
-        place = int(np.flatnonzero(self._step_cut.given == row)[0]) if self._step_cut else row
+        place = row
+        if self._step_cut and not self._step_cut.is_in_order:
+            place = int(np.flatnonzero(self._step_cut.given == row)[0])
         pointer = llama.llama_get_logits_ith(self._context, place)
         if not pointer:
             ggml.LOG.watch()
@@ -443,5 +444,22 @@ class NativeEngine:
         self.close()
 
 
-def _pointer(array: npt.NDArray[Any], c_type: Any) -> Any:
+def _batch_over(rows: Array, positions: Array, lanes: Array, wants: Array) -> Any:
+    """Return a llama_batch that points into arrays of [max_rows] rows for good, each row of one lane."""
+    counts = np.ones(len(lanes), np.int32)
+    addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(len(lanes), dtype=np.uintp))
+    batch = llama.llama_batch(
+        n_tokens=0,
+        token=None,
+        embd=_pointer(rows, ctypes.c_float),
+        pos=_pointer(positions, llama.llama_pos),
+        n_seq_id=_pointer(counts, ctypes.c_int32),
+        seq_id=_pointer(addresses, ctypes.POINTER(llama.llama_seq_id)),
+        logits=_pointer(wants, ctypes.c_int8),
+    )
+    batch.held = (counts, addresses)  # it points into them
+    return batch
+
+
+def _pointer(array: Array, c_type: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

@@ -42,6 +42,8 @@ def test_every_row_is_given_and_computed_once_and_a_lane_keeps_its_order() -> No
         lanes = np.array([rng.randrange(6) for _ in range(rng.randrange(1, 20))], np.int32)
         step = cut(lanes)
         assert sum(step.sizes) == len(lanes)
+        as_they_stand = list(range(len(lanes)))
+        assert step.is_in_order == (step.given.tolist() == as_they_stand == step.computed.tolist())
         for order in (step.given, step.computed):
             assert sorted(order.tolist()) == list(range(len(lanes)))
             for lane in set(lanes.tolist()):

@@ -120,7 +120,9 @@ class _Matrix:
         return self.n_out * self.row_bytes
 
 
-def _attention(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matrix]:
+def _attention(
+    shape: Shape, prefix: str, plain: GGMLQuantizationType, better: GGMLQuantizationType
+) -> Iterator[_Matrix]:
     width, heads, kv = shape.n_embd, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     if shape.architecture != "llama":  # queries and keys are normalised, so their size is set here
         yield _Matrix(f"{prefix}attn_q_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
@@ -132,7 +134,9 @@ def _attention(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matr
     yield _Matrix(f"{prefix}attn_output.weight", width, heads, plain, RESIDUAL_GAIN)
 
 
-def _delta_net(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matrix]:
+def _delta_net(
+    shape: Shape, prefix: str, plain: GGMLQuantizationType, better: GGMLQuantizationType
+) -> Iterator[_Matrix]:
     width, inner, n_heads = shape.n_embd, shape.n_heads * shape.head_dim, shape.n_state_heads
     yield _Matrix(f"{prefix}attn_qkv.weight", 3 * inner, width, plain)
     yield _Matrix(f"{prefix}attn_gate.weight", inner, width, plain)
@@ -145,7 +149,7 @@ def _delta_net(shape: Shape, prefix: str, plain: T, better: T) -> Iterator[_Matr
     yield _Matrix(f"{prefix}ssm_out.weight", width, inner, better, RESIDUAL_GAIN)
 
 
-def _block(shape: Shape, layer: int, mix: tuple[T, ...]) -> Iterator[_Matrix]:
+def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> Iterator[_Matrix]:
     width, out = shape.n_embd, RESIDUAL_GAIN
     plain, better = mix[0], mix[1] if layer % 2 else mix[0]
     prefix = f"blk.{layer}."

@@ -31,18 +31,16 @@ from relayline.stage.engine.lane_state import (
     write_lane,
 )
 from relayline.stage.engine.loading import Load
-from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.model_load import abandonable, load_model
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
+from relayline.stage.engine.step_batch import StepBatch
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
 from relayline.wire.settings.table import EngineSettings
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
-Array = npt.NDArray[Any]
 _NO_KV_SLOT = 1  # return code of llama_decode
-_ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +110,9 @@ class NativeEngine:
         self.hidden: HiddenRows | None = None  # of the last stage, where it can give them
         self._greedy: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
-        self._step_cut: Cut | None = None  # of the last step, where llama.cpp may cut it
         try:
             self._model = load_model(self.artifact, settings, load)
             self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
-            self._n_positions = 4 if llama.llama_model_rope_type(self._model) in _ROPE_TYPES_4D else 1
             self._check_model()
             self._states = RecurrentLanes(self._model, self.artifact.architecture, settings.kv_layout)
             self._allocate()
@@ -155,24 +151,15 @@ class NativeEngine:
         self.seq_ids = np.zeros(n_rows, np.int32)
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
-        self._batch_arrays: list[Array] = [self.input_rows, self.positions, self.seq_ids, self.wants]
-        if self._states.cut_steps:  # llama.cpp gets copies in the order of lanes
-            self._batch_arrays = [np.zeros_like(array) for array in self._batch_arrays]
-        rows, positions, lanes, wants = self._batch_arrays
-        parts = self._parts = RowParts(self.artifact, rows, self.output_rows, entry_name(self.artifact))
+        self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self._states)
+        parts = self._parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
+        self._batch.bind(parts, self._model)
         if self.is_last and (settings.embeddings or not settings.gpu_layers or not llama.llama_supports_gpu_offload()):
             self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
             self._capture = self.hidden.capture
         elif not self.is_last or parts.entries:
             target = "" if self.is_last else output_name(self.artifact)
             self._capture = RowCapture(target, parts.hidden, parts.entries)
-        # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
-        self._positions_4d = np.zeros(4 * n_rows, np.int32) if self._n_positions == 4 else positions
-        self._batch = _batch_over(parts.embeddings, self._positions_4d, lanes, wants)
-        self._batch_in_order = self._batch  # of a step whose rows stay in their order: over the caller's own arrays
-        if self._states.cut_steps and not parts.are_written and not parts.are_apart:
-            positions = self._positions_4d if self._n_positions == 4 else self.positions
-            self._batch_in_order = _batch_over(self.input_rows, positions, self.seq_ids, self.wants)
 
     def _open_context(self) -> Any:
         config, settings = self.config, self.config.settings
@@ -237,15 +224,16 @@ class NativeEngine:
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
         if self._greedy is not None:
             self._greedy.begin(n_rows)
-        code = llama.llama_decode(self._context, self._filled_batch(n_rows))
+        code = llama.llama_decode(self._context, self._batch.fill(n_rows))
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
             # A GPU still computes after llama_decode has returned. Wait for it here, so that the step's time is the
             # whole time. Otherwise the sampler would wait inside llama_get_logits_ith, where no clock of the step runs.
             llama.llama_synchronize(self._context)
+            step_cut = self._batch.cut
             if capture is not None:
-                capture.check(n_rows, len(self._step_cut.sizes) if self._step_cut else 1)
+                capture.check(n_rows, len(step_cut.sizes) if step_cut else 1)
                 if self.artifact.output_scale != 1.0 and not self.is_last:
                     self._parts.hidden[:n_rows] *= np.float32(self.artifact.output_scale)
         except BaseException:
@@ -253,33 +241,10 @@ class NativeEngine:
             raise
         self.copies_wait = False
         if self.hidden is not None:
-            self.hidden.note(self.wants[:n_rows], self._step_cut)
-        if self._step_cut and not self._step_cut.is_in_order and not self.is_last and capture is not None:
-            capture.put_in_order(self._step_cut.computed)
+            self.hidden.note(self.wants[:n_rows], step_cut)
+        if step_cut and not step_cut.is_in_order and not self.is_last and capture is not None:
+            capture.put_in_order(step_cut.computed)
         self._parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
-
-    def _filled_batch(self, n_rows: int) -> Any:
-        """Return llama.cpp's batch with the step's rows: in the order of lanes where it cuts the step so."""
-        batch, positions = self._batch, self.positions
-        if self._states.cut_steps:
-            self._step_cut = cut(self.seq_ids[:n_rows], sequential=self._states.cut_in_sequence)
-        if self._step_cut and self._step_cut.is_in_order and self._batch_in_order is not batch:
-            batch = self._batch_in_order
-        elif self._step_cut:
-            positions = self._batch_arrays[1]
-            given: list[Array] = [self.input_rows, self.positions, self.seq_ids, self.wants]
-            for array, ordered in zip(given, self._batch_arrays, strict=True):
-                is_written = array is self.input_rows and self._parts.are_written
-                order = self._step_cut.computed if is_written else self._step_cut.given
-                np.take(array, order, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
-        if self._parts.are_apart:
-            self._parts.fill(self.input_rows[:n_rows], self._step_cut)
-        if self._n_positions == 4:
-            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
-            axes[:3] = positions[:n_rows]
-            axes[3] = 0
-        batch.n_tokens = n_rows
-        return batch
 
     @property
     def keeps_state(self) -> bool:
@@ -293,7 +258,7 @@ class NativeEngine:
     @property
     def micro_batches(self) -> tuple[int, ...]:
         """Rows of each part in which llama.cpp ran the last step; empty where it runs all at once."""
-        return self._step_cut.sizes if self._step_cut else ()
+        return self._batch.cut.sizes if self._batch.cut else ()
 
     def _raise_for(self, code: int, n_rows: int) -> None:
         reason = ggml.LOG.reason("llama.cpp gave no reason")
@@ -321,10 +286,7 @@ class NativeEngine:
             raise InternalError("logits are asked of a stage that has no head")
         if self._greedy is not None:
             return self._greedy.logits(row)
-        place = row
-        if self._step_cut and not self._step_cut.is_in_order:
-            place = int(np.flatnonzero(self._step_cut.given == row)[0])
-        pointer = llama.llama_get_logits_ith(self._context, place)
+        pointer = llama.llama_get_logits_ith(self._context, self._batch.place_of(row))
         if not pointer:
             ggml.LOG.watch()
             raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
@@ -442,24 +404,3 @@ class NativeEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _batch_over(rows: Array, positions: Array, lanes: Array, wants: Array) -> Any:
-    """Return a llama_batch that points into arrays of [max_rows] rows for good, each row of one lane."""
-    counts = np.ones(len(lanes), np.int32)
-    addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(len(lanes), dtype=np.uintp))
-    batch = llama.llama_batch(
-        n_tokens=0,
-        token=None,
-        embd=_pointer(rows, ctypes.c_float),
-        pos=_pointer(positions, llama.llama_pos),
-        n_seq_id=_pointer(counts, ctypes.c_int32),
-        seq_id=_pointer(addresses, ctypes.POINTER(llama.llama_seq_id)),
-        logits=_pointer(wants, ctypes.c_int8),
-    )
-    batch.held = (counts, addresses)  # it points into them
-    return batch
-
-
-def _pointer(array: Array, c_type: Any) -> Any:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

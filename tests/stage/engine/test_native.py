@@ -288,8 +288,7 @@ def test_max_wanted_bounds_the_rows_with_logits(stages: list[Path]) -> None:
 
 def test_a_steady_step_allocates_nothing_payload_sized(chain: Chain) -> None:
     first, last = chain.engines
-    if first.config.settings.kv_layout == "unified":
-        assert ctypes.cast(first._batch.embd, ctypes.c_void_p).value == first.input_rows.ctypes.data
+    assert ctypes.cast(first._batch.fill(48).embd, ctypes.c_void_p).value == first.input_rows.ctypes.data
     payload_bytes = MAX_ROWS * SHAPE.n_embd * 4
 
     def step(start: int) -> None:

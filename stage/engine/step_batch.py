@@ -1,0 +1,98 @@
+"""llama.cpp's batch of one step, over arrays that the engine's caller fills. Decode thread only.
+
+The arrays are allocated once and batches point into them for good. Where llama.cpp cuts steps into micro-batches, it
+gets the rows in the order of lanes (see `stage.engine.micro_batches`): copies, unless they stand in that order already,
+as those of most decode steps do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.engine.micro_batches import Cut, cut
+from relayline.stage.engine.recurrent import RecurrentLanes
+from relayline.stage.engine.row_parts import RowParts
+
+Array = npt.NDArray[Any]
+_ROPE_TYPES_4D = (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+
+
+class StepBatch:
+    """The batch of one native context."""
+
+    cut: Cut | None = None
+    """How llama.cpp cuts the step that was filled in last; None where it never cuts."""
+
+    def __init__(self, rows: Array, positions: Array, lanes: Array, wants: Array, states: RecurrentLanes) -> None:
+        """rows: f32 [max_rows, width]; the others [max_rows]. All belong to the caller, who keeps them."""
+        self._given = (rows, positions, lanes, wants)
+        self._states = states
+        self._ordered = tuple(np.zeros_like(array) for array in self._given) if states.cut_steps else self._given
+        self.rows: Array = self._ordered[0]
+        """Rows as llama.cpp gets them."""
+
+    def bind(self, parts: RowParts, model: Any) -> None:
+        """Make the batches. parts: made from `rows`; model: tells how many positions a row has."""
+        self._parts = parts
+        self._positions_4d: Array | None = None
+        # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
+        if llama.llama_model_rope_type(model) in _ROPE_TYPES_4D:
+            self._positions_4d = np.zeros(4 * len(self.rows), np.int32)
+        self._of_order = self._in_order = self._over(parts.embeddings, *self._ordered[1:])
+        if self._states.cut_steps and not parts.are_written and not parts.are_apart:
+            self._in_order = self._over(*self._given)
+
+    def fill(self, n_rows: int) -> Any:
+        """Return the llama_batch with the step's rows [0:n_rows)."""
+        batch, positions = self._of_order, self._given[1]
+        if self._states.cut_steps:
+            self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence)
+            if self.cut.is_in_order and self._in_order is not batch:
+                batch = self._in_order
+            else:
+                self._put_in_order(self.cut, n_rows)
+                positions = self._ordered[1]
+        if self._parts.are_apart:
+            self._parts.fill(self._given[0][:n_rows], self.cut)
+        if self._positions_4d is not None:
+            axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
+            axes[:3] = positions[:n_rows]
+            axes[3] = 0
+        batch.n_tokens = n_rows
+        return batch
+
+    def place_of(self, row: int) -> int:
+        """Return where a row of the step stands in the batch."""
+        if self.cut is None or self.cut.is_in_order:
+            return row
+        return int(np.flatnonzero(self.cut.given == row)[0])
+
+    def _put_in_order(self, step: Cut, n_rows: int) -> None:
+        for array, ordered in zip(self._given, self._ordered, strict=True):
+            is_written = array is self._given[0] and self._parts.are_written
+            order = step.computed if is_written else step.given
+            np.take(array, order, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
+
+    def _over(self, rows: Array, positions: Array, lanes: Array, wants: Array) -> Any:
+        counts = np.ones(len(lanes), np.int32)
+        addresses = np.ascontiguousarray(lanes.ctypes.data + 4 * np.arange(len(lanes), dtype=np.uintp))
+        batch = llama.llama_batch(
+            n_tokens=0,
+            token=None,
+            embd=_pointer(rows, ctypes.c_float),
+            pos=_pointer(positions if self._positions_4d is None else self._positions_4d, llama.llama_pos),
+            n_seq_id=_pointer(counts, ctypes.c_int32),
+            seq_id=_pointer(addresses, ctypes.POINTER(llama.llama_seq_id)),
+            logits=_pointer(wants, ctypes.c_int8),
+        )
+        batch.held = (counts, addresses)  # it points into them
+        return batch
+
+
+def _pointer(array: Array, c_type: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(c_type))

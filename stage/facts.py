@@ -23,6 +23,7 @@ class StageFacts:
     curves: Curves = dataclasses.field(default_factory=Curves)
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     keeps_state: bool = False  # it can be taken back to checkpoints alone, see `stage.engine.recurrent`
+    rewind_rows: int = 0  # and by so many rows of its last step
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
     kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
@@ -51,6 +52,7 @@ class StageFacts:
             max_rows=config.engine.max_rows,
             rewinds=self.rewinds,
             keeps_state=self.keeps_state,
+            rewind_rows=self.rewind_rows,
             instance_id=self.instance_id,
             name=self.name,
             place=self.place,

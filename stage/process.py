@@ -127,6 +127,7 @@ def _load(
         curves,
         rewinds,
         engine.keeps_state,
+        engine.rewind_rows,
         place=place_of(settings),
         name=own_name(config),
     )

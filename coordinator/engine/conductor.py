@@ -89,6 +89,8 @@ class EpochFacts:
     """Whether every stage can drop rejected draft tokens."""
     keeps_state: bool = False
     """Whether some stage can take a session back to checkpoints alone."""
+    rewind_rows: int = 0
+    """How many rejected draft tokens of a step every stage can drop, where `rewinds` is false."""
     tier: TierFacts = NO_TIER
     """What their tiers hold."""
 
@@ -200,7 +202,7 @@ class Conductor:
         admission.resize(facts.n_lanes, facts.ctx_tokens)
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
-        self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds)
+        self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
         self._is_connected, self.is_held = True, False
         self.availability.enter(Phase.READY, now_ns)
         starting = self.suspects.starting(admission.running.values())

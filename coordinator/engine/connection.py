@@ -76,6 +76,11 @@ class Connection:
         return all(facts.rewinds for facts in self.facts)
 
     @property
+    def rewind_rows(self) -> int:
+        """How many rejected draft tokens of a step every stage can drop, where some cannot drop any number of them."""
+        return min((facts.rewind_rows for facts in self.facts if not facts.rewinds), default=0)
+
+    @property
     def keeps_state(self) -> bool:
         """Whether some stage can take a lane back to checkpoints alone."""
         return any(facts.keeps_state for facts in self.facts)

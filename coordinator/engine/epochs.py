@@ -261,5 +261,6 @@ def facts_of(connection: Connection) -> EpochFacts:
         costs=connection.stage_costs(),
         rewinds=connection.rewinds,
         keeps_state=connection.keeps_state,
+        rewind_rows=connection.rewind_rows,
         tier=connection.tier,
     )

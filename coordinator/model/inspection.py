@@ -33,6 +33,7 @@ from relayline.coordinator.model.gguf_file import GgufModel, open_model
 from relayline.coordinator.model.refused_families import REFUSED
 from relayline.coordinator.model.sidebands import EPSILON, LAYER_NORM, LAYER_PRODUCT, LAYER_TOKENS, Sidebands
 from relayline.wire.common.bounds import N_EMBD_MAX
+from relayline.wire.common.checkpoints import REWINDING_ARCHITECTURES
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 from relayline.wire.model_files.gguf_header import Tensor, Value
@@ -97,6 +98,7 @@ class ModelFacts:
     tied_embeddings: bool
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
     state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
+    rewinds_states: bool  # llama.cpp can keep earlier ones of each lane as well, so that guessed rows can be taken back
     needed: Needed  # layers of which every slice must have one; empty where any will do
     kinds: Kinds  # what each layer keeps of the past; empty where all attend
     supported: bool  # certified and nothing in this very model forbids it
@@ -168,6 +170,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         tied_embeddings=head is embedding,
         kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
         state_bytes_per_lane=_state_bytes(n_layers, family, facts),
+        rewinds_states=architecture in REWINDING_ARCHITECTURES,
         needed=family.needed(facts),
         kinds=family.kinds(facts),
         supported=refusal is None,

@@ -43,6 +43,8 @@ class ModelShape:
     has_indexers: bool = False
     """Layers score all cells for each row of a step, to choose the ones it attends to."""
     state_bytes: tuple[int, ...] = ()
+    rewinds_states: bool = False
+    """Whether llama.cpp can keep earlier states too; see Load.rewind_rows."""
     """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     row_widths: tuple[int, ...] = ()
     """Values of each row that enters a layer; empty where they are n_embd in all."""
@@ -86,6 +88,8 @@ class Load:
     """Rows of one native step."""
     n_streams: int = 0
     """Streams that the split is optimised for; 0 means every lane."""
+    rewind_rows: int = 0
+    """Earlier recurrent states of each lane, for drafts."""
     prefix_memory_bytes: int = 0
     """Memory of each stage for stored prefixes."""
 

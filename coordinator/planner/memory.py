@@ -70,10 +70,16 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMe
 
 
 def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
-    """Return what recurrent states take: llama.cpp allocates them for every lane, and checkpoints are as large."""
+    """Return what recurrent states take: llama.cpp allocates them for every lane, and checkpoints are as large.
+
+    Of a lane there may be several, to take guessed rows back.
+    """
     one = sum(model.state_bytes[start:end])
     n_spare = 0 if load.kv_layout == "per-lane" else 1
-    return one * (load.n_lanes + n_spare) + min(one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX, CHECKPOINT_BYTES_MAX)
+    n_states = 1 + (load.rewind_rows if model.rewinds_states else 0)
+    return one * n_states * (load.n_lanes + n_spare) + min(
+        one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX, CHECKPOINT_BYTES_MAX
+    )
 
 
 def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:

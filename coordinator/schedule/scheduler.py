@@ -76,10 +76,12 @@ class ScheduleConfig:
 class Scheduler:
     """Frames in, envelopes out. One per epoch."""
 
-    def __init__(self, config: ScheduleConfig, planner: GroupPlanner, *, may_draft: bool = True) -> None:
-        """`may_draft`: whether the stages can drop wrongly guessed rows."""
+    def __init__(
+        self, config: ScheduleConfig, planner: GroupPlanner, *, may_draft: bool = True, rewind_rows: int = 0
+    ) -> None:
+        """`may_draft`: whether the stages can drop wrongly guessed rows. `rewind_rows`: if not, how many of a step."""
         self.config, self.planner = config, planner
-        self._drafts = DraftFlights(config.draft if may_draft else 0)
+        self._drafts = DraftFlights(config.draft if may_draft or rewind_rows else 0, 0 if may_draft else rewind_rows)
         self._controls: list[OutFrame] = []
         self._pool: collections.deque[OutFrame] = collections.deque()
         self._prompts = PromptLine()
@@ -281,7 +283,7 @@ class Scheduler:
             # Prompt rows that a stage leaves behind must not pile up there.
             may_ride = self._flights.n_ridden < plan.n_groups
             ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
-            if not self._is_reading and self._drafts.are_of(frames):
+            if not self._is_reading and self._drafts.are_of(frames, self.n_decoding):
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
             n_decode = sum(len(frame.tokens) for frame in frames)
             chunks = self._prompts.next_chunks(ride_rows, rule.beside(n_decode), n_decode)

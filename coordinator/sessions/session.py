@@ -294,6 +294,11 @@ class Session:
         self.ahead.clear()
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
 
+    @property
+    def may_have_guessed(self) -> bool:
+        """Whether stages may hold rows of guesses behind its end."""
+        return self._drafter is not None
+
     def chances(self, n_tokens: int) -> list[float]:
         """Return for each guess after those under way the probability that all up to it are right: see `guess`.
 

@@ -80,6 +80,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "kv_bytes_per_token_total": sum(facts.kv_bytes_per_token),
         "state_bytes_per_lane": list(facts.state_bytes_per_lane),
         "state_bytes_per_lane_total": sum(facts.state_bytes_per_lane),
+        "rewinds_states": facts.rewinds_states,
         "usual_lanes": usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes),
         "layer_kinds": [KIND_WORDS[kind] for kind in facts.kinds or ATTENDS * facts.n_layers],
         "supported": facts.supported,
@@ -98,9 +99,11 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     each = max(facts.state_bytes_per_lane)
     total = _size(sum(facts.state_bytes_per_lane))
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
+    drafts = "--rewind-rows N, each as much again" if facts.rewinds_states else "none: its states cannot be taken back"
     return {
         "layer kinds": told,
         "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes unless you say",
+        "drafts": drafts,
     }
 
 

@@ -23,7 +23,7 @@ def with_usual_lanes(manifest: Manifest) -> Manifest:
         facts = inspect_model(path)
     except RelaylineError:
         return manifest
-    n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
+    n_lanes = usual_lanes(_states(manifest, facts), EngineSettings().n_lanes)
     return (
         override(manifest, {entry_of(EngineSettings, "n_lanes").place: n_lanes})
         if n_lanes < manifest.engine.n_lanes
@@ -34,8 +34,14 @@ def with_usual_lanes(manifest: Manifest) -> Manifest:
 def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
     """Return a line that says why there are fewer lanes than usual; none where there are as many, or somebody says."""
     n_usual = EngineSettings().n_lanes
-    n_lanes = usual_lanes(facts.state_bytes_per_lane, n_usual)
+    n_lanes = usual_lanes(_states(manifest, facts), n_usual)
     if manifest.engine.n_lanes != n_lanes or n_lanes >= n_usual:
         return []
-    state_mib = sum(facts.state_bytes_per_lane) / MIB
+    state_mib = sum(_states(manifest, facts)) / MIB
     return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless a setting says more"]
+
+
+def _states(manifest: Manifest, facts: ModelFacts) -> list[int]:
+    """Return the bytes of each layer's states of one lane, earlier ones for drafts included."""
+    n_states = 1 + (manifest.engine.rewind_rows if facts.rewinds_states else 0)
+    return [n_states * n_bytes for n_bytes in facts.state_bytes_per_lane]

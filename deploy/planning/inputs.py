@@ -55,6 +55,7 @@ def shape_of(facts: ModelFacts) -> ModelShape:
         n_masks=max(1, len(set(facts.windows))),
         has_indexers=bool(facts.indexers),
         state_bytes=facts.state_bytes_per_lane if any(facts.state_bytes_per_lane) else (),
+        rewinds_states=facts.rewinds_states,
         row_widths=facts.row_widths,
         bits_per_weight=8 * _bytes_per_weight(facts),
         ctx_train=facts.ctx_train,
@@ -74,6 +75,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         wire_dtype=manifest.serving.wire,
         max_rows=engine.max_rows,
         n_streams=n_streams,
+        rewind_rows=engine.rewind_rows,
         prefix_memory_bytes=engine.prefix_memory_bytes,
     )
 

@@ -7,7 +7,8 @@ batch joins if its number is one higher than the last one's. All give as many ro
 captured in that order, so this module must know it. A step of decode rows of neighbouring lanes is one micro-batch.
 
 Where some layers have a recurrent state, a unified cache is no exception, but every following lane joins, whatever its
-number (`llama_memory_hybrid::init_batch`).
+number (`llama_memory_hybrid::init_batch`). Where such lanes can be taken back by some rows, the last of these and one
+more stay in one micro-batch: of the lanes that would share it, those before the first that would leave fewer.
 """
 
 from __future__ import annotations
@@ -36,20 +37,21 @@ class Cut:
     """Whether rows are given and computed as they stand in the step."""
 
 
-def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True) -> Cut:
+def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True, n_tail: int = 0) -> Cut:
     """Return how a step whose rows are of these lanes (shape [n_rows]) is run in the fewest micro-batches.
 
-    `sequential`: only lanes of consecutive numbers share a micro-batch.
+    `sequential`: only lanes of consecutive numbers share a micro-batch. `n_tail`: so many last rows of a lane are never
+    parted; 0 for no such rule.
 
     Rows of one lane keep their order; a lane's rows need not be neighbours. Of several orders with equally few
     micro-batches, the one that keeps lanes of several rows (prompts) apart from those of one is taken. Do not write to
     its arrays: a repeated decode step gets the same ones again.
     """
-    return _cut(tuple(lanes.tolist()), sequential)
+    return _cut(tuple(lanes.tolist()), sequential, n_tail)
 
 
 @functools.lru_cache(maxsize=CUTS_KEPT)
-def _cut(lanes: tuple[int, ...], sequential: bool) -> Cut:
+def _cut(lanes: tuple[int, ...], sequential: bool, n_tail: int) -> Cut:
     rows_of: dict[int, list[int]] = {}
     for row, lane in enumerate(lanes):
         rows_of.setdefault(lane, []).append(row)
@@ -57,7 +59,7 @@ def _cut(lanes: tuple[int, ...], sequential: bool) -> Cut:
     several = [lane for lane in ascending if len(rows_of[lane]) > 1]
     single = [lane for lane in ascending if len(rows_of[lane]) == 1]
     orders = [several + single, single + several, ascending] if several and single else [ascending]
-    runs = [(order, _run(order, rows_of, sequential=sequential)) for order in orders]
+    runs = [(order, _run(order, rows_of, sequential=sequential, n_tail=n_tail)) for order in orders]
     best_order, best = min(runs, key=lambda each: len(each[1]))
     given = _flat(rows_of[lane] for lane in best_order)
     computed = _flat(part for micro_batch in best for part in micro_batch)
@@ -66,7 +68,7 @@ def _cut(lanes: tuple[int, ...], sequential: bool) -> Cut:
     return Cut(given, computed, tuple(sum(map(len, micro_batch)) for micro_batch in best), is_in_order)
 
 
-def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool) -> list[list[list[int]]]:
+def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool, n_tail: int) -> list[list[list[int]]]:
     """Return the micro-batches of lanes given in this order: of each lane in it the rows that it gives."""
     taken = dict.fromkeys(order, 0)
     micro_batches: list[list[list[int]]] = []
@@ -77,6 +79,12 @@ def _run(order: list[int], rows_of: dict[int, list[int]], *, sequential: bool) -
             if not sequential or lane == chosen[-1] + 1:
                 chosen.append(lane)
         count = min(len(rows_of[lane]) - taken[lane] for lane in chosen)
+        if n_tail:
+            remaining = [len(rows_of[lane]) - taken[lane] - count for lane in chosen]
+            n_kept = next((at for at, n_rows in enumerate(remaining) if 0 < n_rows < n_tail), len(chosen))
+            if not n_kept:  # the first one goes alone, to its end
+                count += remaining[0]
+            chosen = chosen[: max(1, n_kept)]
         micro_batches.append([rows_of[lane][taken[lane] : taken[lane] + count] for lane in chosen])
         for lane in chosen:
             taken[lane] += count

@@ -67,6 +67,9 @@ class EngineConfig:
             )
         if not 0 <= self.max_wanted <= self.settings.max_rows:
             raise UsageError(f"{self.max_wanted} rows with logits do not fit a step of {self.settings.max_rows} rows")
+        n_back = self.settings.rewind_rows
+        if n_back and n_back + 1 >= self.settings.max_rows:  # llama.cpp would abort
+            raise UsageError(f"--rewind-rows {n_back} needs --max-rows {n_back + 2} or more")
         if self.flash_attn not in FLASH_ATTN:
             raise UsageError(f"flash attention is {self.flash_attn!r}; it must be one of {', '.join(FLASH_ATTN)}")
 
@@ -181,6 +184,7 @@ class NativeEngine:
         params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
+        params.n_rs_seq = settings.rewind_rows if self._states.exist else 0
         if self._capture is not None:
             self._capture.install(params)
         ggml.LOG.watch()
@@ -188,6 +192,7 @@ class NativeEngine:
         if not context:
             reason = ggml.LOG.reason("llama.cpp gave no reason") + "; less --ctx or fewer --lanes need less memory"
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type}): {reason}")
+        self._states.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         return context
 
     def _check_itself(self, load: Load) -> None:
@@ -240,6 +245,7 @@ class NativeEngine:
             self._drop_batch(n_rows)
             raise
         self.copies_wait = False
+        self._states.ran(self.seq_ids[:n_rows], step_cut)
         if self.hidden is not None:
             self.hidden.note(self.wants[:n_rows], step_cut)
         if step_cut and not step_cut.is_in_order and not self.is_last and capture is not None:
@@ -250,6 +256,11 @@ class NativeEngine:
     def keeps_state(self) -> bool:
         """Whether some layer has a recurrent state, which knows no position but its lane's end."""
         return self._states.exist
+
+    @property
+    def rewind_rows(self) -> int:
+        """By how many rows of its last step a lane with a recurrent state can be taken back; 0: it cannot."""
+        return self._states.n_recent
 
     @property
     def _is_per_lane(self) -> bool:
@@ -268,6 +279,7 @@ class NativeEngine:
         raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
 
     def _drop_batch(self, n_rows: int) -> None:
+        self._states.failed()
         first = np.full(self.config.n_sequences, np.iinfo(np.int32).max, np.int32)
         lanes = self.seq_ids[:n_rows]
         known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
@@ -342,10 +354,11 @@ class NativeEngine:
         if source_lane == target_lane:
             self.drop_from(target_lane, n_tokens)
             return
+        self._states.require_copy(source_lane, n_tokens, self.lane_tokens(source_lane))
         self.clear(target_lane)
         self._states.copy(source_lane, target_lane, n_tokens)
         if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
-            if not (self._is_per_lane and self.saved.copy_held(source_lane, target_lane)):
+            if not self.saved.copy_held(source_lane, target_lane):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
                 self.copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)

@@ -2,18 +2,65 @@
 
 llama.cpp keeps one state of a lane, that of its end, and forgets the rest. `Checkpoints` holds copies of others. Of a
 model without such layers every lane can be taken back anywhere, and nothing here does anything.
+
+Of some families llama.cpp can also keep the states behind the last rows of each lane (n_rs_seq). Rows that were guessed
+wrong can then be taken back. It does not check what it is asked: these states are those of the lane's last micro-batch,
+and other steps may have written over them. So `_RecentRows` knows by how much a lane can be taken back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.checkpoints import Checkpoints, State
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
+from relayline.stage.engine.micro_batches import Cut
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES, layout_refusal
+
+
+class _RecentRows:
+    """By how many rows each lane can be taken back without a checkpoint.
+
+    A micro-batch of several lanes moves the states of others out of its way, but not their earlier ones
+    (llama_memory_recurrent::find_slot). One of a single lane moves nothing.
+    """
+
+    def __init__(self) -> None:
+        self.n_kept = 0  # states that llama.cpp keeps of each lane, beside that of its end
+        self._of_lane: dict[int, int] = {}
+        self.taken_back: set[int] = set()  # lanes taken back so, with no row since: their state is an earlier one
+
+    def count(self, lane: int) -> int:
+        return self._of_lane.get(lane, 0)
+
+    def ran(self, lanes: Sequence[Sequence[int]]) -> None:
+        """A step has run: the lane of each row, micro-batch by micro-batch."""
+        for part in lanes:
+            present = set(part)
+            if len(present) > 1:
+                self._of_lane = {lane: count for lane, count in self._of_lane.items() if lane in present}
+            for lane in present:
+                self._of_lane[lane] = min(self.n_kept, part.count(lane) - 1)
+            self.taken_back -= present
+
+    def forget(self, lane: int) -> None:
+        self._of_lane.pop(lane, None)
+        self.taken_back.discard(lane)
+
+    def take_back(self, lane: int) -> None:
+        """llama.cpp does it once."""
+        self._of_lane.pop(lane, None)
+        self.taken_back.add(lane)
+
+    def failed(self) -> None:
+        """Nobody knows how far a step came."""
+        self._of_lane.clear()
 
 
 class RecurrentLanes:
@@ -39,14 +86,56 @@ class RecurrentLanes:
         """Whether states hold KV cells: then a lane is copied at once and no other way."""
         self._architecture = architecture
         self._checkpoints = Checkpoints()
+        self._recent = _RecentRows()
+
+    @property
+    def n_recent(self) -> int:
+        """By how many rows of its last step a lane can be taken back at most; 0 where llama.cpp keeps no states."""
+        return self._recent.n_kept
+
+    @property
+    def n_tail(self) -> int:
+        """As of `stage.engine.micro_batches.cut`."""
+        return self._recent.n_kept + 1 if self._recent.n_kept else 0
+
+    def keep_recent(self, n_states: int) -> None:
+        """llama.cpp keeps so many earlier states of each lane."""
+        self._recent.n_kept = n_states
+
+    def ran(self, lanes: npt.NDArray[np.int32], step: Cut | None) -> None:
+        """Take note of a step that has run. lanes: i32 [n_rows], of its rows."""
+        if not self._recent.n_kept or step is None:
+            return
+        computed = lanes[step.computed].tolist()
+        ends = np.cumsum(step.sizes).tolist()
+        self._recent.ran([computed[end - size : end] for end, size in zip(ends, step.sizes, strict=True)])
+
+    def failed(self) -> None:
+        """Take note of a step that has failed."""
+        self._recent.failed()
+
+    def is_taken_back(self, lane: int) -> bool:
+        """Whether the lane's state is an earlier one, which llama.cpp's copy of a lane would miss."""
+        return lane in self._recent.taken_back
 
     def can_rewind(self, lane: int, position: int, n_tokens: int) -> bool:
         """Tell whether a lane of so many tokens can be taken back to a position."""
+        return self.can_copy(lane, position, n_tokens) or n_tokens - position <= self._recent.count(lane)
+
+    def can_copy(self, lane: int, position: int, n_tokens: int) -> bool:
+        """Tell whether another lane can have the first tokens, up to a position, of a lane of so many."""
         return not self.exist or not 0 < position < n_tokens or self._checkpoints.state(lane, position) is not None
 
     def require(self, lane: int, position: int, n_tokens: int) -> None:
         """Raise PositionGapError where a lane of so many tokens cannot be taken back to a position."""
-        if not self.can_rewind(lane, position, n_tokens):
+        self._require(lane, position, n_tokens, can=self.can_rewind(lane, position, n_tokens))
+
+    def require_copy(self, lane: int, position: int, n_tokens: int) -> None:
+        """Raise PositionGapError where the first tokens of a lane of so many, up to a position, cannot be copied."""
+        self._require(lane, position, n_tokens, can=self.can_copy(lane, position, n_tokens))
+
+    def _require(self, lane: int, position: int, n_tokens: int, *, can: bool) -> None:
+        if not can:
             there = ", ".join(map(str, self._checkpoints.positions(lane))) or "none"
             raise PositionGapError(
                 f"lane {lane} cannot be taken back from position {n_tokens} to {position}: it has a recurrent state, "
@@ -65,14 +154,21 @@ class RecurrentLanes:
     def take_back(self, context: Any, lane: int, position: int, n_tokens: int) -> None:
         """Give a lane of so many tokens the state of a checkpoint. Only then its KV cells can be cut there.
 
-        Raises NativeError where there is none.
+        Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError where nobody has it.
         """
         if not self.exist:
             return
-        if 0 < position < n_tokens:
-            state = self._checkpoints.state(lane, position)
-            if state is None or not write_recurrent(context, lane, state):
+        state = self._checkpoints.state(lane, position) if 0 < position < n_tokens else None
+        if state is not None:
+            self._recent.forget(lane)
+            if not write_recurrent(context, lane, state):
+                raise NativeError(f"{self._architecture}: llama.cpp does not take a state of lane {lane}")
+        elif 0 < position < n_tokens:
+            if n_tokens - position > self._recent.count(lane):
                 raise NativeError(f"{self._architecture}: lane {lane} has no checkpoint at {position}")
+            self._recent.take_back(lane)
+        elif not position:
+            self._recent.forget(lane)
         self._checkpoints.drop_beyond(lane, position)
 
     def saved(self, lane: int, n_tokens: int) -> list[tuple[int, State]]:
@@ -88,4 +184,6 @@ class RecurrentLanes:
     def copy(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target have the source's checkpoints up to a position; the state itself is copied by llama.cpp."""
         if self.exist:
+            if source_lane not in self._recent.taken_back:  # both share a state until one of them goes on
+                self._recent.forget(source_lane)
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)

@@ -95,15 +95,18 @@ class SavedLanes:
 
     def copy_held(self, source_lane: int, target_lane: int) -> bool:
         """Copy the cells that a lane uses, at once. False where llama.cpp's copy of all cells is quicker, or needed.
+        Where lanes share cells, that is nearly always so.
 
         Raises NativeError where there is no other copy and llama.cpp does not make this one.
         """
         engine = self._engine
-        if self._states.has_cells:
+        if self._states.has_cells or self._states.is_taken_back(source_lane):
             if not copy_lane(self._context, source_lane, target_lane):
                 raise NativeError(f"{engine.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
             return True
         n_tokens, settings = engine.lane_tokens(source_lane), engine.config.settings
+        if settings.kv_layout != "per-lane":
+            return False
         # The target of a pending copy is not filled yet, so it can neither be read nor replaced.
         if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
             return False

@@ -51,7 +51,7 @@ class StepBatch:
         """Return the llama_batch with the step's rows [0:n_rows)."""
         batch, positions = self._of_order, self._given[1]
         if self._states.cut_steps:
-            self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence)
+            self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence, n_tail=self._states.n_tail)
             if self.cut.is_in_order and self._in_order is not batch:
                 batch = self._in_order
             else:

@@ -382,7 +382,8 @@ def _key(engine: NativeEngine) -> str:
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
-             ggml.devices() if settings.gpu_layers else (), *_told(settings))  # fmt: skip
+             ggml.devices() if settings.gpu_layers else (), *_told(settings),
+             *([settings.rewind_rows] if engine.rewind_rows else []))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -14,6 +14,7 @@ import pytest
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.reference import ReferenceModel
+from tests.end_to_end.test_drafts_pipeline import predicting
 from tests.end_to_end.test_going_on import cut
 from tests.end_to_end.test_prefix_lanes import replays, rows_of, until_kept
 from tests.support.fleet import CTX, SHAPE, assert_greedy, fleet, prompt_of, read, request, tokens_of
@@ -84,6 +85,57 @@ async def test_of_requests_that_begin_alike_one_reads_for_all(
         assert_greedy(whole, prompt, tokens)
     n_own = 40 + 30 + 3 + sum(3 * chat + 2 for chat in range(4))
     assert rows == [n_own + 8 * len(prompts)] * N_STAGES
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("wrong_every", [0, 2, 5])
+async def test_drafts_change_no_answer_and_wrong_ones_are_taken_back(
+    wrong_every: int, kv_layout: str, hybrid: tuple[Split, ReferenceModel]
+) -> None:
+    """Two streams at once, each with a prediction of its answer that is wrong at every so many tokens."""
+    ((file, paths), whole), prompts = hybrid, [prompt_of(3, 37), prompt_of(4, 50)]
+    async with fleet(paths, prefix_lanes=2, kv_layout=kv_layout, file=file) as plain:
+        asked = [request(prompt, 40) for prompt in prompts]
+        said = [await tokens_of(plain.pipeline.open(each)) for each in asked]
+    guessing = [predicting(*each, wrong_every) for each in zip(asked, said, strict=True)]
+    async with fleet(paths, prefix_lanes=2, kv_layout=kv_layout, file=file, draft=4, rewind_rows=4) as running:
+        outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(each)) for each in guessing))
+        figures = await running.pipeline.describe()
+        assert replays(running) == 0
+        rows = await rows_of(running)
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    n_drafted, n_right = int(str(figures["drafted_tokens"])), int(str(figures["accepted_tokens"]))
+    assert n_right > 5
+    assert (n_drafted > n_right) == bool(wrong_every)
+    assert max(rows) == sum(map(len, prompts)) + 2 * 39 + (n_drafted - n_right), "each row is computed once"
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+async def test_a_next_turn_goes_on_from_an_answer_with_guesses_behind_its_end(
+    kv_layout: str, hybrid: tuple[Split, ReferenceModel]
+) -> None:
+    ((file, paths), whole), prompt = hybrid, prompt_of(1, 60)
+    async with fleet(paths, kv_layout=kv_layout, file=file) as plain:
+        said = await tokens_of(plain.pipeline.open(request(prompt, 20)))
+    n_said = next(at for at in range(12, 20) if said[at] not in said[:at]) + 1
+    async with fleet(
+        paths, n_lanes=3, prefix_lanes=1, kv_layout=kv_layout, file=file, draft=4, rewind_rows=4,
+        is_end=lambda token: token == said[n_said - 1],
+    ) as running:  # fmt: skip
+        stream = running.pipeline.open(predicting(request(prompt, 40), said[: n_said - 1] + said[:10]))
+        tokens = [event.token async for event in stream]
+        await stream.aclose()
+        assert tokens[: n_said - 1] == said[: n_said - 1]
+        await until_kept(running, 1)
+        before = await rows_of(running)
+        assert before[0] > 60 + n_said, "guesses went beyond the end"
+        further = (*prompt, *said[:n_said], *prompt_of(2, 9))
+        answer = await read(running.pipeline.open(request(further, 6)), 5)
+        n_rows = max(now - then for now, then in zip(await rows_of(running), before, strict=True))
+        assert n_rows < 30, "only what is new is read"
+        assert replays(running) == 0
+    assert_greedy(whole, further, answer)
 
 
 @pytest.mark.parametrize("lost", range(N_STAGES))

@@ -112,9 +112,16 @@ def assert_seeded(
 class Fleet:
     """Stages that can be stopped and started one by one, and the pipeline over them."""
 
-    def __init__(self, paths: Sequence[Path], n_lanes: int, kv_layout: str = "auto", tier_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        n_lanes: int,
+        kv_layout: str = "auto",
+        tier_bytes: int = 0,
+        rewind_rows: int = 0,
+    ) -> None:
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
-        self._tier_bytes = tier_bytes
+        self._tier_bytes, self._rewind_rows = tier_bytes, rewind_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -133,6 +140,7 @@ class Fleet:
             max_rows=64,
             kv_layout=self._kv_layout,
             prefix_memory_bytes=self._tier_bytes,
+            rewind_rows=self._rewind_rows,
             verify=False,
             calibrate=False,
         )
@@ -183,9 +191,10 @@ async def fleet(
     is_end: Callable[[int], bool] = lambda _: False,
     file: PipelineFile | None = None,
     draft: int = 0,
+    rewind_rows: int = 0,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

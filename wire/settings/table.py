@@ -195,6 +195,17 @@ class EngineSettings(Settings):
         reader=STAGE,
         unsaid="unified",
     )
+    rewind_rows: int = setting(
+        0,
+        """
+    Of a model with recurrent states: how many guessed tokens a lane can take back, so that drafts work; each takes one
+    more state of every lane. 0: no drafts. Of some families llama.cpp cannot do it; `relayline inspect` tells.""",
+        low=0,
+        high=bounds.DRAFT_TOKENS_MAX,
+        flag="--rewind-rows",
+        place="context.rewindRows",
+        reader=STAGE,
+    )
     prefix_memory_bytes: int = setting(
         0,
         """

@@ -39,9 +39,11 @@ FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "fa
 class Lanes:
     """The first stage of a split, fed with rows that follow from a seed and a position."""
 
-    def __init__(self, path: Path, kv_layout: str) -> None:
+    def __init__(self, path: Path, kv_layout: str, rewind_rows: int = 0) -> None:
         self.engine = NativeEngine(
-            engine_config(path, n_lanes=N_LANES, ctx_tokens=CTX, max_rows=MAX_ROWS, kv_layout=kv_layout)
+            engine_config(
+                path, n_lanes=N_LANES, ctx_tokens=CTX, max_rows=MAX_ROWS, kv_layout=kv_layout, rewind_rows=rewind_rows
+            )
         )
         self.texts = [
             np.random.default_rng(seed).standard_normal((CTX, self.engine.input_rows.shape[1]), np.float32)

@@ -47,13 +47,13 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
 
     async def drain(request: web.Request) -> web.StreamResponse:
         """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, for GET tells the rest."""
-        is_drained = decode_body(await request.read(), DrainBody).drained
+        is_drained = decode_body(await read_small(request), DrainBody).drained
         await control.drain(request.match_info["name"], is_drained=is_drained)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
     async def add(request: web.Request) -> web.StreamResponse:
         """POST /v1/pipeline/stages: make a place for one more stage; 201."""
-        control.add(decode_body(await request.read(), NewStageBody).name)
+        control.add(decode_body(await read_small(request), NewStageBody).name)
         return json_response(msgspec.json.encode(control.describe()), 201)
 
     return [

@@ -15,20 +15,23 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from yarl import URL
 
 from relayline.coordinator.http import body as http_body
-from relayline.coordinator.http import connection
+from relayline.coordinator.http import connection, layer_handlers
+from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.body import usual_path
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import LIMITS, start_http
+from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import NotReadyError, OverloadedError, StageLostError
 from relayline.wire.common.process import OPEN_FILES_MAX
-from tests.support.http_support import WAIT_S, FakeGenerator, Gate, Served, serving, tokens
+from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator, Gate, Served, serving, tokens
 
 SHORT = {"head_timeout_s": 0.3, "idle_timeout_s": 0.9, "body_stall_s": 0.3, "linger_s": 0.2, "close_timeout_s": 0.3}
 PROMPT = json.dumps({"prompt": "x", "max_tokens": 5}).encode()
@@ -281,6 +284,57 @@ async def test_bodies_in_chunks_of_a_byte_do_not_keep_the_loop_busy(tokenizer: T
         writer.write(b"1\r\n \r\n" * 400_000)
         status, error, _ = error_of(await until_end(reader))
     assert (status, error["code"]) == (400, "bad_body")
+
+
+class Layers:
+    """Nobody's layers: what asks for a change of them is refused for its body before."""
+
+    def move(self, cuts: tuple[int, ...]) -> None:
+        raise AssertionError(cuts)
+
+    async def drain(self, name: str, *, is_drained: bool) -> None:
+        raise AssertionError((name, is_drained))
+
+    def add(self, name: str) -> None:
+        raise AssertionError(name)
+
+    def describe(self) -> dict[str, object]:
+        return {}
+
+
+NO_BODY = {"/v1/responses/{id}", "/v1/responses/{id}/cancel"}  # what is asked for stands in the path
+
+
+async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    decode = msgspec.json.decode
+
+    def counted(raw: bytes, **options: Any) -> Any:
+        if asyncio._get_running_loop() is not None:
+            read.append(len(raw))
+        return decode(raw, **options)
+
+    monkeypatch.setattr(msgspec.json, "decode", counted)
+    limits = HttpLimits(body_bytes_max=1 << 20, linger_s=0.05)
+    app = make_app(FakeGenerator(), tokenizer, ChatTemplate(CHATML), MODEL, CREATED, limits, layers=Layers())
+    routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
+    asking = [(method, path) for method, path in routes if method not in ("GET", "HEAD") and path not in NO_BODY]
+    assert {("PUT", layer_handlers.PATH), ("PUT", "/v1/telemetry"), ("POST", "/v1/completions")} <= {*asking}
+    runner, port = await start_http(app, "127.0.0.1", 0)
+    served = Served(f"http://127.0.0.1:{port}", port, FakeGenerator())
+    try:
+        for method, path in asking:
+            where = path.replace("{name}", "a")
+            said = await told(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
+            assert said.split()[1] == b"413", (method, path)
+            body = json.dumps({"zzz": "x" * 100_000}).encode()
+            sent = head(where, f"Content-Length: {len(body)}", "Connection: close", method=method) + body
+            assert (await told(served, sent)).split()[1] in (b"400", b"413", b"501"), (method, path)
+    finally:
+        await runner.cleanup()
+    assert max(read, default=0) <= http_body.SMALL_BYTES_MAX
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

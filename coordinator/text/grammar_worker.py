@@ -15,20 +15,14 @@ import sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
-from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX, GRAMMAR_STEP_ITEMS_MAX
-from relayline.wire.common.grammars import without_forcing
+from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
+from relayline.wire.common.grammars import step_items_max, without_forcing
 
 CPU_S_MAX = 0.5  # of one grammar; a thread of the last stage takes as long for it. Honest ones take 0.06
 MEMORY_BYTES_MAX = 2 << 30
 STACK_BYTES_MAX = 4 << 20  # far less than stages have (stage/steps/runner.py): what fits here fits there
 _TOKEN = re.compile(r"<[^<>\s]+>")  # a model's own, by name or number: none of ours
 _LIMITS = LLParserLimits(max_items_in_row=GRAMMAR_ITEMS_MAX, verbose_errors=False)
-_STAGE_LIMITS = LLParserLimits(
-    max_items_in_row=GRAMMAR_ITEMS_MAX,
-    step_max_items=GRAMMAR_STEP_ITEMS_MAX,
-    step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
-    verbose_errors=False,
-)
 _WALKS, _WALK_TOKENS = 3, 12
 
 
@@ -82,11 +76,21 @@ def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
     # The stages check the model's tokens; this checks the cost of starting and following the grammar.
     nameless = _TOKEN.sub("<[256]>", grammar)
     for text in (grammar, nameless):
-        matcher = LLMatcher(vocabulary, without_forcing(text), log_level=0, limits=_STAGE_LIMITS)
+        followed = without_forcing(text)
+        matcher = LLMatcher(vocabulary, followed, log_level=0, limits=_stage_limits(followed))
         if not matcher.is_error():
             signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)
             return _too_dear(matcher)
     return _reason(matcher) if nameless == grammar else ""
+
+
+def _stage_limits(grammar: str) -> LLParserLimits:
+    return LLParserLimits(
+        max_items_in_row=GRAMMAR_ITEMS_MAX,
+        step_max_items=step_items_max(grammar),
+        step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
+        verbose_errors=False,
+    )
 
 
 def _too_dear(begun: LLMatcher) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame
-from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX, GRAMMAR_STEP_ITEMS_MAX
+from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
+from relayline.wire.common.grammars import step_items_max
 from relayline.wire.envelopes.frames import Flag
 
 STACK_BYTES = (
@@ -29,13 +30,6 @@ STACK_BYTES = (
 READY_MAX = 64  # grammars that are kept ready, each of at most GRAMMAR_BYTES_MAX as text
 READING_MAX = 1_024  # sessions' grammars that have read their tokens, and that no open has taken yet
 N_THREADS = 2
-# With llguidance's own limits of time and memory, and errors without a dump of its state.
-LIMITS = LLParserLimits(
-    max_items_in_row=GRAMMAR_ITEMS_MAX,
-    step_max_items=GRAMMAR_STEP_ITEMS_MAX,
-    step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
-    verbose_errors=False,
-)
 
 
 class Grammars:
@@ -97,7 +91,14 @@ grammars = Grammars()  # of this process
 
 
 def _made(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    return LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
+    # With llguidance's own limits of time and memory, and errors without a dump of its state.
+    limits = LLParserLimits(
+        max_items_in_row=GRAMMAR_ITEMS_MAX,
+        step_max_items=step_items_max(grammar),
+        step_lexer_fuel=GRAMMAR_LEXER_FUEL_MAX,
+        verbose_errors=False,
+    )
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
 
 
 def _read(vocabulary: LLTokenizer, grammar: str, begun: LLMatcher | None, said: list[int]) -> LLMatcher:

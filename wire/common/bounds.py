@@ -25,6 +25,9 @@ GRAMMAR_BYTES_MAX = 64 * 1024  # UTF-8 of one session's grammar; most have one K
 # object of 64 properties that may all be left out needs as many.
 GRAMMAR_ITEMS_MAX = 300
 GRAMMAR_STEP_ITEMS_MAX = 5_000  # of the same for all tokens that may come next: under 10 ms. Honest grammars have 1,000
+# Of a grammar that is one regular expression: then each way costs the same, and vocabularies of 256,000 tokens have as
+# many tokens behind which it may be complete. 30,000 take 6 ms.
+GRAMMAR_EXPRESSION_ITEMS_MAX = 60_000
 GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from relayline.coordinator.engine.token_sender import _options, within_bounds
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.coordinator.sessions.streams import SessionStream
-from relayline.coordinator.text.grammar_worker import Runs
+from relayline.coordinator.text.grammar_worker import Bytes, Runs
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.reference import LANE_ATTENTION, ReferenceModel
 from relayline.deploy.testing.tiny_slices import write_pipeline, write_whole
@@ -246,6 +247,31 @@ def test_a_grammar_has_a_bound_of_work_for_all_tokens_that_may_come_next() -> No
     constraint._start.exception()  # made ready, in a thread of its own
     with pytest.raises(InvalidRequestError, match=rf"Too many items \(limit {bounds.GRAMMAR_STEP_ITEMS_MAX}"):
         constraint.apply(0, np.zeros(len(Runs.tokens), np.float32))
+
+
+class Words(Bytes):
+    """With 8,190 words, each behind whose beginning an answer may be over that is a few letters and blanks."""
+
+    tokens = (
+        *Bytes.tokens,
+        *(f"{''.join(word)}-".encode() for length in range(1, 13) for word in itertools.product("a ", repeat=length)),
+    )
+
+
+def test_one_expression_is_followed_in_a_large_vocabulary_while_other_grammars_keep_their_bound() -> None:
+    """An answer that may be over within very many tokens is no ambiguous one, though it is counted alike."""
+    vocabulary, text = LLTokenizer(TokenizerWrapper(Words())), "[a-z ]{2,12}"
+    one, another = (
+        Constraint(vocabulary, LLMatcher.grammar_from_regex(text), ()),
+        Constraint(vocabulary, f"start: (/{text}/)", ()),
+    )
+    for constraint in (one, another):
+        constraint._start.exception()  # made ready, in a thread of its own
+    logits = np.zeros(len(Words.tokens), np.float32)
+    one.apply(0, logits)
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == [*b" abcdefghijklmnopqrstuvwxyz"]
+    with pytest.raises(InvalidRequestError, match=rf"Too many items \(limit {bounds.GRAMMAR_STEP_ITEMS_MAX}"):
+        another.apply(0, logits)
 
 
 def test_an_open_that_is_refused_leaves_nothing_behind() -> None:

@@ -6,8 +6,10 @@ into its own slices while `write` starts, so a Buffer is a `bytes` object filled
 its storage.
 
 This saves 22 of 45 us for 8 rows of 4,096 values (`python -m benches.tricks`), about half at every size, and an object
-of the message's size each time. It is safe, on CPython only, for these reasons: * `bytes(n)` makes a new object for n >
-1; only the empty and the one-byte objects are shared. A Buffer is never shorter than its header.
+of the message's size each time. It is safe, on CPython only, for these reasons:
+
+* `bytes(n)` makes a new object for n > 1; only the empty and the one-byte objects are shared. A Buffer is never shorter
+than its header.
 * CPython interns and constant-folds bytes only when it compiles them. Ours appear at run time.
 * A bytes object remembers its hash. Nobody hashes, compares or keeps `message`: it goes only to `write`, and a test
 checks the cached hash after a whole trip through gRPC.

@@ -44,7 +44,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator/schedule", "coordinator/observe"),
         ("coordinator/planner", "coordinator/engine"),
         ("coordinator/http", "coordinator/joining"),
-        ("coordinator/serve.py",),
+        ("coordinator/serve.py", "coordinator/gateway"),
     ),
     "deploy": (
         ("deploy/__init__.py", "deploy/machine", "deploy/build", "deploy/testing"),
@@ -99,6 +99,8 @@ PURE_CORES = (
     "coordinator/planner/whatif.py",
     "coordinator/text/detokenize.py",
     "coordinator/http/fair_line.py",
+    "coordinator/gateway/peek.py",
+    "coordinator/gateway/router.py",
     "coordinator/text/special_tokens.py",
     "stage/steps/padding.py",
     "stage/observe/ring.py",

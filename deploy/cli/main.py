@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "service": ("relayline.deploy.cli.service", "service_command"),
     "stage": ("relayline.deploy.cli.processes", "stage_command"),
     "serve": ("relayline.deploy.cli.processes", "serve_command"),
+    "gateway": ("relayline.deploy.cli.gateway", "gateway_command"),
     "cache": ("relayline.deploy.cli.cache", "cache_command"),
     "trace": ("relayline.deploy.cli.trace", "trace_command"),
     "top": ("relayline.deploy.cli.top", "top_command"),
@@ -61,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Look after it": ("status", "move", "drain", "uncordon", "logs", "top", "trace", "down"),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),
-    "Several machines": ("join", "invite", "service", "stage", "serve", "certs", "render"),
+    "Several machines": ("join", "invite", "service", "stage", "serve", "gateway", "certs", "render"),
 }
 OTHERS = "More"
 

@@ -20,6 +20,7 @@ from relayline.deploy.cli.options import (
     is_given,
     log_options,
     pipeline_options,
+    supervised_option,
     telemetry_options,
     threads_option,
 )
@@ -57,6 +58,8 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dry-run", is_flag=True, help="Only show what would be started, or changed in what runs.")
 @state_dir_option
 @click.option("--report-fd", type=int, default=None, hidden=True)
+@click.option("--change", default="", hidden=True)  # of the manifest of a pipeline behind a gateway, as JSON
+@supervised_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line; the last one is `ready`.")
 @engine_options
 @pipeline_options
@@ -72,7 +75,8 @@ def up_command(**given: Any) -> None:
     MODEL is a .gguf file (of shards any), a directory or pattern of shards, hf://ORG/REPO/FILE.gguf, or
     ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine unless flags say otherwise.
 
-    MANIFEST is a .yaml file. Without MODEL and MANIFEST the only manifest of this folder is taken.
+    MANIFEST is a .yaml file: of a pipeline, or of a gateway before several. Without MODEL and MANIFEST the only
+    manifest of this folder is taken.
 
     If the pipeline runs already, the difference is shown and applied: layers move while it serves if nothing else
     changed. If a change needs a restart, this is said and nothing is changed.
@@ -83,6 +87,10 @@ def up_command(**given: Any) -> None:
     if given["target"] is not None and by_flag:
         raise UsageError("give the model either as MODEL or with --model, and no manifest")
     logs.setup("up", as_json=given["log_json"], verbose=given["verbose"])
+    if given["exit_with_stdin"]:
+        from relayline.deploy.cli.processes import watch_stdin
+
+        watch_stdin()
     from relayline.deploy.cli.up_manifest import up_manifest
 
     up_manifest(given, {name: value for name, value in given.items() if is_given(name)}, _log_flags(given))

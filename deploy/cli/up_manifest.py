@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from relayline.coordinator.model.cuts import check_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.deploy.cli.apply import applied
+from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import check_draft, http_tls_from
 from relayline.deploy.cli.setting_flags import again, manifest_changes
 from relayline.deploy.launch.detach import Report, start_detached
@@ -25,6 +27,7 @@ from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.gateway import is_gateway
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.settings.setting import entry_of, from_parameters
@@ -32,7 +35,18 @@ from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, Servi
 
 # Values that the process in the background gets separately: the pipeline's name, its state directory, its way of
 # reporting.
-_NOT_AGAIN = ("target", "dry_run", "model", "name", "state_dir", "detach", "report_fd", "as_json")
+NOT_AGAIN = (
+    "target",
+    "dry_run",
+    "model",
+    "name",
+    "state_dir",
+    "detach",
+    "report_fd",
+    "as_json",
+    "change",
+    "exit_with_stdin",
+)
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
 
@@ -61,6 +75,9 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     for table in (EngineSettings, ServingSettings, TelemetrySettings):
         from_parameters(table, given)  # what no process would take is refused before anything is loaded
     http_tls_from(given)
+    if (gateway := _gateway_of(given)) is not None:
+        up_gateway(gateway, given, changed, log_flags)
+        return
     what = _launch_of(given, changed, log_flags)
     directory = StateDir(given["state_dir"] or state_root() / what.manifest.name)
 
@@ -84,6 +101,14 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
         raise
 
 
+def _gateway_of(given: dict[str, Any]) -> Path | None:
+    """Return the manifest, where it is a gateway's."""
+    if given["target"] is None and given["model"] is not None:
+        return None
+    path = manifest_of(given["target"], Path.cwd())
+    return path if path is not None and is_gateway(path) else None
+
+
 def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
     """Return the launch: the named manifest, or a model's smallest one, with the flags applied."""
     is_flag = given["target"] is None and given["model"] is not None
@@ -91,7 +116,9 @@ def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[
     path = None if is_flag else manifest_of(target, Path.cwd())
     changes = changes_of(changed)
     if path is not None:
-        manifest, source = at_home(with_usual_lanes(load_manifest(path))), path.absolute()
+        # Of a pipeline behind a gateway: its hosts are looked at like a manifest's own.
+        told = json.loads(given["change"]) if given["change"] else {}
+        manifest, source = at_home(with_usual_lanes(override(load_manifest(path), told))), path.absolute()
     else:
         # Everything is looked at before a model is loaded from the hub, which may take an hour.
         placeholder = smallest_manifest(Path("model.gguf"), given["name"])
@@ -156,7 +183,7 @@ def _detach(what: Launch, directory: StateDir, given: dict[str, Any]) -> None:
     # A model that a name led to is not looked for again; a manifest is read again.
     named_by = str(what.source)
     arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", what.manifest.name]
-    arguments += again(click.get_current_context(), but=_NOT_AGAIN)
+    arguments += again(click.get_current_context(), but=NOT_AGAIN)
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))

@@ -64,9 +64,11 @@ def name_of(given: str) -> str:
 
         return pipeline_name(path.name)
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
-        from relayline.deploy.manifest import load_manifest  # not loaded where a name is enough
+        # Not loaded where a name is enough.
+        from relayline.deploy.manifest import load_manifest
+        from relayline.deploy.manifest.gateway import is_gateway, load_gateway
 
-        return load_manifest(path).name
+        return load_gateway(path).name if is_gateway(path) else load_manifest(path).name
     return given
 
 
@@ -216,13 +218,20 @@ def key_of(pipeline: Launched) -> str:
     from relayline.deploy.manifest import load_manifest
 
     try:
+        if keys := pipeline.directory.keys_named():
+            return first_key(keys)
         manifest = load_manifest(pipeline.directory.manifest)  # with what flags changed
         path = manifest.spec.coordinator.api_keys_file
         if path is None:
             return ""
-        lines = manifest.resolve(path).read_text(encoding="utf-8").splitlines()
+        return first_key(manifest.resolve(path))
     except (RelaylineError, OSError, UnicodeDecodeError):
         return ""
+
+
+def first_key(path: Path) -> str:
+    """Return the first key of a file of API keys; empty for none. Raises OSError, UnicodeDecodeError."""
+    lines = path.read_text(encoding="utf-8").splitlines()
     return next((line.split()[-1] for line in lines if line.strip() and not line.startswith("#")), "")
 
 

@@ -10,6 +10,7 @@ Below `~/.local/state`, or XDG_STATE_HOME where it is set.
         layers.json                     the layers after a move
         plan.json                       who got which layers and why
         more.json                       the manifest with stages that were added while it served
+        keys                            of a gateway: where its file of API keys is
         tls/                            material of a manifest that needs TLS and names no directory
         join/                           join tokens that the launcher made
         logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
@@ -50,7 +51,7 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """One process of the pipeline. `pid` is 0 where it does not run on this machine or not now."""
 
     name: str
-    role: Literal["coordinator", "stage"]
+    role: Literal["coordinator", "stage", "pipeline"]
     host: str
     state: HostState
     pid: int = 0
@@ -136,6 +137,7 @@ class StateDir:
         self.plan = path / PLAN_FILE
         self.more = path / MORE_FILE
         self.tls = path / "tls"
+        self.keys = path / "keys"
         self._state = path / STATE_FILE
         self._lock = path / "lock"
 
@@ -188,6 +190,13 @@ class StateDir:
         partial = self._state.with_suffix(".partial")
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
         partial.replace(self._state)
+
+    def keys_named(self) -> Path | None:
+        """Return the file of API keys of a gateway; None for none, and for a pipeline, whose manifest names it."""
+        try:
+            return Path(os.fsdecode(self.keys.read_bytes()))
+        except OSError:
+            return None
 
     def log(self, process: str) -> Path:
         """Return the log file of a process."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.deploy.launch.model_source import SCHEME, is_hub_name, is_pattern
-from relayline.deploy.manifest.model import API_VERSION, KIND
+from relayline.deploy.manifest.load import KINDS
+from relayline.deploy.manifest.model import API_VERSION
 from relayline.wire.common.errors import UsageError
 
 MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")
@@ -47,7 +48,7 @@ def _looks_like_one(path: Path) -> bool:
             head = file.read(HEAD_BYTES)
     except OSError:
         return False
-    return API_VERSION.encode() in head and KIND.encode() in head
+    return API_VERSION.encode() in head and any(kind.encode() in head for kind in KINDS)
 
 
 def _only_manifest(here: Path) -> Path:

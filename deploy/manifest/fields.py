@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.scalars import Part
 
+LISTS = ("stages", "pipelines", "replicas")  # of mappings
 
-def child_type(path: tuple[str | int, ...]) -> type[Part] | None:
+
+def child_type(path: tuple[str | int, ...], root: type[Part] = Manifest) -> type[Part] | None:
     """Return the mapping type at a path of keys and list places; None where there is none (labels, scalars)."""
-    found: type[Part] | None = Manifest
+    found: type[Part] | None = root
     for part in path:
         if isinstance(part, int):
             continue
@@ -25,9 +27,9 @@ def field_names(part: type[Part] | None) -> list[str]:
     return [] if part is None else [field.alias or name for name, field in part.model_fields.items()]
 
 
-def places_of(key: str) -> list[str]:
+def places_of(key: str, root: type[Part] = Manifest) -> list[str]:
     """Return the mappings that know `key`, as dotted paths from the top."""
-    return [path or "the top level" for path, part in _parts() if key in field_names(part)]
+    return [path or "the top level" for path, part in _parts(root) if key in field_names(part)]
 
 
 def _children(part: type[Part]) -> dict[str, type[Part]]:
@@ -47,10 +49,10 @@ def _parts_in(annotation: object) -> Iterator[type[Part]]:
 
 
 @functools.cache
-def _parts() -> tuple[tuple[str, type[Part]], ...]:
-    found: list[tuple[str, type[Part]]] = [("", Manifest)]
+def _parts(root: type[Part]) -> tuple[tuple[str, type[Part]], ...]:
+    found: list[tuple[str, type[Part]]] = [("", root)]
     for path, part in found:
         for key, child in _children(part).items():
-            is_list = key == "stages"
+            is_list = key in LISTS
             found.append((f"{path}.{key}".lstrip(".") + ("[]" if is_list else ""), child))
     return tuple(found)

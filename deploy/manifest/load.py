@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 from pydantic_core import ErrorDetails
@@ -13,9 +13,13 @@ from pydantic_core import ErrorDetails
 from relayline.deploy.manifest.fields import child_type, field_names, places_of
 from relayline.deploy.manifest.layout import StageError
 from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
+from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
 from relayline.wire.common.errors import UsageError
 
+Root = TypeVar("Root", bound=Part)
+
+KINDS = (KIND, "Gateway")
 COMPLAINTS_MAX = 20  # of one file that are shown; the rest is counted
 VALUE_CHARS_MAX = 60  # of a wrong value that is shown
 
@@ -40,16 +44,21 @@ def load_manifest(path: Path) -> Manifest:
 
 def parse_manifest(data: bytes, name: str) -> Manifest:
     """Read a manifest from the bytes of a file called `name`. Raises ManifestError."""
+    return parse_kind(data, name, Manifest, KIND)
+
+
+def parse_kind(data: bytes, name: str, root: type[Root], kind: str) -> Root:
+    """Read a manifest of one kind, whose type is `root`. Raises ManifestError."""
     try:
         document = read_document(data)
     except TextError as error:
         raise _refusal(list(error.complaints), name) from None
     try:
         # Through JSON, because pydantic's strict mode takes a list for a tuple only there.
-        return Manifest.model_validate_json(json.dumps(document.value), strict=True, by_alias=True, by_name=False)
+        return root.model_validate_json(json.dumps(document.value), strict=True, by_alias=True, by_name=False)
     except pydantic.ValidationError as error:
-        complaints = _identity_complaints(document) or [
-            _complaint(found, document) for found in error.errors() if not _is_echo(found)
+        complaints = _identity_complaints(document, kind) or [
+            _complaint(found, document, root) for found in error.errors() if not _is_echo(found)
         ]
         raise _refusal(complaints, name) from None
 
@@ -62,20 +71,22 @@ def _refusal(complaints: list[Complaint], name: str) -> ManifestError:
     return ManifestError(lines)
 
 
-def _identity_complaints(document: Document) -> list[Complaint]:
+def _identity_complaints(document: Document, kind: str) -> list[Complaint]:
     """Return the problem if this is no relayline manifest at all: further checks are then pointless."""
     value = document.value
     if not isinstance(value, dict):
         return [Complaint(document.line_of(()), "a manifest is a mapping with apiVersion, kind, metadata and spec")]
     complaints = []
-    for key, right in (("apiVersion", API_VERSION), ("kind", KIND)):
+    for key, right in (("apiVersion", API_VERSION), ("kind", kind)):
         if key in value and value[key] != right:
-            shown = _shown(value[key])
-            complaints.append(Complaint(document.line_of((key,)), f"{key} is {shown}; this relayline reads {right}"))
+            said = f"{key} is {_shown(value[key])}; this relayline reads {right}"
+            if key == "kind" and value[key] in KINDS:
+                said = f"kind is {value[key]}; this command reads {right}, and `relayline up` takes both"
+            complaints.append(Complaint(document.line_of((key,)), said))
     return complaints
 
 
-def _complaint(error: ErrorDetails, document: Document) -> Complaint:
+def _complaint(error: ErrorDetails, document: Document, root: type[Part]) -> Complaint:
     """Turn one of pydantic's findings into a line of ours."""
     path = _real_path(error["loc"], document.value, is_missing=error["type"] == "missing")
     cause = error.get("ctx", {}).get("error")
@@ -88,7 +99,7 @@ def _complaint(error: ErrorDetails, document: Document) -> Complaint:
     line, where = document.line_of(path), dotted(path)
     match error["type"]:
         case "extra_forbidden":
-            return Complaint(line, _unknown_key(path))
+            return Complaint(line, _unknown_key(path, root))
         case "missing":
             return Complaint(line, f"{where} is missing")
         case "value_error":
@@ -155,15 +166,15 @@ def _real_path(loc: tuple[str | int, ...], value: Any, *, is_missing: bool) -> t
     return tuple(path)
 
 
-def _unknown_key(path: tuple[str | int, ...]) -> str:
+def _unknown_key(path: tuple[str | int, ...], root: type[Part]) -> str:
     key = str(path[-1])
-    known = field_names(child_type(path[:-1]))
+    known = field_names(child_type(path[:-1], root))
     parent = dotted(path[:-1])
     said = f"unknown key {_shown(key)} in {parent}" if parent else f"unknown key {_shown(key)}"
     near = _nearest(key, known)
     if near is not None:
         return f"{said}; did you mean {near}?"
-    elsewhere = places_of(key)
+    elsewhere = places_of(key, root)
     if elsewhere:
         return f"{said}; it belongs into {' or '.join(elsewhere)}"
     return f"{said}; it knows {', '.join(known)}"

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
+from relayline.deploy.manifest.gateway import GatewayManifest
+from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, SCHEMA_FILE, schema_text
 from relayline.stage.observe import figures
 from relayline.wire.settings.setting import Reader, Setting, entries
 from relayline.wire.settings.table import TABLES
@@ -80,6 +81,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     """Write the files, or compare."""
     made = {PAGE: page_text(), METRICS_PAGE: metrics_text(), SCHEMA_FILE: schema_text()}
+    made[GATEWAY_SCHEMA_FILE] = schema_text(GatewayManifest)
     if "--check" not in sys.argv:
         for path, text in made.items():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,233 @@
+"""The application of a gateway: its own routes, and all others passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib import metadata
+from multiprocessing import get_context
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import hdrs, web
+from prometheus_client.exposition import choose_encoder
+
+from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYTES
+from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
+from relayline.coordinator.gateway.links import Links
+from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.peek import Asked, peek
+from relayline.coordinator.gateway.router import Health
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.messages.errors import messages_errors
+from relayline.coordinator.http.middleware import add_request_id, errors_as_json, json_response
+from relayline.coordinator.http.server import LIMITS
+from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
+from relayline.wire.common.phase import Phase
+
+PREFIX = "/pipelines"  # before a name and any route: that pipeline alone is asked
+_PLAIN = (
+    b"relayline serves an OpenAI-compatible API at /v1 (try GET /v1/models); GET /v1/pipeline lists its pipelines.\n"
+)
+_HINT = f"name a pipeline: {PREFIX}/NAME{{path}}; GET /v1/pipeline lists them"
+
+
+class Gateway:
+    """The handlers."""
+
+    def __init__(self, links: Links, forwarder: Forwarder, metrics: GatewayMetrics) -> None:
+        self._links, self._router, self.forwarder, self._metrics = links, links.router, forwarder, metrics
+        self.is_draining = False
+        self._parsing: ProcessPoolExecutor | None = None
+
+    async def close(self, _app: web.Application) -> None:
+        """End the process that parses large bodies."""
+        if self._parsing is not None:
+            self._parsing.shutdown(wait=False, cancel_futures=True)
+
+    # --- about the gateway ---
+
+    async def plain(self, _request: web.Request) -> web.StreamResponse:
+        """GET /: where the API is."""
+        return web.Response(body=_PLAIN, content_type="text/plain", charset="utf-8")
+
+    async def live(self, _request: web.Request) -> web.StreamResponse:
+        """GET /live: 200 while the process answers at all."""
+        return json_response(b'{"status":"ok"}')
+
+    async def version(self, _request: web.Request) -> web.StreamResponse:
+        """GET /version."""
+        return json_response(shapes.encode({"version": metadata.version("relayline")}))
+
+    async def health(self, _request: web.Request) -> web.StreamResponse:
+        """GET /health: 200 while some pipeline takes requests; with the state of each."""
+        is_ready = any(backend.health is Health.READY for backend in self._router.backends)
+        status = "draining" if self.is_draining else "ok" if is_ready else "unreachable"
+        body = {"status": status, "pipelines": {each.name: each.health.value for each in self._router.backends}}
+        if status == "ok":
+            return json_response(shapes.encode(body))
+        return json_response(shapes.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
+
+    async def models(self, _request: web.Request) -> web.StreamResponse:
+        """GET /v1/models: every model of every pipeline, once."""
+        data = [msgspec.Raw(card) for card in self._cards().values()]
+        return json_response(shapes.encode({"object": "list", "data": data}))
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{id}; ids may contain slashes."""
+        name = request.match_info["id"]
+        card = self._cards().get(name)
+        if card is None:
+            self._router.candidates(name)  # says which models there are
+            raise ModelNotFoundError(f"model: {name[:200]!r} is not served here", "model")
+        return json_response(card)
+
+    def _cards(self) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for link in self._links.links.values():
+            for model, card in link.cards.items():
+                found.setdefault(model, card)
+        return found
+
+    async def pipelines(self, _request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline: every pipeline, how it is and how much it has to do."""
+        listed = [
+            {
+                "name": backend.name,
+                "url": link.config.url,
+                "phase": backend.health.value,
+                "problem": backend.problem,
+                "models": list(backend.models),
+                "lanes": backend.n_lanes,
+                "running": backend.n_outstanding,
+                "others": backend.n_others,
+                "work_tokens": round(backend.work()),
+                "sent": backend.n_sent,
+            }
+            for backend, link in self._links.links.items()
+        ]
+        ready = any(backend.health is Health.READY for backend in self._router.backends)
+        phase = Phase.DRAINING if self.is_draining else Phase.READY if ready else Phase.UNREACHABLE
+        n_running = sum(backend.n_outstanding + backend.n_others for backend in self._router.backends)
+        whole: dict[str, object] = {
+            "kind": "gateway",
+            "phase": phase.value,
+            "running": n_running,
+            "waiting": 0,
+            "stages": [],
+        }
+        return json_response(shapes.encode(whole | {"pipelines": listed}))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """GET /metrics, for Prometheus."""
+        encode, content_type = choose_encoder(request.headers.get(hdrs.ACCEPT, ""))
+        return web.Response(body=encode(self._metrics.registry), headers={hdrs.CONTENT_TYPE: content_type})
+
+    # --- passed on ---
+
+    async def named(self, request: web.Request) -> web.StreamResponse:
+        """Any route below /pipelines/NAME: of that pipeline."""
+        name = request.match_info["name"]
+        backend = self._router.named(name)
+        if backend is None:
+            known = ", ".join(each.name for each in self._router.backends)
+            raise web.HTTPNotFound(reason=f"no pipeline {name[:63]}; there are {known}")
+        path = request.raw_path.removeprefix(f"{PREFIX}/{name}") or "/"
+        self._check_taken(request)
+        body = await request.read()
+        outgoing = self.forwarder.outgoing(request, path, body, Asked(backend.models[0] if backend.models else None))
+        return await self.forwarder.to_one(request, self._links.links[backend], outgoing)
+
+    async def needs_name(self, request: web.Request) -> web.StreamResponse:
+        """Refuse a route that is about one pipeline."""
+        raise InvalidRequestError(_HINT.format(path=request.path))
+
+    async def stored(self, request: web.Request) -> web.StreamResponse:
+        """Any route below /v1/responses/{id}: of the pipeline that stores it."""
+        outgoing = self.forwarder.outgoing(request, request.raw_path, await request.read(), Asked())
+        holder = self._router.holder(request.match_info["id"])
+        if holder is not None:
+            return await self.forwarder.to_one(request, self._links.links[holder], outgoing)
+        return await self.forwarder.to_holder(request, outgoing)
+
+    async def looked_for(self, request: web.Request) -> web.StreamResponse:
+        """A route whose thing is at one pipeline, nobody knows which."""
+        return await self.forwarder.to_holder(request, self.forwarder.outgoing(request, request.raw_path, b"", Asked()))
+
+    async def passed_on(self, request: web.Request) -> web.StreamResponse:
+        """Every other route: of the replica that suits best."""
+        self._check_taken(request)
+        body = await request.read()
+        asked = await self._asked(body) if body else Asked()
+        if asked.model is None and (model := request.query.get("model")):
+            asked = msgspec.structs.replace(asked, model=model)
+        outgoing = self.forwarder.outgoing(request, request.raw_path, body, asked)
+        del body
+        if 0 < len(asked.previous_id) <= ID_CHARS_MAX and self._router.holder(asked.previous_id) is None:
+            await self._find_holder(outgoing)
+        return await self.forwarder.to_best(request, outgoing)
+
+    async def _find_holder(self, outgoing: Outgoing) -> None:
+        """Ask the model's replicas for a stored response: a gateway that was started again has forgotten them."""
+        asked = outgoing.asked
+        path = f"{RESPONSES_PATH}/{quote(asked.previous_id, safe='')}"
+        for backend in self._router.candidates(asked.model):
+            link = self._links.links[backend]
+            if backend.health is Health.READY and await self.forwarder.knows(link, path, outgoing.headers):
+                self._router.learn(asked.previous_id, backend)
+                return
+
+    async def _asked(self, body: bytes) -> Asked:
+        if len(body) <= PARSED_INLINE_BYTES:
+            return peek(body)
+        if self._parsing is None:  # spawned: nothing of this process is wanted there
+            self._parsing = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._parsing, peek, body)
+        except BrokenProcessPool:
+            self._parsing = None
+            raise InternalError("the process that parses large bodies has died; send the request again") from None
+
+    def _check_taken(self, request: web.Request) -> None:
+        if self.is_draining and request.method == hdrs.METH_POST:
+            raise NotReadyError("the gateway is draining; no new requests")
+
+
+def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Application, Gateway]:
+    """Return the application of a gateway, and its handlers. Serve it with `coordinator.http.server.start_http`."""
+    limits = limits or HttpLimits()
+    metrics = GatewayMetrics(links.router)
+    gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
+    app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[messages_errors, errors_as_json])
+    app[LIMITS] = limits
+    app.on_response_prepare.append(add_request_id)
+    app.on_cleanup.append(gateway.close)
+    app.add_routes(_routes(gateway))
+    return app, gateway
+
+
+def _routes(gateway: Gateway) -> list[web.RouteDef]:
+    every = functools.partial(web.route, hdrs.METH_ANY)
+    return [
+        web.get("/", gateway.plain),
+        web.get("/live", gateway.live),
+        web.get("/health", gateway.health),
+        web.get("/v1/health", gateway.health),
+        web.get("/version", gateway.version),
+        web.get("/metrics", gateway.metrics),
+        web.get("/v1/models", gateway.models),
+        web.get("/v1/models/{id:.+}", gateway.model),
+        web.get("/v1/pipeline", gateway.pipelines),
+        every(f"{PREFIX}/{{name}}", gateway.named),
+        every(f"{PREFIX}/{{name}}/{{path:.*}}", gateway.named),
+        every("/v1/pipeline/{path:.+}", gateway.needs_name),
+        every("/v1/telemetry", gateway.needs_name),
+        web.get("/v1/traces/{id}", gateway.looked_for),
+        web.post(f"{RESPONSES_PATH}/input_tokens", gateway.passed_on),
+        every(f"{RESPONSES_PATH}/{{id}}", gateway.stored),
+        every(f"{RESPONSES_PATH}/{{id}}/{{path:.+}}", gateway.stored),
+        every("/{path:.*}", gateway.passed_on),
+    ]

@@ -1,0 +1,27 @@
+"""The bounds of a gateway, with their reasons. Times in seconds."""
+
+from __future__ import annotations
+
+BACKENDS_MAX = 64  # pipelines behind one gateway; each is asked for its state every second
+MODELS_PER_BACKEND_MAX = 64  # names under which one pipeline serves its model
+PREFIXES_PER_BACKEND_MAX = 16_384  # beginnings of conversations that were sent there; 100 bytes each
+RESPONSES_MAX = 65_536  # ids of stored responses whose pipeline is remembered
+CHAIN_MAX = 64  # places of one conversation at which its beginning is known again
+CHAIN_FIRST = 8  # of them at the front, where instructions end that many conversations share; the rest at the end
+OUTSTANDING_MAX = 448  # requests that a gateway has at one pipeline: that lets 512 connections of one address in
+TRIES_MAX = 4  # pipelines that are tried for one request, while its client has not been sent anything
+REFUSAL_BYTES_MAX = 64 * 1024  # of an error that is held back while another replica is tried
+ANSWER_BYTES_MAX = 4 << 20  # of a pipeline's own description
+ID_BYTES_MAX = 4_096  # of the beginning of an answer in which its id is looked for
+ID_CHARS_MAX = 200  # of a stored response's id that is looked for
+PIECE_BYTES = 64 * 1024  # of an answer, written at once
+PARSED_INLINE_BYTES = 64 * 1024  # of a body that is parsed on the event loop: a tenth of a millisecond
+
+POLL_S = 1.0  # between two questions for a pipeline's state
+POLL_TIMEOUT_S = 3.0  # for one; a coordinator asks its stages for up to two seconds
+CONNECT_TIMEOUT_S = 2.0
+LOST_AFTER_S = 10.0  # without an answer: what still runs there is given up
+RETRY_AFTER_S = 2  # for clients, where no replica lives: the time after which a new one is noticed
+
+assert CHAIN_FIRST < CHAIN_MAX
+assert POLL_S + POLL_TIMEOUT_S < LOST_AFTER_S

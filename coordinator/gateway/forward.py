@@ -1,0 +1,327 @@
+"""One request on its way through a gateway: to a pipeline, and its answer back to the client, byte for byte.
+
+Nothing collects an answer: a piece is read when the client has taken the one before, so that a slow reader holds its
+pipeline back and nobody else. A client that leaves ends its request at the pipeline. Another replica is tried only
+while the client has not been sent anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import re
+from collections.abc import Sequence
+
+import aiohttp
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+
+from relayline.coordinator.gateway.bounds import ID_BYTES_MAX, PIECE_BYTES, REFUSAL_BYTES_MAX, TRIES_MAX
+from relayline.coordinator.gateway.links import Link, Links
+from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.peek import Asked
+from relayline.coordinator.gateway.router import Backend, Health, nobody
+from relayline.coordinator.http import shapes
+from relayline.coordinator.http.body import Request
+from relayline.coordinator.http.errors import error_body
+from relayline.coordinator.http.inner_form import named_frames
+from relayline.coordinator.http.messages.errors import PATH as MESSAGES_PATH
+from relayline.coordinator.http.messages.errors import messages_error
+from relayline.coordinator.http.middleware import REQUEST_ID, request_id
+from relayline.coordinator.http.sse import ClientGoneError, data_frame
+from relayline.wire.common.errors import RelaylineError, StageLostError
+
+log = logging.getLogger("relayline.gateway")
+
+PIPELINE_HEADER = "x-relayline-pipeline"  # of an answer: which pipeline gave it
+RESPONSES_PATH = "/v1/responses"
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+     "upgrade"}
+)  # fmt: skip
+# Of requests: the body is sent unpacked and whole, and pages of other hosts have been looked at here.
+_OWN_OF_REQUESTS = _HOP_BY_HOP | {"host", "content-length", "content-encoding", "expect", "origin", REQUEST_ID}
+_OWN_OF_ANSWERS = _HOP_BY_HOP | {"date", "server", REQUEST_ID}
+_KEYS = (hdrs.AUTHORIZATION, "X-Api-Key")
+_SKIPPED = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)  # aiohttp's own are not the client's
+_ELSEWHERE = (429, 503)  # another replica may have room, or be ready
+_NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536 on
+
+
+@dataclasses.dataclass(slots=True)
+class Outgoing:
+    """What is sent to a pipeline."""
+
+    method: str
+    path: str
+    """With its query."""
+    headers: CIMultiDict[str]
+    body: bytes | None
+    asked: Asked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """An answer that has not been passed on, because another replica may give a better one."""
+
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+    def response(self) -> web.Response:
+        """Return it for the client."""
+        return web.Response(status=self.status, headers=self.headers, body=self.body)
+
+
+class _LostError(Exception):
+    """The pipeline did not answer, and the client has not been sent anything."""
+
+
+class Forwarder:
+    """Sends requests to the pipelines of one gateway."""
+
+    def __init__(self, links: Links, metrics: GatewayMetrics, write_timeout_s: float) -> None:
+        self.links, self._metrics = links, metrics
+        self._write_timeout_s = write_timeout_s
+        self._numbers = itertools.count()
+        self._ended = asyncio.Event()  # some request has
+        self.checks_keys = False
+        """Whether clients have shown a key of this gateway, so that a pipeline may be shown its own instead."""
+
+    async def idle(self) -> None:
+        """Wait until no request runs."""
+        while self._n_running():
+            self._ended.clear()
+            await self._ended.wait()
+
+    def _n_running(self) -> int:
+        return sum(backend.n_outstanding for backend in self.links.router.backends)
+
+    def outgoing(self, request: web.Request, path: str, body: bytes, asked: Asked) -> Outgoing:
+        """Return a client's request as it is sent on."""
+        headers = CIMultiDict(
+            (name, value) for name, value in request.headers.items() if name.lower() not in _OWN_OF_REQUESTS
+        )
+        headers[REQUEST_ID] = request_id(request)
+        headers.add("X-Forwarded-For", request.remote or "unknown")
+        return Outgoing(request.method, path, headers, body or None, asked)
+
+    async def to_best(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
+        """Answer from the replica that suits best, or from another where that one does not answer.
+
+        Raises what the router does.
+        """
+        router, tried = self.links.router, list[Backend]()
+        refusal: Refusal | None = None
+        while True:
+            try:
+                backend = router.choose(outgoing.asked, tried)
+            except RelaylineError:
+                if refusal is not None:
+                    return refusal.response()
+                raise
+            tried.append(backend)
+            try:
+                found = await self._sent(request, self.links.links[backend], outgoing, is_last=len(tried) == TRIES_MAX)
+            except _LostError:
+                if len(tried) == TRIES_MAX:
+                    raise nobody(outgoing.asked.model, tried) from None
+                found = None
+            if isinstance(found, web.StreamResponse):
+                return found
+            refusal = found or refusal
+            self._metrics.retries.labels(backend.name).inc()
+
+    async def to_one(self, request: web.Request, link: Link, outgoing: Outgoing) -> web.StreamResponse:
+        """Answer from this pipeline. Raises NotReadyError where it does not answer."""
+        try:
+            found = await self._sent(request, link, outgoing, is_last=True)
+        except _LostError:
+            raise nobody(outgoing.asked.model, [link.backend]) from None
+        assert isinstance(found, web.StreamResponse)
+        return found
+
+    async def to_holder(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
+        """Answer from the first pipeline that knows what is asked for: those that answer 404 do not."""
+        alive = [each for each in self.links.router.backends if each.health in (Health.READY, Health.PAUSED)]
+        for backend in alive[:-1]:
+            try:
+                found = await self._sent(request, self.links.links[backend], outgoing, is_last=False, passed=(404,))
+            except _LostError:
+                continue
+            if isinstance(found, web.StreamResponse):
+                return found
+        if not alive:
+            raise nobody(None, self.links.router.backends)
+        return await self.to_one(request, self.links.links[alive[-1]], outgoing)
+
+    async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:
+        """Return whether a pipeline has what is at a path."""
+        try:
+            async with self.links.session.get(
+                link.url(path), headers=self._keyed(link, headers), ssl=link.tls, allow_redirects=False
+            ) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def _sent(
+        self,
+        request: web.Request,
+        link: Link,
+        outgoing: Outgoing,
+        *,
+        is_last: bool,
+        passed: Sequence[int] = _ELSEWHERE,
+    ) -> web.StreamResponse | Refusal:
+        """Send a request to one pipeline, and pass its answer on; answers with a status in `passed` are returned,
+        unless it is the last pipeline that is tried. Raises _LostError.
+        """
+        backend, key = link.backend, next(self._numbers)
+        answering = _Answering(self, request, link, key)
+        backend.sent(key, outgoing.asked)
+        try:
+            async with asyncio.timeout(None) as patience:
+                link.running.add(patience)
+                async with self.links.session.request(
+                    outgoing.method,
+                    link.url(outgoing.path),
+                    headers=self._keyed(link, outgoing.headers),
+                    data=outgoing.body,
+                    skip_auto_headers=_SKIPPED,
+                    ssl=link.tls,
+                    allow_redirects=False,
+                ) as answer:
+                    if answer.status in passed and not is_last:
+                        return await _refusal(answer)
+                    return await answering.run(answer, outgoing)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self.links.failed(link, "it takes no connection")
+            if answering.response is None:
+                raise _LostError from None
+            self._metrics.broken.labels(backend.name).inc()
+            log.warning("pipeline %s: %s amid an answer [%s]", backend.name, problem, request_id(request))
+            return await answering.cut(StageLostError(f"pipeline {backend.name}: {problem}; send the request again"))
+        finally:
+            link.running.discard(patience)
+            backend.ended(key)
+            self._ended.set()
+
+    def _keyed(self, link: Link, headers: CIMultiDict[str]) -> CIMultiDict[str]:
+        """Return the headers with the pipeline's own key, where the client has been asked for one here already."""
+        if not (self.checks_keys and link.config.key):
+            return headers
+        own = headers.copy()
+        for name in _KEYS:
+            own.popall(name, None)
+        own[hdrs.AUTHORIZATION] = f"Bearer {link.config.key}"
+        return own
+
+    async def write(self, request: web.Request, response: web.StreamResponse, piece: bytes) -> None:
+        """Send a piece to the client. Raises ClientGoneError; a client that reads nothing is cut off."""
+        transport = request.transport
+        try:
+            if transport is not None and transport.get_write_buffer_size() + len(piece) < _NEVER_WAITS_BYTES:
+                await response.write(piece)  # as nearly always: then it needs no timer
+                return
+            async with asyncio.timeout(self._write_timeout_s):
+                await response.write(piece)
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            raise ClientGoneError("the client stopped reading") from None
+        except ConnectionError as error:
+            raise ClientGoneError("the client closed the connection") from error
+
+
+class _Answering:
+    """One answer on its way to the client."""
+
+    def __init__(self, forwarder: Forwarder, request: web.Request, link: Link, key: int) -> None:
+        self._forwarder, self._request, self._link, self._key = forwarder, request, link, key
+        self.response: web.StreamResponse | None = None
+        self._is_stream = False
+        self._tail = b""
+
+    async def run(self, answer: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
+        """Pass an answer on. Its first bytes are waited for before the client is told anything."""
+        content = answer.content
+        piece = await content.readany()
+        self._link.backend.began(self._key)
+        outgoing.body = None  # no other replica gets it now
+        if isinstance(self._request, Request):
+            self._request.body_done()
+        if outgoing.method == hdrs.METH_POST and outgoing.path.startswith(RESPONSES_PATH):
+            self._learn(piece)
+        response = web.StreamResponse(status=answer.status, headers=_answered(answer, self._link.backend.name))
+        self._is_stream = answer.content_type == "text/event-stream"
+        try:
+            await response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGoneError("the client closed the connection") from error
+        self.response = response
+        while piece:
+            for at in range(0, len(piece), PIECE_BYTES):
+                await self._forwarder.write(self._request, response, piece[at : at + PIECE_BYTES])
+            self._tail = (self._tail + piece[-2:])[-2:]
+            piece = await content.readany()
+        return response
+
+    def _learn(self, piece: bytes) -> None:
+        found = _RESPONSE_ID.search(piece[:ID_BYTES_MAX])
+        if found is not None:
+            self._forwarder.links.router.learn(found[1].decode(), self._link.backend)
+
+    async def cut(self, error: RelaylineError) -> web.StreamResponse:
+        """End an incomplete answer so that no client takes it for complete: a stream with an event that says why, then
+        without the bytes that would end it."""
+        response, transport = self.response, self._request.transport
+        assert response is not None
+        if transport is None:
+            return response
+        if not self._is_stream or self._request.version < (1, 1):
+            transport.abort()
+            return response
+        begin = b"" if self._tail == b"\n\n" else b"\n\n"  # half an event is none
+        await self._forwarder.write(self._request, response, begin + _failure(self._request, error))
+        transport.close()
+        return response
+
+
+def _failure(request: web.Request, error: RelaylineError) -> bytes:
+    """Return the event of an answer that ends too early, as its client reads it."""
+    if request.path.startswith(MESSAGES_PATH):
+        return named_frames([messages_error(error, request_id(request))])
+    if request.path.startswith(RESPONSES_PATH):
+        detail = error_body(error).error
+        return named_frames([shapes.encode({"type": "error", "code": "server_error", "message": detail.message})])
+    return data_frame(shapes.encode(error_body(error)))
+
+
+async def _refusal(answer: aiohttp.ClientResponse) -> Refusal:
+    body = bytearray()
+    async for piece in answer.content.iter_any():
+        body += piece
+        if len(body) > REFUSAL_BYTES_MAX:
+            break
+    headers = _answered(answer, "")
+    headers.popall(hdrs.CONTENT_LENGTH, None)
+    return Refusal(answer.status, headers, bytes(body[:REFUSAL_BYTES_MAX]))
+
+
+def _answered(answer: aiohttp.ClientResponse, name: str) -> CIMultiDict[str]:
+    """Return the headers of an answer for the client."""
+    found = CIMultiDict((key, value) for key, value in answer.headers.items() if _passes(key))
+    if name:
+        found[PIPELINE_HEADER] = name
+    return found
+
+
+def _passes(name: str) -> bool:
+    lower = name.lower()
+    return lower not in _OWN_OF_ANSWERS and not lower.startswith("access-control-")

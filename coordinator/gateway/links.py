@@ -1,0 +1,195 @@
+"""The gateway's connections to its pipelines, and the questions by which it knows how they are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import ssl
+import time
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from relayline.coordinator.gateway.bounds import (
+    ANSWER_BYTES_MAX,
+    CONNECT_TIMEOUT_S,
+    LOST_AFTER_S,
+    MODELS_PER_BACKEND_MAX,
+    POLL_S,
+    POLL_TIMEOUT_S,
+)
+from relayline.coordinator.gateway.router import Backend, Health, Heard, Router
+from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
+
+log = logging.getLogger("relayline.gateway")
+
+NS = 1_000_000_000  # of a second
+_REFUSALS = {401: "it demands an API key", 403: "it refuses this gateway"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """One pipeline behind a gateway."""
+
+    name: str
+    """By which routes, logs and metrics call it."""
+    url: str
+    """Its address, without /v1."""
+    key: str = ""
+    """An API key of it, where it demands one."""
+    ca_file: str = ""
+    """Certificates (PEM) that its HTTPS is checked by, besides the system's."""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    created: int = 0
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+class _Pipeline(msgspec.Struct):
+    phase: str = ""
+    running: int = 0
+    waiting: int = 0
+    lanes: int = 1
+
+
+class _Trouble(Exception):
+    """Why a pipeline cannot be used, in a few words."""
+
+
+class Link:
+    """One pipeline: where it is, how it was last heard, and what runs there."""
+
+    def __init__(self, config: BackendConfig, backend: Backend) -> None:
+        """Raises UsageError for certificates that cannot be read."""
+        self.config, self.backend = config, backend
+        self.base = URL(config.url)
+        self.cards: dict[str, bytes] = {}  # its entries of /v1/models, by the model's name, as JSON
+        self.running: set[asyncio.Timeout] = set()  # of requests, which end when it is lost
+        self.tls = _tls(config)
+
+    def url(self, path: str) -> URL:
+        """Return the address of a path with its query, written as it came."""
+        return URL(f"{self.base.origin()}{self.base.raw_path.rstrip('/')}{path}", encoded=True)
+
+    def lose(self) -> None:
+        """Give up every request that runs there."""
+        now_s = asyncio.get_running_loop().time()
+        for patience in self.running:
+            if not patience.expired():
+                patience.reschedule(now_s)
+
+
+def _tls(config: BackendConfig) -> ssl.SSLContext | bool:
+    if not config.ca_file:
+        return True
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(config.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{config.ca_file}: no certificates can be read from it: {error}") from error
+    return context
+
+
+class Links:
+    """All pipelines of a gateway. An async context manager, which watches them."""
+
+    def __init__(self, configs: Sequence[BackendConfig]) -> None:
+        self.router = Router(config.name for config in configs)
+        self.links = {
+            backend: Link(config, backend) for config, backend in zip(configs, self.router.backends, strict=True)
+        }
+        self.session: aiohttp.ClientSession
+        self._watching: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    async def __aenter__(self) -> Links:
+        # Never through a proxy of the environment, and no bound here: the router has one for each pipeline.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        self.session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        )
+        self._watching = [asyncio.create_task(self._watch(link)) for link in self.links.values()]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_closed = True
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self.session.close()
+
+    def failed(self, link: Link, problem: str) -> None:
+        """A pipeline does not answer: no request goes there until it is heard again."""
+        if link.backend.health is not Health.DEAD:
+            log.warning("pipeline %s is left out: %s", link.backend.name, problem)
+        link.backend.failed(problem)
+
+    async def _watch(self, link: Link) -> None:
+        while not self._is_closed:
+            asked_ns = time.monotonic_ns()
+            await self.ask(link)
+            wait_s = POLL_S - (time.monotonic_ns() - asked_ns) / NS
+            await asyncio.sleep(max(wait_s, POLL_S / 4))
+
+    async def ask(self, link: Link) -> None:
+        """Ask a pipeline for its models and its load."""
+        backend = link.backend
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                heard = await self._heard(link)
+        except TimeoutError:
+            self.failed(link, f"no answer within {POLL_TIMEOUT_S:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            self.failed(link, _reason(error))
+        except (_Trouble, msgspec.MsgspecError, UnicodeDecodeError) as trouble:
+            self.failed(link, str(trouble) if isinstance(trouble, _Trouble) else "it does not answer as relayline does")
+        else:
+            before, now_ns = backend.health, time.monotonic_ns()
+            backend.heard(heard, now_ns)
+            if before is not backend.health:
+                log.info("pipeline %s is %s and serves %s", backend.name, backend.health, ", ".join(backend.models))
+        if backend.health is Health.DEAD and time.monotonic_ns() - backend.heard_ns > LOST_AFTER_S * NS:
+            link.lose()
+
+    async def _heard(self, link: Link) -> Heard:
+        cards = msgspec.json.decode(await self._get(link, "/v1/models"), type=_Models).data[:MODELS_PER_BACKEND_MAX]
+        found = msgspec.json.decode(await self._get(link, "/v1/pipeline"), type=_Pipeline)
+        if not cards:
+            raise _Trouble("it serves no model")
+        models = [msgspec.json.decode(card, type=_Model) for card in cards]
+        link.cards = {model.id: bytes(card) for model, card in zip(models, cards, strict=True)}
+        n_requests = found.running + found.waiting
+        return Heard(tuple(link.cards), found.phase == Phase.READY, n_requests, found.lanes, models[0].created)
+
+    async def _get(self, link: Link, path: str) -> bytes:
+        headers = {"Authorization": f"Bearer {link.config.key}"} if link.config.key else {}
+        async with self.session.get(link.url(path), headers=headers, ssl=link.tls, allow_redirects=False) as response:
+            raw = bytearray()
+            async for piece in response.content.iter_any():
+                raw += piece
+                if len(raw) > ANSWER_BYTES_MAX:
+                    raise _Trouble(f"{path} has more than {ANSWER_BYTES_MAX} bytes")
+            if response.status != 200:
+                raise _Trouble(_REFUSALS.get(response.status, f"{path} answered {response.status}"))
+            return bytes(raw)
+
+
+def _reason(error: Exception) -> str:
+    """Return why there is no connection, without the address: clients read it too."""
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, ConnectionRefusedError):
+        return "it refuses connections"
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "its certificate is not trusted"
+    said = getattr(cause, "strerror", None)
+    return str(said) if said else "the connection was lost"

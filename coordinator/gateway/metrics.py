@@ -1,0 +1,53 @@
+"""The gateway's own figures for Prometheus. Those of a pipeline are at /pipelines/NAME/metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from relayline.coordinator.gateway.router import Health, Router
+
+PIPELINE = "pipeline"
+PREFIX = "relayline_gateway_"
+
+
+class _Backends:
+    """What the router knows now."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family for each figure."""
+        up = GaugeMetricFamily(f"{PREFIX}pipeline_up", "Whether the pipeline takes requests", labels=[PIPELINE])
+        outstanding = GaugeMetricFamily(f"{PREFIX}requests_running", "Requests that run there", labels=[PIPELINE])
+        others = GaugeMetricFamily(f"{PREFIX}requests_of_others", "Requests there of others", labels=[PIPELINE])
+        work = GaugeMetricFamily(f"{PREFIX}work_tokens", "What is to be done, in prompt tokens", labels=[PIPELINE])
+        sent = CounterMetricFamily(f"{PREFIX}requests_sent", "Requests sent there, tries included", labels=[PIPELINE])
+        for backend in self._router.backends:
+            label = [backend.name]
+            up.add_metric(label, float(backend.health is Health.READY))
+            outstanding.add_metric(label, backend.n_outstanding)
+            others.add_metric(label, backend.n_others)
+            work.add_metric(label, backend.work())
+            sent.add_metric(label, backend.n_sent)
+        yield from (up, outstanding, others, work, sent)
+
+
+class GatewayMetrics:
+    """Counters of one gateway."""
+
+    def __init__(self, router: Router) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_Backends(router))
+        self.retries = Counter(
+            f"{PREFIX}retries", "Requests that another replica got after this one failed", [PIPELINE],
+            registry=self.registry,
+        )  # fmt: skip
+        self.broken = Counter(
+            f"{PREFIX}broken_answers", "Answers that ended too early, since their pipeline was lost", [PIPELINE],
+            registry=self.registry,
+        )  # fmt: skip

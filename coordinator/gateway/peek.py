@@ -1,0 +1,122 @@
+"""What a gateway reads of a request's body: the model, and by what its beginning is known again. Pure.
+
+A conversation is known by a chain of hashes, one at the end of each message, each over everything before it. The next
+turn has the same messages in front, so that the longest hash that a replica has seen says how much it need not read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from relayline.coordinator.gateway.bounds import CHAIN_FIRST, CHAIN_MAX
+
+BYTES_PER_TOKEN = 4  # of a prompt as JSON, about
+USUAL_OUTPUT_TOKENS = 256  # of an answer whose length nobody has bounded
+OUTPUT_TOKENS_MAX = 1_024  # clients ask for far more than they get
+_FIRST_BLOCK_BYTES = 256  # of a prompt that is one text; each further block is longer
+_GROWTH = 1.3
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one beginning of a conversation."""
+
+    hash: bytes
+    n_bytes: int  # of the beginning
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What a request asks for, as far as it matters who answers."""
+
+    model: str | None = None
+    previous_id: str = ""
+    """The stored response that it goes on from; only its holder can answer."""
+    chain: tuple[Mark, ...] = ()
+    """The beginnings of its conversation, the shortest one first."""
+    prompt_bytes: int = 0
+    output_tokens: int = USUAL_OUTPUT_TOKENS
+
+
+class _Body(msgspec.Struct):
+    """The fields of all dialects that are looked at; of any type, because the pipeline says what is wrong with them."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    content: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    n_predict: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: msgspec.Raw = msgspec.Raw()
+
+
+def peek(raw: bytes) -> Asked:
+    """Return what a body asks for; nothing of one that is no JSON object: any pipeline will refuse it."""
+    try:
+        body = msgspec.json.decode(raw, type=_Body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return Asked()
+    front = [part for part in (body.tools, body.system, body.instructions) if bytes(part)]
+    talk = next((part for part in (body.messages, body.input, body.prompt, body.content) if bytes(part)), msgspec.Raw())
+    chain = _chain(front, _pieces(bytes(talk)))
+    lengths = (body.max_completion_tokens, body.max_output_tokens, body.max_tokens, body.n_predict)
+    return Asked(
+        model=_text(body.model),
+        previous_id=_text(body.previous_response_id) or "",
+        chain=_kept(chain),
+        prompt_bytes=chain[-1].n_bytes if chain else 0,
+        output_tokens=next((n for part in lengths if (n := _count(part)) is not None), USUAL_OUTPUT_TOKENS),
+    )
+
+
+def _pieces(talk: bytes) -> list[bytes]:
+    """Return the messages, or the blocks of a text, in order."""
+    if talk.startswith(b"["):
+        return [bytes(each) for each in msgspec.json.decode(talk, type=list[msgspec.Raw])]
+    pieces, at, n_bytes = [], 0, float(_FIRST_BLOCK_BYTES)
+    text = talk[:-1] if talk.endswith(b'"') else talk  # a longer text goes on where this one's quote stands
+    while at < len(text):
+        pieces.append(text[at : at + int(n_bytes)])
+        at += int(n_bytes)
+        n_bytes *= _GROWTH
+    return pieces
+
+
+def _chain(front: list[msgspec.Raw], pieces: list[bytes]) -> list[Mark]:
+    hasher, n_bytes, chain = xxhash.xxh3_128(), 0, []
+    for part in front:
+        hasher.update(part)
+        n_bytes += len(bytes(part))
+    for piece in pieces:
+        hasher.update(b"\x00%d\x00" % len(piece))  # else messages of tokens, say, could be cut in two ways
+        hasher.update(piece)
+        n_bytes += len(piece)
+        chain.append(Mark(hasher.digest(), n_bytes))
+    return chain
+
+
+def _kept(chain: list[Mark]) -> tuple[Mark, ...]:
+    if len(chain) <= CHAIN_MAX:
+        return tuple(chain)
+    return (*chain[:CHAIN_FIRST], *chain[CHAIN_FIRST - CHAIN_MAX :])
+
+
+def _text(part: msgspec.Raw) -> str | None:
+    try:
+        found = msgspec.json.decode(part, type=str) if bytes(part) else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return found
+
+
+def _count(part: msgspec.Raw) -> int | None:
+    try:
+        found = msgspec.json.decode(part, type=int) if bytes(part) else None
+    except msgspec.MsgspecError:
+        return None
+    return None if found is None or found < 0 else min(found, OUTPUT_TOKENS_MAX)

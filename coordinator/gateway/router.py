@@ -1,0 +1,203 @@
+"""Which pipeline answers a request. Pure: what is heard and sent comes in, with the time, and decisions go out.
+
+The model's replicas are compared by the work that a request would find and bring: prompts that are still to be read
+there, answers that are being written over its lanes, and as much of its own prompt as that replica has not seen. The
+unit is one token of a prompt. So a conversation stays where its beginning is known, until that place has so much more
+to do than another that reading it anew is quicker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+
+from relayline.coordinator.gateway.bounds import (
+    OUTSTANDING_MAX,
+    PREFIXES_PER_BACKEND_MAX,
+    RESPONSES_MAX,
+    RETRY_AFTER_S,
+)
+from relayline.coordinator.gateway.peek import BYTES_PER_TOKEN, USUAL_OUTPUT_TOKENS, Asked
+from relayline.wire.common.errors import ModelNotFoundError, NotReadyError, OverloadedError, RelaylineError
+
+WRITTEN_COST = 16  # one token of an answer, in tokens of a prompt that is read: a step costs about as much
+NAMES_SHOWN = 20  # of the models that are served, in an error
+
+
+class Health(enum.StrEnum):
+    """How a pipeline was last heard."""
+
+    UNKNOWN = "unknown"
+    """It has not been asked yet."""
+    READY = "ready"
+    """A request starts there now."""
+    PAUSED = "paused"
+    """It answers, and would refuse or hold a request: it loads, recovers or drains."""
+    DEAD = "dead"
+    """It does not answer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Heard:
+    """What a pipeline says of itself."""
+
+    models: tuple[str, ...]
+    is_ready: bool
+    n_requests: int = 0
+    """Running and waiting there, whoever has sent them."""
+    n_lanes: int = 1
+    started_unix_s: int = 0
+    """When it came up: one that was started again has forgotten what it read."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Request:
+    """One request on its way."""
+
+    asked: Asked
+    unread_tokens: int  # of its prompt, as far as they are not known there; 0 once its answer has begun
+
+
+class Backend:
+    """One pipeline, as a router knows it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.health = Health.UNKNOWN
+        self.problem = ""
+        self.models: tuple[str, ...] = ()  # stays when it dies: its model is not unknown then
+        self.n_lanes = 1
+        self.n_others = 0  # requests there that are not this gateway's, when it was last heard
+        self.heard_ns = 0
+        self.n_sent = 0  # requests in all
+        self._started_unix_s = 0
+        self._outstanding: dict[int, _Request] = {}
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # sent there longest ago first
+
+    @property
+    def n_outstanding(self) -> int:
+        """Requests of this gateway that have not ended."""
+        return len(self._outstanding)
+
+    def unread_tokens(self, asked: Asked) -> int:
+        """Return how many tokens of the prompt this pipeline has not been sent before."""
+        n_known = next((mark.n_bytes for mark in reversed(asked.chain) if mark.hash in self._known), 0)
+        return (asked.prompt_bytes - n_known) // BYTES_PER_TOKEN
+
+    def work(self) -> float:
+        """Return what is to be done here, in tokens of a prompt."""
+        requests = self._outstanding.values()
+        n_written = sum(request.asked.output_tokens for request in requests) + self.n_others * USUAL_OUTPUT_TOKENS
+        return sum(request.unread_tokens for request in requests) + WRITTEN_COST * n_written / self.n_lanes
+
+    def heard(self, heard: Heard, now_ns: int) -> None:
+        """Take what it says of itself."""
+        if heard.started_unix_s != self._started_unix_s:
+            self._known.clear()
+        self._started_unix_s = heard.started_unix_s
+        self.health = Health.READY if heard.is_ready else Health.PAUSED
+        self.models, self.n_lanes, self.problem = heard.models, max(1, heard.n_lanes), ""
+        self.n_others = max(0, heard.n_requests - self.n_outstanding)
+        self.heard_ns = now_ns
+
+    def failed(self, problem: str) -> None:
+        """It does not answer."""
+        self.health, self.problem, self.n_others = Health.DEAD, problem, 0
+
+    def sent(self, key: int, asked: Asked) -> None:
+        """A request goes there."""
+        self._outstanding[key] = _Request(asked, self.unread_tokens(asked))
+        self.n_sent += 1
+        for mark in asked.chain:
+            self._known[mark.hash] = None
+            self._known.move_to_end(mark.hash)
+        while len(self._known) > PREFIXES_PER_BACKEND_MAX:
+            self._known.popitem(last=False)
+
+    def began(self, key: int) -> None:
+        """A request's answer has begun."""
+        self._outstanding[key].unread_tokens = 0
+
+    def ended(self, key: int) -> None:
+        """A request has ended there, in whatever way."""
+        del self._outstanding[key]
+
+
+class Router:
+    """The pipelines behind one address. Their order is that of preference where nothing else decides."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.backends = tuple(Backend(name) for name in names)
+        self._holders: OrderedDict[str, Backend] = OrderedDict()  # of stored responses, by id
+
+    def named(self, name: str) -> Backend | None:
+        """Return a pipeline by its name."""
+        return next((backend for backend in self.backends if backend.name == name), None)
+
+    def models(self) -> dict[str, list[Backend]]:
+        """Return the pipelines by the names of the models that they serve."""
+        found: dict[str, list[Backend]] = {}
+        for backend in self.backends:
+            for model in backend.models:
+                found.setdefault(model, []).append(backend)
+        return found
+
+    def learn(self, response_id: str, backend: Backend) -> None:
+        """Remember which pipeline stores a response."""
+        self._holders[response_id] = backend
+        self._holders.move_to_end(response_id)
+        while len(self._holders) > RESPONSES_MAX:
+            self._holders.popitem(last=False)
+
+    def holder(self, response_id: str) -> Backend | None:
+        """Return the pipeline that stores a response; None if nobody knows."""
+        return self._holders.get(response_id)
+
+    def candidates(self, model: str | None) -> list[Backend]:
+        """Return the replicas of a model, dead or alive; without a model those of the first pipeline's.
+
+        Raises ModelNotFoundError, NotReadyError while some pipeline has not been heard that might serve it.
+        """
+        served = self.models()
+        if model is None:
+            model = next((name for backend in self.backends for name in backend.models), None)
+        elif model not in served and any(not backend.models for backend in self.backends):
+            raise _not_ready(f"model {model[:200]!r}: not every pipeline has been reached yet")
+        if model is None:
+            raise _not_ready("no pipeline has been reached yet")
+        if model not in served:
+            names = ", ".join(list(served)[:NAMES_SHOWN]) + (", ..." if len(served) > NAMES_SHOWN else "")
+            raise ModelNotFoundError(f"model: {model[:200]!r} is not served here; use one of {names}", "model")
+        return served[model]
+
+    def choose(self, asked: Asked, tried: Collection[Backend] = ()) -> Backend:
+        """Return the pipeline that answers a request, other than those `tried`.
+
+        Where all replicas are paused one of them is returned: it says best when to come back. Raises
+        ModelNotFoundError, OverloadedError where all have as many requests as they may, NotReadyError where none lives.
+        """
+        replicas = self.candidates(asked.model)
+        if (holder := self.holder(asked.previous_id)) is not None and holder in replicas:
+            replicas = [holder]
+        alive = [each for each in replicas if each.health in (Health.READY, Health.PAUSED) and each not in tried]
+        if not alive:
+            raise nobody(asked.model, replicas)
+        best = [each for each in alive if each.health is Health.READY] or alive
+        free = [each for each in best if each.n_outstanding < OUTSTANDING_MAX]
+        if not free:
+            raise OverloadedError(f"all replicas have {OUTSTANDING_MAX} requests; try again shortly", RETRY_AFTER_S)
+        return min(free, key=lambda each: each.work() + each.unread_tokens(asked))
+
+
+def nobody(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
+    """Return the error of a model of which no replica answers."""
+    said = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
+    return _not_ready(f"no replica of {model or 'the model'} answers ({said})")
+
+
+def _not_ready(message: str) -> NotReadyError:
+    error = NotReadyError(message)
+    error.retry_after_s = RETRY_AFTER_S
+    return error

@@ -1,0 +1,153 @@
+"""`relayline gateway`, and `relayline up` of a gateway's manifest: several pipelines behind one address."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from relayline.deploy.cli.options import (
+    Address,
+    http_security_options,
+    http_tls_from,
+    log_options,
+    origins_of,
+    supervised_option,
+)
+from relayline.deploy.cli.processes import announce, watch_stdin
+from relayline.wire.common import logs
+from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import ServingSettings
+
+KEY_VARIABLE = "RELAYLINE_BACKEND_KEY"
+# Of `up`, that go with a gateway's manifest; what is said of a pipeline stands in that one's own manifest.
+UP_FLAGS = frozenset(
+    {"target", "http", "detach", "dry_run", "state_dir", "report_fd", "as_json", "log_json", "verbose", "api_keys",
+     "http_cert", "http_key", "allow_hosts", "name"}
+)  # fmt: skip
+
+
+@click.command(
+    "gateway",
+    short_help="Serve several pipelines at one address.",
+    context_settings={"auto_envvar_prefix": "RELAYLINE"},
+)
+@click.option(
+    "--backend", "backends", multiple=True, required=True, metavar="[NAME=]URL",
+    help="A pipeline that runs, as http://10.0.0.7:8080; may be repeated. Those of one model share its requests.",
+)  # fmt: skip
+@click.option("--backend-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="API key of the pipelines.")
+@click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@http_security_options
+@log_options
+@supervised_option
+def gateway_command(**given: Any) -> None:
+    """Pass requests on to pipelines that run elsewhere, until SIGINT or SIGTERM.
+
+    The model that a request names chooses the pipeline. Replicas share a model's requests: a conversation stays where
+    its beginning has been read, others go where the least is to be done. A replica that dies is left out, and taken
+    again when it answers. `relayline up` with a manifest of kind Gateway starts the pipelines too.
+    """
+    from relayline.coordinator.gateway.serve import GatewayConfig, serving_gateway
+    from relayline.wire.common.process import run
+
+    logs.setup("gateway", as_json=given["log_json"], verbose=given["verbose"])
+    if given["exit_with_stdin"]:
+        watch_stdin()
+    backends = tuple(_backend(text, at, given["backend_key"]) for at, text in enumerate(given["backends"]))
+    host, port = given["http"]
+    config = GatewayConfig(
+        backends, host, port, given["api_keys"], http_tls_from(given), tuple(given["allow_hosts"]),
+        origins_of(from_parameters(ServingSettings, given)),
+    )  # fmt: skip
+
+    async def main(stopping: Any) -> None:
+        async with serving_gateway(config) as url:
+            announce(
+                {"event": "ready", "role": "gateway", "url": url, "pipelines": [each.name for each in backends]},
+                f"{len(backends)} pipelines: {url}/v1",
+                as_json=given["as_json"],
+            )
+            await stopping.wait()
+
+    run(main)
+
+
+def _backend(text: str, at: int, key: str) -> Any:
+    """Return the pipeline of one --backend. Raises UsageError."""
+    from yarl import URL
+
+    from relayline.coordinator.gateway.links import BackendConfig
+
+    name, equals, address = text.partition("=")
+    if not equals or "/" in name:
+        name, address = f"pipeline-{at}", text
+    try:
+        url = URL(address)
+        is_address = url.scheme in ("http", "https") and bool(url.host) and not url.query_string
+    except ValueError:
+        is_address = False
+    if not is_address or not name.replace("-", "").replace("_", "").isalnum():
+        raise UsageError(f"--backend {text!r} is not [NAME=]URL, such as chat=http://10.0.0.7:8080")
+    return BackendConfig(name, address.rstrip("/").removesuffix("/v1"), key)
+
+
+def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
+    """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
+    import dataclasses
+
+    from relayline.deploy.launch.detach import Report, start_detached
+    from relayline.deploy.launch.gateway import launch_gateway, plan_gateway
+    from relayline.deploy.launch.local import print_prefixed
+    from relayline.deploy.launch.state import StateDir, state_root
+    from relayline.deploy.launch.tell import line_of
+    from relayline.deploy.manifest.gateway import load_gateway
+
+    if strange := sorted(changed.keys() - UP_FLAGS):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
+        raise UsageError(f"{flags}: {path} is a gateway's manifest; say it in the manifests of its pipelines")
+    manifest = load_gateway(path)
+    name = given["name"] or manifest.name
+    plan = plan_gateway(manifest, path.absolute(), name, given["state_dir"], log_flags)
+    config = plan.config
+    if "http" in changed:
+        host, port = given["http"]
+        config = dataclasses.replace(config, host=host, port=port)
+    if given["api_keys"] is not None:
+        config = dataclasses.replace(config, api_keys_file=given["api_keys"])
+    if (tls := http_tls_from(given)) is not None:
+        config = dataclasses.replace(config, http_tls=tls)
+    if given["allow_hosts"]:
+        config = dataclasses.replace(config, allow_hosts=tuple(given["allow_hosts"]))
+    plan = dataclasses.replace(plan, config=config)
+    directory = StateDir(given["state_dir"] or state_root() / plan.name)
+
+    def show(event: dict[str, Any]) -> None:
+        click.echo(line_of(event, as_json=given["as_json"]))
+
+    if given["dry_run"]:
+        for backend in config.backends:
+            click.echo(f"{backend.name}: {backend.url}")
+        return
+    if given["report_fd"] is not None:
+        report = Report(given["report_fd"])
+        os.set_inheritable(given["report_fd"], False)
+        try:
+            launch_gateway(plan, directory, report.send)
+        except RelaylineError as error:
+            report.fail(error)
+            raise
+    elif given["detach"]:
+        from relayline.deploy.cli.setting_flags import again
+        from relayline.deploy.cli.up_manifest import NOT_AGAIN
+
+        arguments = [str(path.absolute()), "--state-dir", str(directory.path.absolute()), "--name", plan.name]
+        start_detached([*arguments, *again(click.get_current_context(), but=NOT_AGAIN)], directory, show)
+        if not given["as_json"]:
+            click.echo(f"it runs in the background: relayline status {plan.name}, relayline down {plan.name}")
+    else:
+        launch_gateway(plan, directory, show, echo=print_prefixed if given["verbose"] else None)

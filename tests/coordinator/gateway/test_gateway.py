@@ -1,0 +1,376 @@
+"""Several pipelines behind one address: models, streams, losses, keys, stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from relayline.coordinator.gateway import forward, links
+from relayline.coordinator.gateway.forward import PIPELINE_HEADER
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import OverloadedError
+from tests.support.gateway_world import Pipeline, gateway, pipelines, until
+from tests.support.http_support import WAIT_S, Gate, Step, says, tokens
+
+KEY, OTHER_KEY = "gateway-key-0123456789", "pipeline-key-0123456789"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@pytest.fixture(autouse=True)
+async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Looks at pipelines often, and bounds the test."""
+    monkeypatch.setattr(links, "POLL_S", 0.02)
+    async with asyncio.timeout(WAIT_S):
+        yield
+
+
+def chat(text: str = "hi", model: str | None = "chat", **more: Any) -> dict[str, Any]:
+    named = {"model": model} if model is not None else {}
+    return named | {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 5} | more
+
+
+async def asked(session: aiohttp.ClientSession, path: str, body: Any, **more: Any) -> tuple[int, str, dict[str, Any]]:
+    """Status, the pipeline that answered, and the answer."""
+    async with session.post(path, json=body, **more) as answer:
+        return answer.status, answer.headers.get(PIPELINE_HEADER, ""), await answer.json()
+
+
+def held(gate: Gate, before: bytes = b"he", after: bytes = b"llo") -> Any:
+    """A script that stops amid its answer."""
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        yield from tokens(request, before, ends=False)
+        yield gate
+        yield from tokens(request, after)
+
+    return script
+
+
+async def test_the_model_chooses_the_pipeline_and_all_models_are_listed(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "org/small") as served, gateway(served) as session:
+        served[1].generator.script = says(b"small")
+        async with session.get("/v1/models") as answer:
+            cards = (await answer.json())["data"]
+        assert [card["id"] for card in cards] == ["chat", "org/small"]
+        assert cards[0]["max_model_len"] == 512, "each as its pipeline describes it"
+        status, name, found = await asked(session, "/v1/chat/completions", chat(model="org/small"))
+        assert (status, name, found["choices"][0]["message"]["content"]) == (200, "b", "small")
+        assert (await asked(session, "/v1/chat/completions", chat(model=None)))[1] == "a"
+        status, _, found = await asked(session, "/v1/chat/completions", chat(model="huge"))
+        assert (status, found["error"]["code"], found["error"]["param"]) == (404, "model_not_found", "model")
+        assert "chat, org/small" in found["error"]["message"]
+        status, _, found = await asked(session, "/v1/messages", chat(model="huge", max_tokens=5))
+        assert (status, found["error"]["type"]) == (404, "not_found_error"), "as Anthropic's clients read it"
+        for path, expected in (("/v1/models/org/small", 200), ("/v1/models/huge", 404), ("/v1/models/chat", 200)):
+            async with session.get(path) as answer:
+                assert answer.status == expected
+
+
+async def test_a_stream_is_passed_on_as_it_is_made(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        (pipeline,) = served
+        gate = Gate()
+        pipeline.generator.script = held(gate)
+        async with session.post("/v1/chat/completions", json=chat(stream=True)) as answer:
+            assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            raw = b""
+            while b'e"' not in raw.rpartition(b"content")[2]:  # here while the next token has not been made
+                raw += await answer.content.readany()
+            assert gate.reached.is_set()
+            gate.opened.set()
+            raw += await answer.content.read()
+        said = [event["choices"][0]["delta"].get("content", "") for event in _events(raw)]
+        assert "".join(said) == "hello"
+        assert raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_every_byte_and_header_of_an_answer_is_the_pipelines(tokenizer: Tokenizer) -> None:
+    pieces = [b"data: {", b'"a":1}\n\n', bytes(range(256)) * 600, b": ping\n\n", b"data: [DONE]\n\n"]
+    seen: list[tuple[str, bytes, CIMultiDict[str]]] = []
+
+    async def said(request: web.Request) -> web.StreamResponse:
+        seen.append((request.raw_path, await request.read(), CIMultiDict(request.headers)))
+        reply = web.StreamResponse(status=207, headers={"Content-Type": "text/event-stream", "X-Own": "yes"})
+        await reply.prepare(request)
+        for piece in pieces:
+            await reply.write(piece)
+        return reply
+
+    async def models(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": "chat"}]})
+
+    async def described(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({"phase": "ready"})
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.get("/v1/pipeline", described), web.post("/v1/what", said)])
+    runner, port = await start_http(app, "127.0.0.1", 0)
+    one = Pipeline(tokenizer, "a", "chat")
+    one.port = port
+    path_with_query = URL("/v1/what?b=%2F", encoded=True)
+    body = b'{ "model":"chat",  "messages":[ ] }'
+    headers = {"X-Given": "1", "Authorization": "Bearer abc", "x-request-id": "my-id", "Origin": "http://localhost"}
+    try:
+        async with gateway([one]) as session, session.post(path_with_query, data=body, headers=headers) as answer:
+            assert (answer.status, answer.headers["X-Own"]) == (207, "yes")
+            assert answer.headers.getall("x-request-id") == ["my-id"]
+            assert await answer.content.read() == b"".join(pieces)
+    finally:
+        await runner.cleanup()
+    ((path, raw, given),) = seen
+    assert (path, raw) == ("/v1/what?b=%2F", body)
+    expected = {"X-Given": "1", "Authorization": "Bearer abc", "x-request-id": "my-id"}
+    assert {name: given[name] for name in expected} == expected
+    assert given["X-Forwarded-For"] == "127.0.0.1"
+    assert "Origin" not in given
+
+
+def _events(raw: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+
+
+async def test_a_client_that_leaves_ends_its_stream_at_the_pipeline(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        (pipeline,) = served
+        gate = Gate()
+        pipeline.generator.script = held(gate)
+        async with session.post("/v1/chat/completions", json=chat(stream=True)) as answer:
+            await gate.reached.wait()
+            answer.close()
+        await pipeline.generator.streams[0].closed.wait()
+        async with session.get("/v1/pipeline") as answer:
+            assert (await answer.json())["pipelines"][0]["running"] == 0
+
+
+async def test_a_reader_that_waits_holds_its_pipeline_back(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        (pipeline,) = served
+        endless = itertools.repeat(TokenEvent(120, None, ()))
+        pipeline.generator.script = lambda _: endless
+        async with session.post("/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            n_before = -1
+            (stream,) = pipeline.generator.streams
+            while stream.n_taken != n_before:  # until all buffers on the way are full
+                n_before = stream.n_taken
+                await asyncio.sleep(0.3)
+            assert n_before > 0
+            answer.close()
+        await stream.closed.wait()
+
+
+async def test_replicas_share_the_load_and_a_dead_one_is_left_out_and_comes_back(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        gates = [Gate(), Gate()]
+        for pipeline, gate in zip(served, gates, strict=True):
+            pipeline.generator.script = held(gate)
+        both = [asyncio.create_task(asked(session, "/v1/chat/completions", chat(text))) for text in ("one", "two")]
+        await asyncio.gather(*(gate.reached.wait() for gate in gates))
+        for gate in gates:
+            gate.opened.set()
+        assert {name for _, name, _ in await asyncio.gather(*both)} == {"a", "b"}
+        await served[0].kill()
+        for _ in range(3):  # even before its death was noticed
+            assert (await asked(session, "/v1/chat/completions", chat("three")))[:2] == (200, "b")
+        await until(session, a="dead")
+        await served[1].kill()
+        status, _, found = await asked(session, "/v1/chat/completions", chat())
+        assert (status, found["error"]["code"]) == (503, "not_ready")
+        assert "no replica of chat answers" in found["error"]["message"]
+        async with session.get("/health") as answer:
+            assert answer.status == 503
+        async with session.post("/v1/chat/completions", json=chat()) as answer:
+            assert int(answer.headers["Retry-After"]) >= 1
+        await served[0].start()
+        await until(session, a="ready")
+        assert (await asked(session, "/v1/chat/completions", chat()))[:2] == (200, "a")
+
+
+async def test_streams_of_a_replica_that_dies_end_with_an_error_and_others_go_on(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        gates = [Gate(), Gate()]
+        for pipeline, gate in zip(served, gates, strict=True):
+            pipeline.generator.script = held(gate)
+
+        async def streamed(text: str) -> tuple[str, bytes, bool]:
+            raw = b""
+            async with session.post("/v1/chat/completions", json=chat(text, stream=True)) as answer:
+                try:
+                    async for piece in answer.content.iter_any():
+                        raw += piece
+                except aiohttp.ClientPayloadError:
+                    return answer.headers[PIPELINE_HEADER], raw, False
+                return answer.headers[PIPELINE_HEADER], raw, True
+
+        running = [asyncio.create_task(streamed(text)) for text in ("one", "two")]
+        await asyncio.gather(*(gate.reached.wait() for gate in gates))
+        await served[0].kill()
+        gates[1].opened.set()
+        found = {name: (raw, is_whole) for name, raw, is_whole in await asyncio.gather(*running)}
+        raw, is_whole = found["b"]
+        assert is_whole
+        assert raw.endswith(b"data: [DONE]\n\n")
+        raw, is_whole = found["a"]
+        assert not is_whole, "no client takes it for complete"
+        error = _events(raw)[-1]["error"]
+        assert error["code"] == "stage_lost"
+        assert b"[DONE]" not in raw
+
+
+async def test_a_replica_that_dies_before_its_first_byte_is_replaced_by_another(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        gate = Gate()
+        served[0].generator.script = held(gate)
+        asking = asyncio.create_task(asked(session, "/v1/chat/completions", chat()))  # not streamed: nothing is sent
+        await gate.reached.wait()
+        await served[0].kill()
+        assert (await asking)[:2] == (200, "b")
+        async with session.get("/metrics") as answer:
+            assert 'relayline_gateway_retries_total{pipeline="a"} 1.0' in await answer.text()
+
+
+async def test_a_replica_without_room_sends_its_request_to_another(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        served[0].generator.refusals = [OverloadedError("full", 7)]
+        assert (await asked(session, "/v1/chat/completions", chat()))[:2] == (200, "b")
+        for pipeline in served:
+            pipeline.generator.refusals = [OverloadedError("full", 7)]
+        async with session.post("/v1/chat/completions", json=chat("new")) as answer:
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "7"), "the pipeline's own words"
+            assert (await answer.json())["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_a_replica_that_answers_no_more_is_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "POLL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(links, "LOST_AFTER_S", 0.1)
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        gate, silent = Gate(), Gate()
+        served[0].generator.script = held(gate)
+        asking = asyncio.create_task(asked(session, "/v1/chat/completions", chat()))
+        await gate.reached.wait()
+
+        async def silence(*_: Any, **__: Any) -> dict[str, object]:
+            await silent.pass_through()
+            return {}
+
+        monkeypatch.setattr(served[0].generator, "describe", silence)
+        assert (await asking)[:2] == (200, "b")
+        await until(session, a="dead")
+
+
+async def test_stored_responses_are_found_where_they_are(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served:
+        async with gateway(served) as session:
+            body = {"model": "chat", "input": "hi", "max_output_tokens": 5}
+            _, first, response = await asked(session, "/v1/responses", body)
+            other = next(each for each in served if each.name != first)
+            path = f"/v1/responses/{response['id']}"
+            for _ in range(3):
+                more = body | {"previous_response_id": response["id"]}
+                assert (await asked(session, "/v1/responses", more))[:2] == (200, first)
+            async with session.get(f"{path}/input_items") as answer:
+                assert answer.status == 200
+            assert (await asked(session, f"{path}/cancel", {}))[:2] == (400, first)
+        async with gateway([other, *(each for each in served if each is not other)]) as session:  # it knows nothing
+            async with session.get(path) as answer:
+                assert (answer.status, answer.headers[PIPELINE_HEADER]) == (200, first)
+            assert (await asked(session, "/v1/responses", more))[:2] == (200, first)
+            async with session.delete(path) as answer:
+                assert answer.status == 200
+            async with session.get(path) as answer:
+                assert answer.status == 404
+            assert (await asked(session, f"{path}/cancel", {}))[0] == 404
+
+
+async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        for path, status in (
+            ("/pipelines/b/v1/pipeline", 200),
+            ("/pipelines/b/version", 200),
+            ("/pipelines/c/version", 404),
+            ("/v1/telemetry", 400),
+            ("/v1/pipeline/live", 400),
+            ("/props?model=chat", 200),
+            ("/props?model=huge", 404),
+            ("/nothing", 404),
+            ("/live", 200),
+            ("/", 200),
+        ):
+            async with session.get(path) as answer:
+                assert answer.status == status, path
+                if path.startswith("/pipelines/b"):
+                    assert answer.headers[PIPELINE_HEADER] == "b"
+        status, _, _ = await asked(session, "/tokenize", {"prompt": "hi", "model": "chat"})
+        assert status == 200
+        async with session.get("/v1/pipeline") as answer:
+            found = (await answer.json())["pipelines"]
+        assert [each["name"] for each in found] == ["a", "b"]
+        assert {each["phase"] for each in found} == {"ready"}
+
+
+async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    for path, key in ((own, KEY), (theirs, OTHER_KEY)):
+        path.write_text(key)
+        path.chmod(0o600)
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    async with pipelines(tokenizer, "chat", keys=theirs) as served:
+        async with gateway(served, key=OTHER_KEY, api_keys_file=own) as session:
+            assert (await asked(session, "/v1/chat/completions", chat()))[0] == 401
+            assert (await asked(session, "/v1/chat/completions", chat(), headers=bearer))[0] == 200
+            assert (await asked(session, "/v1/chat/completions", chat(), headers={"X-Api-Key": KEY}))[0] == 200
+        async with gateway(served, key=OTHER_KEY) as session:  # open itself: it lends its key to nobody
+            assert (await asked(session, "/v1/chat/completions", chat()))[0] == 401
+            theirs_given = {"Authorization": f"Bearer {OTHER_KEY}"}
+            assert (await asked(session, "/v1/chat/completions", chat(), headers=theirs_given))[0] == 200
+        async with gateway(served) as session, session.get("/v1/pipeline") as answer:
+            assert (await answer.json())["pipelines"][0]["problem"] == "it demands an API key"
+
+
+async def test_large_bodies_are_read_by_a_process_of_their_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.coordinator.gateway.app.PARSED_INLINE_BYTES", 100)
+    monkeypatch.setattr("relayline.coordinator.gateway.app.peek", forward.Asked)  # would fail here
+    async with pipelines(tokenizer, "chat", "small") as served, gateway(served) as session:
+        monkeypatch.undo()
+        monkeypatch.setattr("relayline.coordinator.gateway.app.PARSED_INLINE_BYTES", 100)
+        found = await asked(session, "/v1/chat/completions", chat("x" * 300, model="small"))
+        assert found[:2] == (200, "b")
+
+
+async def test_a_gateway_that_ends_lets_running_requests_finish(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat") as served:
+        gate = Gate()
+        served[0].generator.script = held(gate)
+        async with aiohttp.ClientSession() as outer:
+            async with gateway(served) as session:
+                url = str(session._base_url).rstrip("/")
+                asking = asyncio.create_task(asked(outer, f"{url}/v1/chat/completions", chat()))
+                await gate.reached.wait()
+                asyncio.get_running_loop().call_later(0.05, gate.opened.set)
+            assert (await asking)[0] == 200
+
+
+def test_pipelines_need_names_of_their_own(tokenizer: Tokenizer) -> None:
+    one = Pipeline(tokenizer, "a", "chat")
+    with pytest.raises(Exception, match="two pipelines are named 'a'"):
+        gateway([one, one]).__aenter__().send(None)

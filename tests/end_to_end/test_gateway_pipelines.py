@@ -1,0 +1,92 @@
+"""A gateway's manifest, launched: two replicas of one model, of which one is killed under streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from relayline.coordinator.gateway.forward import PIPELINE_HEADER
+from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
+from relayline.deploy.testing.processes import relayline, running
+from tests.support.gateway_world import until
+
+PIPELINE = """apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {{name: chat}}
+spec:
+  model: {{path: {model}}}
+  stages: 1
+  context: {{tokens: 1024, lanes: 4}}
+"""
+HOUSE = """apiVersion: relayline.dev/v1alpha1
+kind: Gateway
+metadata: {name: house}
+spec:
+  http: {port: 0}
+  pipelines:
+    - {name: chat, manifest: chat.yaml, replicas: [{stages: [{name: other}]}]}
+"""
+
+
+async def asked(session: aiohttp.ClientSession, model: str, *texts: str) -> tuple[str, int]:
+    """Which pipeline answered, and how many tokens of the prompt it knew."""
+    said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    body = {"model": model, "messages": said, "max_tokens": 2}
+    async with session.post("/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        found: dict[str, Any] = await answer.json()
+        return answer.headers[PIPELINE_HEADER], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def stream(session: aiohttp.ClientSession, model: str, text: str, begun: asyncio.Event) -> tuple[str, bool]:
+    """Which pipeline streamed, and whether to the end."""
+    body = {"model": model, "prompt": text, "max_tokens": 600, "ignore_eos": True, "stream": True}
+    async with session.post("/v1/completions", json=body) as answer:
+        assert answer.status == 200
+        raw = b""
+        try:
+            async for piece in answer.content.iter_any():
+                begun.set()
+                raw += piece
+        except aiohttp.ClientPayloadError:
+            assert b'"code":"stage_lost"' in raw.rstrip().rpartition(b"\n\n")[2]
+            return answer.headers[PIPELINE_HEADER], False
+        return answer.headers[PIPELINE_HEADER], raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_replicas_share_a_model_keep_its_chats_and_survive_each_other(tmp_path: Path) -> None:
+    (tmp_path / "chat.yaml").write_text(PIPELINE.format(model=DEMO))
+    (tmp_path / "house.yaml").write_text(HOUSE)
+    state = tmp_path / "state"
+    with running("up", tmp_path / "house.yaml", "--json", "--state-dir", state) as process:
+        url, model = process.event["url"], process.event["model"]
+        async with aiohttp.ClientSession(url) as session:
+            first = "Copy the whole tree of files and keep all links. " * 12
+            one, _ = await asked(session, model, first)
+            again, n_known = await asked(session, model, first, "It does.", "Go on.")
+            assert again == one
+            assert n_known > 100
+            events = [asyncio.Event() for _ in range(4)]
+            streams = [
+                asyncio.create_task(stream(session, model, f"{at} def f", begun)) for at, begun in enumerate(events)
+            ]
+            await asyncio.gather(*(begun.wait() for begun in events))
+            inner = json.loads((state / "pipelines" / "chat" / "state.json").read_bytes())["processes"]
+            os.kill(next(each["pid"] for each in inner if each["role"] == "coordinator"), signal.SIGKILL)
+            found = await asyncio.gather(*streams)
+            assert {name for name, _ in found} == {"chat", "chat-2"}, "both had some"
+            assert all(is_whole == (name == "chat-2") for name, is_whole in found)
+            await asked(session, model, "And now?")  # whoever lives answers
+            await until(session, chat="ready")  # its own `up` has started it again
+        done = relayline("status", "--state-dir", state, "--json")
+        (house,) = json.loads(done.stdout)
+        assert [(each["name"], each["state"]) for each in house["processes"]] == [
+            ("house-chat", "ready"),
+            ("house-chat-2", "ready"),
+        ]

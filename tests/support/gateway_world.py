@@ -1,0 +1,101 @@
+"""Pipelines that tests steer, behind a gateway, all in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from relayline.coordinator.gateway.links import BackendConfig
+from relayline.coordinator.gateway.serve import GatewayConfig, serving_gateway
+from relayline.coordinator.http.api_keys import protect_http
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import CHATML
+from tests.support.http_support import FakeGenerator
+
+N_LANES = 4
+
+
+class Replica(FakeGenerator):
+    """One pipeline's generator, which describes itself as far as a gateway looks."""
+
+    async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
+        n_running = sum(not stream.closed.is_set() for stream in self.streams)
+        live = {"phase": self.phase.value, "running": n_running, "waiting": 0, "lanes": N_LANES}
+        return await super().describe(since_ns, with_recent=with_recent) | live
+
+
+class Pipeline:
+    """One served pipeline, which can be killed and started again at its port."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str, model: str, keys: Path | None = None) -> None:
+        self.name, self.model, self.generator = name, model, Replica()
+        self.port, self._runner = 0, None
+        self._tokenizer, self._keys = tokenizer, keys
+        self._stack = contextlib.ExitStack()
+        self._runner: web.AppRunner | None = None
+        self.n_starts = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        chat = ChatTemplate(CHATML, bos_text=self._tokenizer.bos_text, eos_text=self._tokenizer.eos_text)
+        self.n_starts += 1
+        app = make_app(self.generator, self._tokenizer, chat, self.model, self.n_starts, HttpLimits())
+        self._stack.enter_context(protect_http(app, "127.0.0.1", self._keys, protect_metrics=False))
+        self._runner, self.port = await start_http(app, "127.0.0.1", self.port, shutdown_timeout_s=0.05)
+
+    async def kill(self) -> None:
+        """End it at once: its connections are reset."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        assert runner.server is not None
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+        self._stack.close()
+
+
+@contextlib.asynccontextmanager
+async def pipelines(tokenizer: Tokenizer, *models: str, keys: Path | None = None) -> AsyncIterator[list[Pipeline]]:
+    """Serve pipelines of these models, named a, b, c and so on."""
+    found = [Pipeline(tokenizer, "abcdef"[at], model, keys) for at, model in enumerate(models)]
+    try:
+        for pipeline in found:
+            await pipeline.start()
+        yield found
+    finally:
+        for pipeline in found:
+            await pipeline.kill()
+
+
+@contextlib.asynccontextmanager
+async def gateway(served: list[Pipeline], key: str = "", **config: object) -> AsyncIterator[aiohttp.ClientSession]:
+    """A gateway before pipelines, and a client of it."""
+    backends = tuple(BackendConfig(each.name, each.url, key) for each in served)
+    settings = GatewayConfig(backends, port=0, **config)
+    async with serving_gateway(settings) as url, aiohttp.ClientSession(url) as session:
+        yield session
+
+
+async def until(session: aiohttp.ClientSession, **phases: str) -> None:
+    """Wait until the gateway knows its pipelines to be so."""
+    async with asyncio.timeout(60):
+        while True:
+            async with session.get("/health") as answer:
+                found = (await answer.json())["pipelines"]
+            if found | phases == found:
+                return
+            await asyncio.sleep(0.02)

@@ -31,9 +31,10 @@ from relayline.coordinator.engine.instructions import (
     Tell,
     TryLanes,
 )
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.prompt_time import read_time
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
 from relayline.coordinator.sessions.drafts import Acceptance

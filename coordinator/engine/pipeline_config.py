@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.settings.table import ServingSettings
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.deploy.certify.workload import N_LANES, PREFILL_CHUNK_ROWS, Run, Script
 from relayline.deploy.launch.child import Child

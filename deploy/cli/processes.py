@@ -54,7 +54,7 @@ from relayline.wire.settings.table import EngineSettings, ServingSettings
 
 if TYPE_CHECKING:
     from relayline.coordinator.engine.membership import Place
-    from relayline.coordinator.schedule.scheduler import ScheduleConfig
+    from relayline.coordinator.schedule.config import ScheduleConfig
     from relayline.coordinator.serve import Joinable, Ready
     from relayline.stage.facts import StageFacts
 
@@ -171,7 +171,7 @@ def metrics_url(facts: StageFacts) -> str:
 
 def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     """Turn flags into the coordinator's side of the batching policy."""
-    from relayline.coordinator.schedule.scheduler import ScheduleConfig
+    from relayline.coordinator.schedule.config import ScheduleConfig
 
     serving, policy = from_parameters(ServingSettings, given), from_parameters(EngineSettings, given).policy
     by_hand = serving.groups or serving.group_rows

@@ -16,7 +16,7 @@ import pytest
 
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.model.pipeline_file import PipelineFile
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
 from relayline.coordinator.sessions.streams import SessionStream
 from relayline.deploy.testing.engines import stage_config

@@ -10,7 +10,7 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from relayline.coordinator.engine.pipeline import Phase, Pipeline, PipelineConfig
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams

@@ -56,7 +56,7 @@ def _check_epoch(coordinator: Coordinator, running: set[int]) -> None:
     pool = [frame.session.session_id for frame in scheduler._pool]
     if not set(pool) <= running or len(set(pool)) != len(pool):
         raise Violation("the pool holds rows of sessions that are over, or two of one")
-    if not {*scheduler._decoding, *(session.session_id for session in scheduler._prompts.sessions)} <= running:
+    if not {*scheduler._pool.streams, *(session.session_id for session in scheduler._prompts.sessions)} <= running:
         raise Violation("the scheduler counts sessions that are over")
     if len(running) > coordinator.conductor.admission.n_lanes:
         raise Violation("more sessions run than there are lanes")

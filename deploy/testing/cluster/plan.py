@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from relayline.coordinator.engine.pool import STEADY_S
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
 from relayline.deploy.testing.cluster.model import N_VOCAB

@@ -15,9 +15,10 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import Held
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.drafts import Acceptance

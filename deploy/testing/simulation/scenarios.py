@@ -6,8 +6,8 @@ import dataclasses
 import math
 import random
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.deploy.testing.simulation.figures import Figures
 from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation, fixed

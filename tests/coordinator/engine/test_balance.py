@@ -12,8 +12,9 @@ import pytest
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.planner.imbalance import HOLD_NS
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
 

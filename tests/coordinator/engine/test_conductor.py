@@ -23,7 +23,7 @@ from relayline.coordinator.engine.instructions import (
     Tell,
     TryLanes,
 )
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.wire.common.curve import CostCurve

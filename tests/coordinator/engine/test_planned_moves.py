@@ -18,7 +18,7 @@ from relayline.coordinator.engine.moves import (
     Settle,
     Switch,
 )
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RelaylineError
 from relayline.wire.common.phase import Phase
 

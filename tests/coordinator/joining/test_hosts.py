@@ -19,7 +19,7 @@ from relayline.coordinator.joining.hosts import Hosts
 from relayline.coordinator.joining.service import JoinService
 from relayline.coordinator.planner.instance import ModelShape
 from relayline.coordinator.planner.memory import GIB
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase

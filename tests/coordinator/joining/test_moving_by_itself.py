@@ -19,7 +19,7 @@ from relayline.coordinator.joining.mover import LayerMover
 from relayline.coordinator.joining.service import JoinService
 from relayline.coordinator.planner.imbalance import Imbalance
 from relayline.coordinator.planner.rebalance import Rebalancer
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.deploy.cli.unequal import unequal_line
 from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.phase import Phase

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO, DraftFlights
 from relayline.coordinator.schedule.draft_plan import Offers, Traffic, best_counts
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams

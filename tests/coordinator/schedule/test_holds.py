@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.schedule.scheduler import Scheduler
 from tests.support.scheduling import Fixed, answer, ids, row
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from relayline.coordinator.engine.connection import share_host
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.one_flight import (
     AGAIN_SOON_WINDOWS,
@@ -21,7 +22,7 @@ from relayline.coordinator.schedule.one_flight import (
     OneFlight,
     may_be_better,
 )
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.wire.common.curve import CostCurve

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.prompt_line import OLDEST_EVERY
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.deploy.testing.simulation.world import staircase
@@ -176,7 +177,7 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     def rides(gap_ns: int) -> tuple[int, list[int]]:
         scheduler = Scheduler(ScheduleConfig(), GroupPlanner([stage] * 4))
         start(scheduler, new_session(9, n_prompt=4_000))
-        scheduler._decoding |= dict.fromkeys((1, 2, 3, 4), (-1, 10))  # those that have not come back yet are under way
+        scheduler._pool.streams |= dict.fromkeys((1, 2, 3, 4), (-1, 10))  # those not back yet are under way
         planned, found = scheduler.plan().ride_rows, []
         for turn in range(4):
             scheduler.decode(row(turn + 1))

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.flights import Kind
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
+from relayline.coordinator.schedule.plan_choice import REPLAY_PRESSURE
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE
-from relayline.coordinator.schedule.scheduler import REPLAY_PRESSURE, ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.deploy.testing.simulation.world import staircase

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.prompt_line import PromptLine
-from relayline.coordinator.schedule.scheduler import ScheduleConfig, Scheduler
+from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import LONG_PROMPT_ROWS, RIDE_ROWS_MIN, TILE_STEP_MAX_NS, TileRule
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
-from relayline.coordinator.schedule import scheduler as scheduler_module
+from relayline.coordinator.schedule import plan_choice
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
 from relayline.deploy.testing.simulation.run import AUTO, DRAIN, SINGLE, Setup, Simulation, fixed
 from relayline.deploy.testing.simulation.scenarios import (
     best_of_sweep,
@@ -176,8 +176,8 @@ def test_a_burst_of_short_prompts_is_read_although_some_of_it_run_already(
     """Two of sixteen come a little sooner and have their first tokens while the others wait."""
     requests = tuple(Request(0 if index < 2 else 5 * MS, 12, 64) for index in range(16))
     found = []
-    for cycles in (scheduler_module.BURST_CYCLES, 0):
-        monkeypatch.setattr(scheduler_module, "BURST_CYCLES", cycles)
+    for cycles in (plan_choice.BURST_CYCLES, 0):
+        monkeypatch.setattr(plan_choice, "BURST_CYCLES", cycles)
         simulation = Simulation(World(equal_stages(2, curve), requests)).run()
         last_first_ns = max(ttft_ns for _, ttft_ns in simulation.audit.firsts)
         found.append((last_first_ns, simulation.now_ns, simulation.audit.figures().itl_p99_ms))
@@ -194,8 +194,8 @@ def test_after_a_loss_nobody_is_paused_much_longer_than_reading_takes(
     """The first streams that go on keep less of their pace until the last one does, and all are done sooner."""
     world = paused(equal_stages(2), n_streams, 200, 64)
     found = []
-    for pressure in (scheduler_module.REPLAY_PRESSURE, 0):
-        monkeypatch.setattr(scheduler_module, "REPLAY_PRESSURE", pressure)
+    for pressure in (plan_choice.REPLAY_PRESSURE, 0):
+        monkeypatch.setattr(plan_choice, "REPLAY_PRESSURE", pressure)
         simulation = Simulation(world).run()
         found.append(([ttft_ns for _, ttft_ns in simulation.audit.firsts], simulation.now_ns))
     (pauses_ns, end_ns), (pauses_without_ns, end_without_ns) = found

@@ -9,6 +9,7 @@ import pytest
 
 from relayline.coordinator.schedule.flights import Kind
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
+from relayline.coordinator.schedule.plan_choice import PlanChoice
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.tiles import TilePace
 from relayline.coordinator.sessions.session import OutFrame
@@ -73,12 +74,12 @@ class HoldsOn(Scheduler):
         return False
 
 
-class NeverReads(Scheduler):
+class NeverReads(PlanChoice):
     """Lets no prompt row leave while a stream decodes."""
 
-    def _plan(self, planner: GroupPlanner) -> GroupPlan:
-        plan = super()._plan(planner)
-        return dataclasses.replace(plan, prefill_flights=0, ride_rows=0) if self.n_decoding else plan
+    def plan(self, planner: GroupPlanner) -> GroupPlan:
+        plan = super().plan(planner)
+        return dataclasses.replace(plan, prefill_flights=0, ride_rows=0) if self._pool.streams else plan
 
 
 class PilesUp(Scheduler):
@@ -153,7 +154,7 @@ def test_rows_that_are_held_for_longer_than_predicted_are_caught(says: str, monk
 def test_prompts_that_nobody_reads_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(equal_stages(2), (*streams(4, 400), Request(2_000 * MS, 40, 2)))
     Simulation(world).run()
-    monkeypatch.setattr("relayline.deploy.testing.simulation.run.Scheduler", NeverReads)
+    monkeypatch.setattr("relayline.coordinator.schedule.scheduler.PlanChoice", NeverReads)
     with pytest.raises(Violation, match="prompts wait and none has left"):
         Simulation(world).run()
 

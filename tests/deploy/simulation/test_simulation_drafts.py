@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayline.coordinator.schedule.scheduler import ScheduleConfig
+from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.deploy.testing.simulation import stage as simulate_stage
 from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation

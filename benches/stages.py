@@ -15,7 +15,7 @@ from typing import Any
 from relayline.coordinator.engine.connection import stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.observe.overlap import Interval, overlap_between
-from relayline.coordinator.schedule.groups import CHUNK_LADDER
+from relayline.coordinator.schedule.cycles import CHUNK_LADDER
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.deploy.cli.load import Request
 from relayline.deploy.launch.local import local_identity

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.planner.instance import Instance, Machine
 from relayline.coordinator.planner.speed import GIB, ROWS
-from relayline.coordinator.schedule.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE, SHARPNESS
+from relayline.coordinator.schedule.cycles import SHARPNESS
+from relayline.coordinator.schedule.groups import GROUPS_MAX_PER_STAGE, ROWS_ONE_BY_ONE
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
@@ -125,7 +126,7 @@ def flights_of(n_streams: int, grouping: Grouping) -> tuple[int, int]:
 
 
 def joined(left_ns: float, right_ns: float, sharpness: int = SHARPNESS) -> float:
-    """Return the longer of the two, a little more when they are close (see groups.SHARPNESS)."""
+    """Return the longer of the two, a little more when they are close (see cycles.SHARPNESS)."""
     larger, smaller = max(left_ns, right_ns), min(left_ns, right_ns)
     return float(larger * (1 + (smaller / larger) ** sharpness) ** (1 / sharpness)) if larger else 0.0
 

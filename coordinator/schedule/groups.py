@@ -13,7 +13,7 @@ The optimum depends on the staircase of each stage, so candidates are simply eva
 Stages that share a device take turns on it, so they count as one whose steps take as long as theirs together. Where one
 device is all that there is for several stages, there is one decode flight: a second one would only wait.
 
-When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see SHARPNESS.
+When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see cycles.SHARPNESS.
 
 Prompt rows travel in one of two ways, whichever makes more progress. They *ride* in decode flights, where a step with
 room in its tile or a high fixed cost takes them at little extra cost. Or they form flights of their own. Both are sized
@@ -27,8 +27,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
+from relayline.coordinator.schedule.cycles import (
+    CHUNK_LADDER,
+    by_device,
+    cost_of_each,
+    joined,
+    prompts_ns,
+    train_ns,
+    turns_of,
+)
+from relayline.coordinator.schedule.prompts_beside import PromptsBeside
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import TileRule, has_time_for_tiles
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
@@ -36,26 +46,16 @@ from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 GROUPS_MAX_PER_STAGE = 4  # candidates: more groups than this per stage only add small steps
 ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over without, unless set by --itl-stretch
 PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is reserve for prediction errors
-MET_PART = (
-    0.92  # and of that, where flights join to make room: more streams feel any delay that such a step did not predict
-)
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
-BUSY = 0.9  # a stage that works this part of the time has none for another flight
-NEAR_BEST = 1.08  # of prefill choices whose rates are this close the one with the shorter latency is taken
-CHUNK_LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 TRAIN_ROWS = 512  # prompt rows that a train is made for when nobody says how many there are
 TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
-SHARPNESS = 32  # exponent that joins the two terms of a cycle; equal terms make it 2 % longer than either
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
 CONTEXT_STEPS = 8  # distinguished context lengths between two powers of two
 CONTEXT_STEP_MIN = 32  # tokens; below it, a step of context would cause needless planning
 VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
-
-
-_Devices = tuple[tuple[StageCost, ...], ...]  # the stages of each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,19 +75,6 @@ class GroupPlan:
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Beside:
-    """One way to mix prefill with decode."""
-
-    n_groups: int
-    rows: int
-    rate: float  # prompt rows per nanosecond
-    latency_ns: float  # of a decode flight, from one round to the next
-    flights: int
-    chunk: int
-    ride: int
-
-
 class GroupPlanner:
     """Plans from curves; results are cached until the curves or the overhead move."""
 
@@ -102,7 +89,7 @@ class GroupPlanner:
     def _know(self, stages: Sequence[StageCost]) -> None:
         """Take the stages, and what of them is asked for at every token."""
         stages = self.stages = tuple(stages)
-        self._devices = _by_device(stages)
+        self.devices = by_device(stages)
         self.rows_max = min((stage.rows_max for stage in stages), default=1)
         """Rows that every stage takes in one step."""
         self.is_per_lane = any(stage.is_per_lane for stage in stages)
@@ -184,21 +171,21 @@ class GroupPlanner:
 
     def chunk_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` prefill rows."""
-        return max(_prompts(self._devices, rows), default=0.0)
+        return max(prompts_ns(self.devices, rows), default=0.0)
 
     def mixed_ns(self, rows: int, prompt_rows: int) -> float:
         """Predict the busiest stage's step of decode rows and prompt rows."""
-        return max(self._mixed(rows, prompt_rows), default=0.0)
+        return max(self.mixed_each(rows, prompt_rows), default=0.0)
 
     def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
         """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
-        if not ride_rows or sum(self._mixed(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
+        if not ride_rows or sum(self.mixed_each(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
             return ride_rows
-        smaller = (ride for ride in self._rides(rows) if ride < ride_rows)
-        fitting = (ride for ride in smaller if sum(self._mixed(rows, ride)) + self.overhead_ns <= way_max_ns)
+        smaller = (ride for ride in self.rides(rows) if ride < ride_rows)
+        fitting = (ride for ride in smaller if sum(self.mixed_each(rows, ride)) + self.overhead_ns <= way_max_ns)
         return max(fitting, default=0)
 
-    def _rides(self, rows: int) -> list[int]:
+    def rides(self, rows: int) -> list[int]:
         """Return how many prompt rows may ride with so many decode rows: what fills tiles, ascending."""
         beside = 0 if self.is_per_lane else rows
         return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
@@ -219,14 +206,15 @@ class GroupPlanner:
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)
         if costs is None:
-            costs = _each(self._devices, lambda stage: stage.decode_ns(rows))
+            costs = cost_of_each(self.devices, lambda stage: stage.decode_ns(rows))
             self._costs_ns[rows] = costs
         return costs
 
-    def _mixed(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
+    def mixed_each(self, rows: int, prompt_rows: int) -> tuple[float, ...]:
+        """Predict each device's step of decode rows and prompt rows."""
         if not prompt_rows:
             return self._costs(rows)
-        return _each(self._devices, lambda stage: stage.mixed_ns(rows, prompt_rows))
+        return cost_of_each(self.devices, lambda stage: stage.mixed_ns(rows, prompt_rows))
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
         n_full = min(n_groups, n_streams // rows)
@@ -238,12 +226,12 @@ class GroupPlanner:
             work_ns = n_full * max(largest)
         if not n_full:
             work_ns = max(largest)
-        return _joined(work_ns, sum(largest) + self.overhead_ns)
+        return joined(work_ns, sum(largest) + self.overhead_ns)
 
     def _plan(
         self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
     ) -> GroupPlan:
-        n_stages = len(self._devices)
+        n_stages = len(self.devices)
         if not self.is_known:
             n_groups = max(1, min(n_stages, n_streams))
             rows = min(self.rows_max, math.ceil(n_streams / n_groups))
@@ -251,12 +239,14 @@ class GroupPlanner:
         n_groups, rows = (by_hand or self._best_groups(n_streams)) if n_streams else (1, 1)
         period_ns = n_streams / self.rate(n_streams, n_groups, rows) if n_streams else 0.0
         if pressure and n_streams:
-            quiet_ns, turns = self._cycle_ns(n_streams, n_groups, rows), _turns(n_streams, n_groups, rows)
+            quiet_ns, turns = self._cycle_ns(n_streams, n_groups, rows), turns_of(n_streams, n_groups, rows)
             token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
-            choice = self._beside(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=by_hand is None)
+            search, may_change = PromptsBeside(self), by_hand is None
+            choice = search.best(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=may_change)
             if choice is None:
                 return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns, token_max_ns)
-            beside, turns = (choice.flights, choice.chunk, choice.ride), _turns(n_streams, choice.n_groups, choice.rows)
+            beside = choice.flights, choice.chunk, choice.ride
+            turns = turns_of(n_streams, choice.n_groups, choice.rows)
             hold_max_ns = max(period_ns, choice.latency_ns * turns)
             return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, token_max_ns / turns, hold_max_ns)
         chunk = self._train(train_rows or TRAIN_ROWS)
@@ -271,11 +261,11 @@ class GroupPlanner:
         rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
         best = max(rates.values())
         good = (key for key, rate in rates.items() if rate * EQUAL >= best)
-        n_devices = len(self._devices)
+        n_devices = len(self.devices)
         return min(good, key=lambda key: (abs(key[0] - n_devices), -rates[key], key[1]))
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
-        rows_max, groups_max = min(n_streams, self.rows_max), self._groups_max(n_streams)
+        rows_max, groups_max = min(n_streams, self.rows_max), self.groups_max(n_streams)
         sizes = {*range(1, min(rows_max, ROWS_ONE_BY_ONE) + 1), *range(ROWS_ONE_BY_ONE, rows_max, 16), rows_max}
         sizes |= {math.ceil(n_streams / n_groups) for n_groups in range(1, groups_max + 1)}
         for rows in sizes:
@@ -288,86 +278,11 @@ class GroupPlanner:
                 if 1 <= n_groups <= min(all_in, groups_max):
                     yield n_groups, rows
 
-    def _groups_max(self, n_streams: int) -> int:
-        is_one = len(self._devices) == 1 < len(self.stages)
-        few = 1 if is_one else min(n_streams, GROUPS_MAX_PER_STAGE * len(self._devices))
+    def groups_max(self, n_streams: int) -> int:
+        """Return how many decode flights there may be among so many streams."""
+        is_one = len(self.devices) == 1 < len(self.stages)
+        few = 1 if is_one else min(n_streams, GROUPS_MAX_PER_STAGE * len(self.devices))
         return max(math.ceil(n_streams / self.rows_max), few)
-
-    def _beside(
-        self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float, *, may_change: bool = True
-    ) -> _Beside | None:
-        """Return the most prefill that keeps the bound on the streams' latency; None if none does.
-
-        The decode flights are the best ones without prompts. If they may change, there may be one more, in case these
-        leave the busiest stage idle at times. Where a step costs much at any row count, one flight of all streams may
-        be best, but prompt rows riding in it would find all stages idle except one. There may also be fewer flights,
-        since a wider step may have room where one row costs half of a tile.
-
-        The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
-        once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
-        """
-        found: list[_Beside] = []
-        for plan in (best, *(self._one_more(n_streams, *best) if may_change else ())):
-            found.extend(self._within(plan, pressure, token_max_ns / _turns(n_streams, *plan)))
-        for plan in self._fewer(n_streams, best[0]) if may_change else ():
-            found.extend(self._within(plan, pressure, MET_PART * token_max_ns / _turns(n_streams, *plan)))
-        best_rate = max((choice.rate for choice in found), default=0.0)
-        good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
-
-        def rank(choice: _Beside) -> tuple[float, int, int]:
-            turns = _turns(n_streams, choice.n_groups, choice.rows)
-            return choice.latency_ns * turns, choice.flights, choice.n_groups
-
-        return min(good, key=rank, default=None)
-
-    def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[_Beside]:
-        """Yield the choices of riding rows and of prompt flights that keep the bound, with these decode flights."""
-        n_groups, rows = groups
-        for ride in (0, *self._rides(rows)):
-            decode = self._mixed(rows, ride)
-            if max(n_groups * max(decode), sum(decode) + self.overhead_ns) > latency_max_ns:
-                continue  # more rows may take less time, as they do once attention goes in tiles
-            if ride:
-                cycle_ns = _joined(n_groups * max(decode), sum(decode) + self.overhead_ns)
-                yield _Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
-            if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
-                yield from self._beside_flights(groups, decode, ride, latency_max_ns)
-
-    def _one_more(self, n_streams: int, n_groups: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield one flight more, and its rows, where the busiest stage has time for it.
-
-        Never more at once: flights that split because a prompt came queue behind each other until they have spread.
-        """
-        is_idle = n_groups * self.step_ns(rows) < BUSY * (self.way_ns(rows) + self.overhead_ns)
-        if n_groups < self._groups_max(n_streams) and is_idle:
-            yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
-
-    def _fewer(self, n_streams: int, n_groups: int) -> Iterator[tuple[int, int]]:
-        """Yield some smaller numbers of flights that leave each device one, and their rows."""
-        n_stages = len(self._devices)
-        for fewer in sorted({n_stages, math.ceil(n_groups / 2), math.ceil(n_groups * 3 / 4)}):
-            rows = math.ceil(n_streams / fewer)
-            if n_stages <= fewer < n_groups and rows <= self.rows_max:
-                yield fewer, rows
-
-    def _beside_flights(
-        self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
-    ) -> Iterator[_Beside]:
-        """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
-        n_groups, way_ns = groups[0], sum(decode) + self.overhead_ns
-        for chunk in CHUNK_LADDER:
-            if chunk > self.rows_max:
-                break
-            costs = _prompts(self._devices, chunk)
-            for flights in range(1, len(self._devices) + 1):
-                work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
-                # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
-                cycle_ns = max(work_ns, sum(costs) + self.overhead_ns)
-                latency_ns = max(cycle_ns, way_ns + flights * max(costs))
-                if latency_ns > latency_max_ns:
-                    break
-                rate = flights * chunk / cycle_ns + n_groups * ride / max(cycle_ns, way_ns)
-                yield _Beside(*groups, rate, latency_ns, flights, chunk, ride)
 
     def _train(self, n_rows: int) -> int:
         """Return the chunk that brings so many prompt rows through idle stages soonest, at their average context."""
@@ -376,34 +291,9 @@ class GroupPlanner:
         def time_ns(chunk: int) -> float:
             n_chunks = math.ceil(n_rows / chunk)
             ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
-            return train_ns(_prompts(self._devices, chunk), n_chunks) + ways_ns
+            return train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
-
-
-def _by_device(stages: Sequence[StageCost]) -> _Devices:
-    """Return the stages of each device; a stage without a known device has its own."""
-    found: dict[tuple[int, int], list[StageCost]] = {}
-    for at, stage in enumerate(stages):
-        found.setdefault((stage.device, 0) if stage.device >= 0 else (-1, at), []).append(stage)
-    return tuple(map(tuple, found.values()))
-
-
-def _each(devices: _Devices, cost_ns: Callable[[StageCost], float]) -> tuple[float, ...]:
-    """Return what something costs on each device: the sum over its stages."""
-    return tuple(sum(map(cost_ns, stages)) for stages in devices)
-
-
-def _prompts(devices: _Devices, rows: int) -> tuple[float, ...]:
-    return _each(devices, lambda stage: stage.prefill_ns(rows))
-
-
-def train_ns(costs: Sequence[float], n_chunks: int) -> float:
-    """Return how long chunks that follow each other take through idle stages, where one takes `costs` in each.
-
-    The slowest stage reads one chunk after the other, each other stage one before or one behind those.
-    """
-    return (n_chunks - 1) * max(costs) + sum(costs)
 
 
 def _context_step(tokens: float) -> int:
@@ -415,14 +305,3 @@ def _context_step(tokens: float) -> int:
 def pressure_of(n_streams: int, n_prompts: int) -> int:
     """Return how many prompts wait per running stream, at least 1 if any does."""
     return min(PRESSURE_MAX, math.ceil(n_prompts / n_streams)) if n_streams else min(1, n_prompts)
-
-
-def _turns(n_streams: int, n_groups: int, rows: int) -> float:
-    """Return in how many rounds of the flights each stream has a token: more than one where they take turns."""
-    return max(1.0, n_streams / (n_groups * rows))
-
-
-def _joined(work_ns: float, way_ns: float) -> float:
-    """Return the larger of the two, a little more when they are close."""
-    larger, smaller = max(work_ns, way_ns), min(work_ns, way_ns)
-    return float(larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS))

@@ -326,5 +326,5 @@ def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_pad
     assert shared.decode_ns(3) == curve.cost_ns(4)
     assert apart.decode_ns(3) == curve.cost_ns(3)
     assert apart.mixed_ns(2, 6) == curve.cost_ns(2) + curve.cost_ns(6) > shared.mixed_ns(2, 6)
-    beside, alone = (GroupPlanner([cost, cost])._rides(2)[:3] for cost in (shared, apart))
+    beside, alone = (GroupPlanner([cost, cost]).rides(2)[:3] for cost in (shared, apart))
     assert (beside, alone) == ([2, 6, 10], [1, 2, 4]), "what fills tiles, by itself or with the decode rows"

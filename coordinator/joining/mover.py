@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
+from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.joining.hosts import Hosts
 from relayline.coordinator.joining.hosts import ReadShape as ReadShape
+from relayline.coordinator.joining.own_moves import OwnMoves
 from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.same_slice import same_slices
-from relayline.coordinator.planner.imbalance import Imbalance
 from relayline.coordinator.planner.rebalance import Rebalancer
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError, UsageError
@@ -61,12 +61,11 @@ class LayerMover:
         drained, or lost for longer than `takeover_s` (0: never); `known` is who held layers before this process.
         `on_moved` gets who holds what after each change, off the event loop.
         """
-        self._pipeline, self._moves, self._cut_model = pipeline, pipeline.moves, cut_model
-        self._rebalancer, self._on_moved = rebalancer, on_moved
+        self._pipeline, self.moves, self._cut_model = pipeline, pipeline.moves, cut_model
+        self._on_moved = on_moved
         self._read_shape, self._takeover_s, self._known = read_shape, takeover_s, known
         self._hosts: Hosts | None = None
         self._keeping = asyncio.Lock()  # what is kept last is what holds
-        self._is_own = False  # whether the latest change was asked for by nobody
         self._before: tuple[int, ...] = ()  # the cuts that it began with
         self._service: JoinService | None = None
         self._next: Split | None = None
@@ -74,9 +73,10 @@ class LayerMover:
         self._tasks: set[asyncio.Task[None]] = set()
         pipeline.on_settling = self._look
         pipeline.epochs.on_ended, pipeline.epochs.on_stands = self._on_ended, self._on_stands
+        self._own: OwnMoves | None = None
         if rebalancer is not None:
-            balance = pipeline.epochs.balance
-            balance.on_reported, balance.moves_in_s = self._rebalance, self._moves_in_s
+            own = self._own = OwnMoves(rebalancer, pipeline.moves, self._may_move, self.move)
+            pipeline.epochs.balance.on_reported, pipeline.epochs.balance.moves_in_s = own.found, own.moves_in_s
 
     def attach(self, service: JoinService) -> None:
         """Get to know what stages join at."""
@@ -100,14 +100,9 @@ class LayerMover:
     def describe(self) -> dict[str, object]:
         """Return the layers of each stage and how far the latest change is, JSON-ready."""
         now_ns = time.monotonic_ns()
-        own = self._rebalancer.describe(self._moves.cuts, now_ns) if self._rebalancer is not None else None
+        own = self._own.describe(now_ns) if self._own is not None else None
         hosts = self._hosts.describe(now_ns) if self._hosts is not None else {}
-        return {**self._moves.describe(now_ns), "rebalance": own, "hosts": hosts}
-
-    @property
-    def moves(self) -> Moves:
-        """The changes of the pipeline."""
-        return self._moves
+        return {**self.moves.describe(now_ns), "rebalance": own, "hosts": hosts}
 
     async def drain(self, name: str, *, is_drained: bool) -> None:
         """Free a stage of its layers, or offer it layers again; see `Hosts.drain`."""
@@ -144,40 +139,24 @@ class LayerMover:
             )
         if self._cut_model is None:
             raise InvalidRequestError("this coordinator does not know the unsplit model; give it with --model")
-        instructions = self._moves.begin(cuts, time.monotonic_ns(), holders)
-        self._before, self._is_own = self._pipeline.file.cuts, False
-        if missing := self._service.unmovable(holders or self._moves.holders):
+        instructions = self.moves.begin(cuts, time.monotonic_ns(), holders)
+        self._before = self._pipeline.file.cuts
+        if self._own is not None:
+            self._own.begun()
+        if missing := self._service.unmovable(holders or self.moves.holders):
             why = f"{', '.join(missing)}: not here, or of a version whose layers do not move while it serves"
-            self._moves.failed(self._number, why, time.monotonic_ns())
+            self.moves.failed(self._number, why, time.monotonic_ns())
             raise NotReadyError(why)
         log.info("moving layers", extra={"fields": {"from": _text(self._pipeline.file.cuts), "to": _text(cuts)}})
         self._carry(instructions)
 
-    def _rebalance(self, found: Imbalance) -> None:
-        """Another cut would be clearly faster: move to it, if it is time."""
-        assert self._rebalancer is not None
-        if self._service is None or self._moves.is_open or not self._pipeline.is_ready() or self._service.unmovable():
-            return
-        now_ns, cuts = time.monotonic_ns(), self._moves.cuts
-        wanted = self._rebalancer.wanted(found, cuts, now_ns)
-        if not wanted:
-            return
-        log.info("layers move by themselves for about %.0f %% more tokens", 100 * found.gain)
-        try:
-            self.move(wanted)
-        except RelaylineError as error:
-            self._rebalancer.failed(wanted, now_ns)
-            log.warning("layers were not moved, and nothing has changed: %s", error.message)
-        else:
-            self._is_own = True
-
-    def _moves_in_s(self, now_ns: int) -> float | None:
-        assert self._rebalancer is not None
-        return self._rebalancer.wait_ns(self._moves.cuts, now_ns) / 1e9
+    def _may_move(self) -> bool:
+        service = self._service
+        return service is not None and self._pipeline.is_ready() and not service.unmovable()
 
     @property
     def _number(self) -> int:
-        return self._moves.latest.number if self._moves.latest is not None else 0
+        return self.moves.latest.number if self.moves.latest is not None else 0
 
     async def close(self) -> None:
         """Stop any change in progress."""
@@ -189,11 +168,11 @@ class LayerMover:
 
     def prepared(self, number: int, index: int) -> None:
         """A stage is ready to switch."""
-        self._carry(self._moves.prepared(number, index, time.monotonic_ns()))
+        self._carry(self.moves.prepared(number, index, time.monotonic_ns()))
 
     def failed(self, number: int, why: str) -> None:
         """Something of the change cannot be done."""
-        instructions = self._moves.failed(number, why, time.monotonic_ns())
+        instructions = self.moves.failed(number, why, time.monotonic_ns())
         self._log_failure(number)
         self._carry(instructions)
 
@@ -201,8 +180,8 @@ class LayerMover:
         """A stage left or restarted."""
         if self._hosts is not None:
             self._hosts.left(index)
-        was_open = self._moves.is_open
-        instructions = self._moves.left(index, time.monotonic_ns())
+        was_open = self.moves.is_open
+        instructions = self.moves.left(index, time.monotonic_ns())
         if was_open:
             self._log_failure(self._number)
         self._carry(instructions)
@@ -213,27 +192,27 @@ class LayerMover:
             self._hosts.came(index)
 
     def _log_failure(self, number: int) -> None:
-        move = self._moves.latest
+        move = self.moves.latest
         if move is not None and move.number == number and move.state is MoveState.FAILED:
             log.warning("layers were not moved, and nothing has changed: %s", move.problem)
-            if self._rebalancer is not None:
-                self._rebalancer.failed(move.cuts, time.monotonic_ns())
+            if self._own is not None:
+                self._own.failed(move.cuts)
             if self._hosts is not None:
                 self._hosts.failed(move)
 
     def _look(self) -> None:
-        self._carry(self._moves.look(time.monotonic_ns()))
+        self._carry(self.moves.look(time.monotonic_ns()))
 
     def _on_ended(self) -> None:
         """Everything of the epoch is closed: if the new layers are due, they hold from here on."""
-        self._carry(self._moves.lost(time.monotonic_ns()))
+        self._carry(self.moves.lost(time.monotonic_ns()))
         if not self._switching or self._service is None or self._next is None:
             return
         number, self._switching = self._switching, 0
         epochs = self._pipeline.epochs
         epochs.file, self._next = self._next.file, None
         told = self._service.switch()
-        names = tuple(self._service.place(at).name for at in self._moves.holders)
+        names = tuple(self._service.place(at).name for at in self.moves.holders)
         epochs.stage_names = names
         self._pipeline.conductor.availability.changes_engines(names)
         if self._hosts is not None:
@@ -243,13 +222,13 @@ class LayerMover:
         self._spawn(self._service.tell_switch(number, told))
 
     def _on_stands(self) -> None:
-        if self._switching or not self._moves.connected(time.monotonic_ns()):
+        if self._switching or not self.moves.connected(time.monotonic_ns()):
             return
-        move = self._moves.latest
+        move = self.moves.latest
         assert move is not None
-        if self._rebalancer is not None:
-            self._rebalancer.moved(self._before, move.cuts, time.monotonic_ns(), is_own=self._is_own)
-        names = ",".join(self._moves.describe(0)["stages"])  # type: ignore[arg-type]
+        if self._own is not None:
+            self._own.moved(self._before, move.cuts)
+        names = ",".join(self.moves.describe(0)["stages"])  # type: ignore[arg-type]
         fields = {"cuts": _text(move.cuts), "stages": names, "paused_s": f"{move.paused_ns / 1e9:.3f}"}
         log.info("layers moved", extra={"fields": fields})
 
@@ -264,7 +243,7 @@ class LayerMover:
                 case Cut(number, cuts):
                     self._spawn(self._cut(number, cuts))
                 case Prepare(number):
-                    move = self._moves.latest
+                    move = self.moves.latest
                     assert move is not None
                     assert self._next is not None
                     self._spawn(service.prepare(number, self._next, move.keeps, move.holders))
@@ -297,32 +276,26 @@ class LayerMover:
         try:
             assert self._cut_model is not None
             assert self._service is not None
+            assert self.moves.latest is not None
             is_cut = cuts == self._pipeline.file.cuts  # others are to hold the same slices
             directory = self._service.split.directory if is_cut else await self._cut_model(cuts)
-            self._next, keeps = await asyncio.to_thread(self._new_split, directory, cuts)
+            had, holders = self._service.roster.holders, self.moves.latest.holders
+            before = [had.index(at) if at in had else None for at in holders]
+            held = self._service.split
+            self._next, keeps = await asyncio.to_thread(_next_split, held, directory, cuts, before)
         except RelaylineError as error:
             self.failed(number, error.message)
         except Exception as error:  # a bug of ours; nobody may wait for ever
             log.exception("splitting the model again failed")
             self.failed(number, f"the model could not be split: {error}")
         else:
-            self._carry(self._moves.cut(number, keeps, time.monotonic_ns()))
-
-    def _new_split(self, directory: Path, cuts: tuple[int, ...]) -> tuple[Split, tuple[bool, ...]]:
-        assert self._service is not None
-        held, file = self._service.split, load_pipeline(directory)
-        if file.cuts != cuts or file.source.sha256 != held.file.source.sha256:
-            raise ArtifactError(f"{directory} is not a split of the model that is served; give that one with --model")
-        assert self._moves.latest is not None
-        had = self._service.roster.holders
-        before = [had.index(at) if at in had else None for at in self._moves.latest.holders]
-        return Split.at(directory, file), same_slices((held.directory, held.file), (directory, file), before)
+            self._carry(self.moves.cut(number, keeps, time.monotonic_ns()))
 
     async def _tick(self, number: int) -> None:
         """Look at the clock for as long as stages prepare."""
-        while self._number == number and self._moves.latest and self._moves.latest.state is MoveState.PREPARING:
+        while self._number == number and self.moves.latest and self.moves.latest.state is MoveState.PREPARING:
             await asyncio.sleep(bounds.BEAT_EVERY_S)
-            instructions = self._moves.tick(time.monotonic_ns())
+            instructions = self.moves.tick(time.monotonic_ns())
             if instructions:
                 self._log_failure(number)
             self._carry(instructions)
@@ -330,3 +303,16 @@ class LayerMover:
 
 def _text(cuts: Iterable[int]) -> str:
     return ",".join(map(str, cuts)) or "none"
+
+
+def _next_split(
+    held: Split, directory: Path, cuts: tuple[int, ...], before: Sequence[int | None]
+) -> tuple[Split, tuple[bool, ...]]:
+    """Read the split that was made, and find the stages that keep their slice. Reads files; blocks.
+
+    before: for each stage of the new split, which stage of the present one the same place holds. Raises ArtifactError.
+    """
+    file = load_pipeline(directory)
+    if file.cuts != cuts or file.source.sha256 != held.file.source.sha256:
+        raise ArtifactError(f"{directory} is not a split of the model that is served; give that one with --model")
+    return Split.at(directory, file), same_slices((held.directory, held.file), (directory, file), before)

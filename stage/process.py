@@ -33,7 +33,7 @@ from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
-from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
+from relayline.stage.steps.policy import POLICIES, Policy, StepLimits
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX, MESSAGE_BYTES_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
@@ -155,13 +155,10 @@ def own_name(config: StageConfig) -> str:
 def make_policy(config: StageConfig, curves: Curves) -> Policy:
     """Return the batching policy that the configuration names."""
     settings = config.engine
-    if settings.policy == "single":
-        return SinglePolicy(settings.max_rows)
-    if settings.policy == "drain":
-        return DrainPolicy(settings.max_rows, settings.prefill_rows, settings.n_lanes + DRAFTED_ROWS_MAX)
     # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
     curve = curves.decode if settings.layout_used == "unified" else CostCurve()
-    return GroupPolicy(settings.max_rows, curve, settings.n_lanes + DRAFTED_ROWS_MAX)
+    limits = StepLimits(settings.max_rows, settings.prefill_rows, curve, settings.n_lanes + DRAFTED_ROWS_MAX)
+    return POLICIES[settings.policy](limits)
 
 
 @contextlib.asynccontextmanager

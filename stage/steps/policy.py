@@ -2,12 +2,14 @@
 
 The native step is the collection window: a policy is asked when the engine is free and frames wait. It has no timer.
 The default drains: decode rows first, then as much prefill as fits into the step.
+
+To add one, write its class here and its entry in `POLICIES`, and name it in `wire.settings.table.POLICIES`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from relayline.stage.queue_types import QueuedFrame
@@ -146,3 +148,25 @@ def _of_envelope(frames: Sequence[QueuedFrame], envelope: int, taken: int, max_r
         n_rows += frame.n_rows
         n_frames += 1
     return n_frames, n_rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a stage knows that policies go by."""
+
+    max_rows: int
+    """Rows of one native step."""
+    prefill_rows: int
+    """Prefill rows in a step with running decoders."""
+    curve: CostCurve
+    """The cost of decode rows."""
+    wanted_rows: int = ROWS_PER_ENVELOPE_MAX
+    """Rows of one step that want logits."""
+
+
+POLICIES: dict[str, Callable[[StepLimits], Policy]] = {
+    "auto": lambda limits: GroupPolicy(limits.max_rows, limits.curve, limits.wanted_rows),
+    "drain": lambda limits: DrainPolicy(limits.max_rows, limits.prefill_rows, limits.wanted_rows),
+    "single": lambda limits: SinglePolicy(limits.max_rows),
+}
+"""How each policy is made, by its name in the table of settings."""

@@ -19,7 +19,7 @@ from relayline.stage.routes import check_newer
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
-from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy
+from relayline.stage.steps.policy import POLICIES, StepLimits
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring
 from relayline.wire.common.curve import CostCurve
@@ -31,6 +31,7 @@ from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CTX_TOKENS = 128
+PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 REJOIN_NS = 200 * MS
 STEP_NS, ROW_NS = 4 * MS, MS // 2
 _ENVELOPES = itertools.count(1)
@@ -145,7 +146,7 @@ class Node:
         embeddings = None if self.index else ModelEmbeddings()
         states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers))
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
-        self.batcher = Batcher(_policy(self._policy))
+        self.batcher = Batcher(POLICIES[self._policy](StepLimits(ROWS_MAX, PREFILL_ROWS, CostCurve())))
         self.routes: dict[int, NodeRoute] = {}
         self.step: Step | None = None
         self._n_to_lose = 0
@@ -381,9 +382,3 @@ class Node:
         running = () if self.step is None else (*self.step.controls, *self.step.frames)
         taken = {frame.session_id for frame in running if frame.route_id == route_id}
         return frozenset(taken | self.batcher.session_ids(route_id))
-
-
-def _policy(name: str) -> Policy:
-    if name == "drain":
-        return DrainPolicy(max_rows=ROWS_MAX, prefill_rows=32)
-    return GroupPolicy(ROWS_MAX, CostCurve())

@@ -19,25 +19,17 @@ from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.picking import is_guessed_wrong
 from relayline.stage.steps.placement import Placed
-from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
+from relayline.stage.steps.policy import POLICIES, StepLimits
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, mixed_cost_ns, price_per_lane
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 ROUTE = 1
+PREFILL_ROWS = 128  # in a step with running decoders, with policy drain
 
 
 class Violation(AssertionError):
     """An invariant was violated: the code under test is wrong."""
-
-
-def make_policy(name: str, rows_max: int, curve: CostCurve) -> Policy:
-    """Return the stage policy of that name, as `stage.process` makes it."""
-    if name == "single":
-        return SinglePolicy(rows_max)
-    if name == "drain":
-        return DrainPolicy(max_rows=rows_max, prefill_rows=128)
-    return GroupPolicy(rows_max, curve)
 
 
 class SimStage:
@@ -60,7 +52,7 @@ class SimStage:
         known |= {"context_ns": model.context_ns, "context_tiled_ns": model.context_tiled_ns}
         known |= {"is_per_lane": model.is_per_lane}
         self.curves = Curves.of_stage(has_head=decode != prefill, **(known if is_calibrated else {}))
-        self.batcher = Batcher(make_policy(policy, model.rows_max, self.curves.decode))
+        self.batcher = Batcher(POLICIES[policy](StepLimits(model.rows_max, PREFILL_ROWS, self.curves.decode)))
         self.lanes = LaneTable(n_lanes, 1 << 20)
         self.factor, self.stalled_until_ns = 1.0, 0
         self.step: Step | None = None

@@ -28,6 +28,7 @@ from relayline.deploy.testing.simulation.world import (
     streams,
 )
 from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.steps import policy
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import Choice, GroupPolicy
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
@@ -104,13 +105,13 @@ def test_a_lost_frame_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prefill_that_is_never_served_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_stage, "GroupPolicy", NeverPrefills)
+    monkeypatch.setattr(policy, "GroupPolicy", NeverPrefills)
     with pytest.raises(Violation, match="holds frames while its engine is free"):
         Simulation(World(equal_stages(2), streams(2, 8))).run()
 
 
 def test_starved_prefill_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulate_stage, "GroupPolicy", LastComeFirst)
+    monkeypatch.setattr(policy, "GroupPolicy", LastComeFirst)
     requests = (*(Request(0, 1, 400) for _ in range(24)), Request(500 * MS, 400, 2))
     setup = dataclasses.replace(fixed(24, 1))
     with pytest.raises(Violation, match="a frame waits"):

@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 
+from relayline.deploy.testing.cluster.clock import Clock
+from relayline.deploy.testing.cluster.node import Node, Part
+from relayline.deploy.testing.simulation.stage import SimStage
+from relayline.deploy.testing.simulation.world import equal_stages
+from relayline.stage.config import StageConfig
+from relayline.stage.process import make_policy
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.policy import (
     GROUP,
     PAD_TARGET,
+    POLICIES,
     PREFILL_BUDGET,
     QUEUE_DRAINED,
     ROW_CAP,
@@ -15,7 +26,11 @@ from relayline.stage.steps.policy import (
 )
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.settings.table import POLICIES as SETTING_POLICIES
+from relayline.wire.settings.table import EngineSettings
 from tests.support.fakes import rows_frame
+
+ROWS_MAX = 40
 
 
 def heads(*rows: int, first_order: int = 0) -> list[QueuedFrame]:
@@ -107,3 +122,17 @@ def test_single_takes_the_oldest_whatever_it_is() -> None:
     assert SinglePolicy(8).choose(decoders, chunks, 0).n_prefill == 1
     assert SinglePolicy(8).choose(decoders, [], 0).n_decode == 1
     assert SinglePolicy(8).choose(heads(1), heads(4, first_order=9), 0).n_decode == 1
+
+
+def test_a_new_policy_is_its_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage process and both simulations take it from the table, by the name in the table of settings."""
+    assert tuple(POLICIES) == SETTING_POLICIES
+    monkeypatch.setitem(POLICIES, "auto", lambda limits: SinglePolicy(limits.max_rows + 1))
+    wanted = SinglePolicy(ROWS_MAX + 1)
+    config = StageConfig(Path("slice.gguf"), engine=EngineSettings(policy="auto", max_rows=ROWS_MAX))
+    assert make_policy(config, Curves()) == wanted
+    node = Node(0, Part(0, 1, range(2)), 2, "auto", Clock(), random.Random(0))
+    assert isinstance(node.batcher.policy, SinglePolicy)
+    (model,) = equal_stages(1)
+    stage = SimStage(0, model, "auto", 2, random.Random(0), is_calibrated=True, is_last=True)
+    assert stage.batcher.policy == SinglePolicy(model.rows_max + 1)

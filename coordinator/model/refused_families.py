@@ -14,7 +14,7 @@ _SPEECH = "it makes sound and no text"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "arwkv7", "rwkv6", "rwkv6qwen2", "rwkv7",
+            "arwkv7", "rwkv6", "rwkv7",
         ),
         _RWKV,
     ),
@@ -43,6 +43,7 @@ REFUSED: dict[str, str] = {
     "plamo2": "llama.cpp aborts on it, whole or in stages, with more than one sequence",
     "plm": "llama.cpp aborts on it, whole or in stages",
     "qwen4exp": "some of its layers look token ids up, and all hand on several rows for each token",
+    "rwkv6qwen2": "llama.cpp mixes its lanes up where a step has one row of each, whole or in stages",
     "t5": "it is an encoder and a decoder in one, and stages run decoders only",
     "talkie": "each of its layers adds the embedding of the token once more, which stages do not forward",
 }  # fmt: skip

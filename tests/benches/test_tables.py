@@ -27,6 +27,6 @@ def test_a_page_is_filled_from_its_file():
     made = tables.filled(page)
     assert made.startswith("before\n")
     assert made.endswith("<!-- end -->\nbehind\n")
-    assert "| unsplit | 2.9773 |" in made
+    assert "| unsplit | 2.9773 | 2.3873 |" in made
     assert "old" not in made
     assert tables.filled(made) == made

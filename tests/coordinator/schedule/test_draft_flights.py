@@ -148,6 +148,18 @@ def test_nothing_is_drafted_while_prompts_are_read_or_where_stages_cannot_forget
         assert shapes(firm.take(0)) == [[(3, 1, False)]]
 
 
+@pytest.mark.parametrize("draft", [DRAFT_AUTO, 31])
+def test_of_recurrent_states_guesses_go_with_rows_while_few_streams_meet(draft: int) -> None:
+    """As many as stages can take back; and none in flights of their own, behind which they could not be."""
+    for n_streams, n_rows in ((1, 5), (2, 5), (3, 1)):
+        config = ScheduleConfig(draft=draft)
+        scheduler = Scheduler(config, planner(smooth(), 4), may_draft=False, rewind_rows=4)
+        decoding(scheduler, n_streams, range(60, 99))
+        frames = [frame for envelope in scheduler.take(0) for frame in envelope]
+        assert [len(frame.tokens) for frame in frames] == [n_rows] * n_streams
+        assert not any(frame.flags & Flag.GUESSED for frame in frames)
+
+
 def test_a_wide_hand_set_flight_that_one_stream_is_in_twice() -> None:
     """As behind a replay, when answers of before it come."""
     scheduler = Scheduler(ScheduleConfig("fixed", 1, 8, draft=DRAFT_AUTO), planner(smooth()))

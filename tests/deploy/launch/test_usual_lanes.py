@@ -15,6 +15,7 @@ from relayline.deploy.cli.model import inspect_command
 from relayline.deploy.cli.plan import make_plan, planned_manifest
 from relayline.deploy.doctor.plan import needed_memory_bytes
 from relayline.deploy.launch.lanes import with_usual_lanes
+from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
 from tests.support.tiny_models import make_tiny
@@ -45,7 +46,10 @@ def test_a_model_with_large_states_gets_fewer_lanes(model: Path) -> None:
     assert (needed_memory_bytes(lowered) or 0) < (needed_memory_bytes(usual) or 0)
 
 
-@pytest.mark.parametrize(("said", "n_lanes"), [("", 5), ("    lanes: 32\n", 32), ("    tokens: 512\n", 5)])
+@pytest.mark.parametrize(
+    ("said", "n_lanes"),
+    [("", 5), ("    lanes: 32\n", 32), ("    tokens: 512\n", 5), ("    rewindRows: 7\n", 4)],
+)
 def test_what_a_manifest_says_of_lanes_stands(said: str, n_lanes: int, model: Path) -> None:
     text = (
         "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec:\n  model: {path: model.gguf}\n"
@@ -53,6 +57,24 @@ def test_what_a_manifest_says_of_lanes_stands(said: str, n_lanes: int, model: Pa
     manifest = model.parent / "pipeline.yaml"
     manifest.write_text(text + (f"  context:\n{said}" if said else ""))
     assert with_usual_lanes(load_manifest(manifest)).engine.n_lanes == n_lanes
+
+
+def test_earlier_states_are_memory_of_every_lane(model: Path) -> None:
+    needed = []
+    for n_rows in (0, 3):
+        manifest = override(smallest_manifest(model), {"context.lanes": 8, "context.rewindRows": n_rows})
+        needed.append(needed_memory_bytes(manifest) or 0)
+    each = sum(inspect_model(model).state_bytes_per_lane)
+    assert needed[1] - needed[0] == pytest.approx(3 * each * 9, rel=0.2), "eight lanes, and a spare one of each stage"
+
+
+def test_inspect_says_whether_drafts_can_be_had(model: Path, tmp_path: Path) -> None:
+    other = make_tiny("granitehybrid", tmp_path / "other.gguf")
+    for path, can, line in ((model, True, "--rewind-rows N"), (other, False, "cannot be taken back")):
+        told = CliRunner().invoke(inspect_command, [str(path)])
+        assert line in told.output
+        told = CliRunner().invoke(inspect_command, [str(path), "--json"])
+        assert json.loads(told.stdout)["rewinds_states"] is can
 
 
 def test_a_model_that_is_not_here_or_attends_alone_changes_nothing(tmp_path: Path) -> None:

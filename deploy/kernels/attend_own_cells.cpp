@@ -5,11 +5,13 @@
  * exponential, one sum of halves. Here the seen cells of a row are collected first, sixteen asked at a time; heads that
  * share a key (grouped-query attention) are computed at once, so that it is read and converted once for up to four of
  * them; exponentials go in eights, and values are added in single precision, where llama.cpp rounds each sum to half.
- * So a row's result depends on its lane's cells and their order alone, whoever else is in the cache and in the step. What
- * is not computed here stays llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps
- * of many rows of few lanes where few heads share a key (TILED_ROWS, PAIRS).
+ * Cells are taken in the order in which they were written (cell_order.cpp). So a row's result depends on its lane's tokens
+ * alone, wherever their cells lie, and whoever else is in the cache and in the step. What is not computed here stays
+ * llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps of many rows of few lanes
+ * where few heads share a key (TILED_ROWS, PAIRS).
  * kernels.cmake adds this file, llama.cpp.patch the call. Figures: benches/RESULTS.md, "Attention".
  */
+#include "cell_order.h"
 #include "ggml-cpu-impl.h"
 #include "ggml.h"
 #include "relayline_hooks.h"
@@ -39,27 +41,21 @@ constexpr int PAIRS = 4;
 struct seen_cells {
     const ggml_fp16_t * mask; // nullptr: all of them
     int64_t             end;
-    int64_t             group = -16; // of sixteen cells, of which `left` says by a bit each which are seen and not taken
-    uint32_t            left = 0;
+    int64_t             group = 0; // of sixteen cells
 
-    /* Write the next seen cells and what is added to their scores; fewer than CELLS are the last ones. */
-    int take(int32_t (&cells)[CELLS], float (&bias)[CELLS]) {
-        int n = 0;
-        while (n < CELLS) {
-            if (!left) {
-                group += 16;
-                if (group >= end) {
-                    break;
-                }
-                left = ask();
-                continue;
+    /* All of them, in the order of their places. */
+    void collect(std::vector<int32_t> & cells) {
+        size_t n = 0;
+        for (group = 0; group < end; group += 16) {
+            uint32_t left = ask();
+            if (left && cells.size() < n + 16) {
+                cells.resize(2 * n + 16);
             }
-            const int64_t cell = group + __builtin_ctz(left);
-            left &= left - 1;
-            cells[n] = cell;
-            bias[n++] = mask ? _cvtsh_ss(mask[cell]) : 0;
+            for (; left; left &= left - 1) {
+                cells[n++] = group + __builtin_ctz(left);
+            }
         }
-        return n;
+        cells.resize(n);
     }
 
     /* Which of the sixteen cells of `group` are seen, by a bit each. */
@@ -84,6 +80,15 @@ struct block_of_cells {
     int     n;
     int32_t cells[CELLS];
     float   bias[CELLS];
+
+    /* Those from `first` on, and what the mask adds to their scores. */
+    void take(const std::vector<int32_t> & seen, size_t first, const ggml_fp16_t * mask) {
+        n = std::min<size_t>(CELLS, seen.size() - std::min(first, seen.size()));
+        for (int i = 0; i < n; i++) {
+            cells[i] = seen[first + i];
+            bias[i] = mask ? _cvtsh_ss(mask[cells[i]]) : 0;
+        }
+    }
 };
 
 /* Of heads that are computed at once: their greatest score so far, and the sum of all exponentials. */
@@ -92,13 +97,15 @@ struct progress {
 };
 
 struct attention {
-    const ggml_tensor *dst, *q, *k, *v, *mask, *sinks;
-    float              scale, softcap;
-    int                dk, dv, sharing, pieces_of_key;
+    const ggml_tensor *   dst, *q, *k, *v, *mask, *sinks;
+    float                 scale, softcap;
+    int                   dk, dv, sharing, pieces_of_key;
+    const written_cells * written; // nullptr: cells are taken in the order of their places
 
     explicit attention(const ggml_tensor * dst)
         : dst(dst), q(dst->src[0]), k(dst->src[1]), v(dst->src[2]), mask(dst->src[3]), sinks(dst->src[4]),
-          dk(k->ne[0]), dv(v->ne[0]), sharing(q->ne[2] / k->ne[2]), pieces_of_key((sharing + HEADS - 1) / HEADS) {
+          dk(k->ne[0]), dv(v->ne[0]), sharing(q->ne[2] / k->ne[2]), pieces_of_key((sharing + HEADS - 1) / HEADS),
+          written(mask ? relayline_written_cells(k) : nullptr) {
         memcpy(&scale, (const float *) dst->op_params, sizeof(scale));
         memcpy(&softcap, (const float *) dst->op_params + 2, sizeof(softcap));
         if (softcap != 0) {
@@ -121,9 +128,13 @@ struct attention {
             const char * of_row = (const char *) mask->data + row * mask->nb[1] + stream % mask->ne[3] * mask->nb[3];
             seen.mask = (const ggml_fp16_t *) of_row;
         }
+        static thread_local std::vector<int32_t> found;
+        seen.collect(found);
+        const std::vector<int32_t> & cells = written ? relayline_in_order(*written, found, row, mask->data) : found;
         block_of_cells blocks[2], *now = &blocks[0], *then = &blocks[1];
-        for (now->n = seen.take(now->cells, now->bias); now->n; std::swap(now, then)) {
-            then->n = seen.take(then->cells, then->bias);
+        now->take(cells, 0, seen.mask);
+        for (size_t first = CELLS; now->n; first += CELLS, std::swap(now, then)) {
+            then->take(cells, first, seen.mask);
             for (int piece = begin; piece < end; piece++) {
                 switch (n_heads(piece)) {
                     case 1: add<1>(row, piece, stream, *now, *then, all[piece - begin]); break;

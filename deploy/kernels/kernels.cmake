@@ -130,7 +130,8 @@ function(relayline_compile)
         endforeach()
         list(APPEND OWN_PRODUCTS "${OWN}/repack_4_bit.cpp")
         target_sources(ggml-cpu PRIVATE "${OWN}/repack_q4_k.cpp" "${OWN}/stored_products.cpp"
-            "${OWN}/stored_k_quants.cpp" "${OWN}/stored_q8_0.cpp" "${OWN}/attend_own_cells.cpp")
+            "${OWN}/stored_k_quants.cpp" "${OWN}/stored_q8_0.cpp" "${OWN}/attend_own_cells.cpp"
+            "${OWN}/cell_order.cpp")
     endif()
     # Zen 4, which computes 512 bits in two halves, has better kernels for few rows; the file says more. (Zen 5, with
     # halves or without, has AVX-VNNI beside AVX-512; it was not measured, and neither were Intel's processors.)

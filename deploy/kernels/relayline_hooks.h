@@ -33,6 +33,12 @@ bool relayline_attends_own_cells(int n_rows, int n_heads, int n_kv_heads);
 /* Whether they do, however many they are, where most of them are of lanes of their own. */
 bool relayline_attends_lanes_apart(void);
 
+/* Whether attention takes the cells of a lane in the order of its tokens where lanes share the cells of a cache. */
+bool relayline_attends_in_order(void);
+
+/* cell_order.cpp: note which cells of a KV cache's keys were written, before they are. One thread does. */
+void relayline_note_rows(const struct ggml_compute_params * params, const struct ggml_tensor * dst);
+
 /* Compute this thread's share of attention; false if llama.cpp must, for all threads alike. */
 bool relayline_attend(const struct ggml_compute_params * params, const struct ggml_tensor * dst);
 

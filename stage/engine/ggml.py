@@ -95,6 +95,19 @@ def attends_lanes_apart() -> bool:
     return bool(found())
 
 
+def attends_in_order() -> bool:
+    """Return whether attention sums over the cells of a lane in the order of its tokens where lanes share cells.
+
+    Only in an f16 cache, and for the rows of attends_own_cells. In other builds it follows the places of the cells, and
+    a row's last bits depend on where they lie (deploy/kernels/cell_order.cpp).
+    """
+    found = getattr(_lib, "relayline_attends_in_order", None)
+    if found is None:
+        return False
+    found.restype = ctypes.c_bool
+    return bool(found())
+
+
 def kernels() -> str:
     """Return relayline's kernels that this process uses, one space between their names; empty if it uses none.
 

@@ -215,6 +215,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         "stored_k_quants.cpp",
         "stored_q8_0.cpp",
         "attend_own_cells.cpp",
+        "cell_order.cpp",
         "switch.cpp",
     ):
         assert any(source.endswith(name) for source in commands) == is_ours
@@ -230,6 +231,9 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         assert "if (src1->type != vec_dot_type && !relayline_multiplies(dst)) {" in stored
         assert stored.index("relayline_multiply(dst, wdata, ") < stored.index("// attempt to reduce false-sharing")
         assert attention.index("if (relayline_attend(params, dst))") < attention.index("if (use_split_kv_path)")
+        before, _, after = attention.partition("relayline_note_rows(params, dst);")
+        assert "void ggml_compute_forward_set_rows(" in before
+        assert "ggml_compute_forward_set_rows_impl<float, int64_t>(params, dst)" in after
 
 
 def test_the_patch_fits_the_pinned_sources_and_changes_what_it_says(tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ def test_the_patch_fits_the_pinned_sources_and_changes_what_it_says(tmp_path: Pa
         files = whole
     patched = apply_patch(tmp_path, files)
     counts = {name: text.count("relayline_") - files[name].count("relayline_") for name, text in patched.items()}
-    assert counts == {"ggml-cpu/repack.cpp": 0, "ggml-cpu/ops.cpp": 2, "ggml-cpu/ggml-cpu.c": 5}
+    assert counts == {"ggml-cpu/repack.cpp": 0, "ggml-cpu/ops.cpp": 3, "ggml-cpu/ggml-cpu.c": 5}
     assert "AT_ONCE" in patched["ggml-cpu/repack.cpp"]
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import HandshakeError, PlaceTakenError, UnauthenticatedError, UsageError
+from relayline.wire.common.errors import PlaceTakenError, UnauthenticatedError, UsageError, VersionError
 from relayline.wire.common.phase import HostState
 from relayline.wire.links.roles import Credential
 
@@ -77,7 +77,7 @@ class Membership:
         """Return the place that this stage may take.
 
         Raises UsageError for an unknown name, UnauthenticatedError for a credential of another stage or one other than
-        the first that joined under the name, HandshakeError for another version, and PlaceTakenError while another
+        the first that joined under the name, VersionError for another protocol, and PlaceTakenError while another
         process holds the place.
         """
         place = next((place for place in self.places if place.name == who.name), None)
@@ -86,14 +86,10 @@ class Membership:
             raise UsageError(f"this pipeline has no stage {who.name!r}; its stages are {known}")
         self._check_credential(place, who.credential)
         if who.protocol_version != bounds.PROTOCOL_VERSION:
-            raise HandshakeError(
-                f"stage {who.name} speaks protocol {who.protocol_version}, this coordinator {bounds.PROTOCOL_VERSION}; "
-                f"run the same relayline version on both"
-            )
-        if release(who.software_version) != release(self._software_version):
-            raise HandshakeError(
-                f"stage {who.name} runs relayline {who.software_version}, this coordinator {self._software_version}; "
-                f"run the same version on both"
+            raise VersionError(
+                f"stage {who.name} (relayline {who.software_version or '?'}) speaks protocol {who.protocol_version}, "
+                f"this coordinator (relayline {self._software_version}) protocol {bounds.PROTOCOL_VERSION}; "
+                "upgrade the older one: the stage waits meanwhile"
             )
         holder = place.member
         if holder is not None and holder.process_id != who.process_id:
@@ -200,11 +196,6 @@ class Membership:
     def _enter(self, place: Place, state: HostState, now_ns: int) -> None:
         if place.state is not state:
             place.state, place.since_ns = state, now_ns
-
-
-def release(version: str) -> tuple[str, ...]:
-    """Return the part of a version that must be equal on both ends: everything before the patch number."""
-    return tuple(version.split(".")[:2])
 
 
 def _describe(place: Place, now_ns: int) -> dict[str, object]:

@@ -49,6 +49,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE = "relayline.v1.PipelineService"
 TICKET_BYTES = 16
+REFUSALS_MAX = 64  # different ones of stages that wait, of which each is logged once
 _STATES = {
     pb.ARTIFACT_PHASE_FETCHING: HostState.FETCHING,
     pb.ARTIFACT_PHASE_LOADING: HostState.LOADING,
@@ -110,6 +111,7 @@ class MemberService(abc.ABC):
         self._config, self._roster = config, roster
         self._members: dict[int, OpenMembership] = {}  # by place, hence at most one per stage
         self._closing = asyncio.Event()
+        self._refusals: set[str] = set()  # that have been logged, of stages that may wait
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the generic handler to register with a server."""
@@ -133,7 +135,7 @@ class MemberService(abc.ABC):
         try:
             member = self._admit(await _hello(context), peer_of(context.peer())[0], _one_by_one(context.write))
         except RelaylineError as error:
-            log.warning("stage refused", extra={"fields": {"from": context.peer(), "reason": error.message}})
+            self._note_refusal(context.peer(), error)
             await rpc.abort(context, error)
         reason: RelaylineError = ProtocolError("it said goodbye")
         is_in_order = False
@@ -171,6 +173,15 @@ class MemberService(abc.ABC):
             for task in (*ends, *beating):
                 task.cancel()
             await asyncio.gather(*ends, *beating, return_exceptions=True)
+
+    def _note_refusal(self, peer: str, error: RelaylineError) -> None:
+        """Log a refusal; of a stage that waits and asks again, the first one."""
+        is_new = not error.retryable or error.message not in self._refusals
+        if len(self._refusals) >= REFUSALS_MAX:
+            self._refusals.clear()
+        self._refusals.add(error.message)
+        level = logging.WARNING if is_new else logging.DEBUG
+        log.log(level, "stage refused", extra={"fields": {"from": peer, "reason": error.message}})
 
     def _admit(
         self, hello: pb.StageHello, host: str, write: Callable[[pb.JoinResponse], Awaitable[None]]

@@ -181,6 +181,12 @@ class HandshakeError(RelaylineError):
     label, fault = "handshake", Fault.OPERATOR
 
 
+class VersionError(HandshakeError):
+    """A stage of another protocol than its coordinator's. It waits: the older one may be upgraded just now."""
+
+    label, retryable = "other_version", True
+
+
 class UnauthenticatedError(RelaylineError):
     """A peer that is refused, or refuses us: certificate, name, join token, or TLS on one side only."""
 
@@ -259,6 +265,7 @@ STATUS: dict[str, tuple[str, int]] = {
     ProtocolError.label: ("INVALID_ARGUMENT", 502),
     ChecksumError.label: ("DATA_LOSS", 502),
     HandshakeError.label: ("FAILED_PRECONDITION", 503),
+    VersionError.label: ("FAILED_PRECONDITION", 503),
     UnauthenticatedError.label: ("UNAUTHENTICATED", 503),
     PlaceTakenError.label: ("ALREADY_EXISTS", 503),
     StaleEpochError.label: ("ABORTED", 503),

@@ -17,7 +17,6 @@ from relayline.coordinator.joining.config import engine_message
 from relayline.stage.joining.client import FETCH, JOIN, Member
 from relayline.wire.common.errors import (
     ArtifactError,
-    HandshakeError,
     NotReadyError,
     PlaceTakenError,
     ProtocolError,
@@ -25,6 +24,7 @@ from relayline.wire.common.errors import (
     StageLostError,
     StaleEpochError,
     UsageError,
+    VersionError,
 )
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -123,8 +123,7 @@ async def test_a_stage_that_loads_again_is_missing_meanwhile(port: JoinPort) -> 
     ("changes", "error", "words"),
     [
         ({"name": "box9"}, UsageError, "its stages are box1, box2"),
-        ({"protocol_version": 99}, HandshakeError, "protocol 99"),
-        ({"software_version": "9.9"}, HandshakeError, r"relayline 9\.9"),
+        ({"protocol_version": 99, "software_version": "9.9"}, VersionError, r"relayline 9\.9\) speaks protocol 99"),
     ],
 )
 async def test_a_misfit_is_refused_in_words(

@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 
+from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.joining import service as join_service
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.port import make_roster, serve_joining
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import TELL_EVERY_S, WEIGHTS, Load
 from relayline.stage.joining import artifact_fetch, join
+from relayline.stage.joining.client import introduction
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
 from relayline.stage.joining.config import facing
 from relayline.stage.joining.join import JoinedStage
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     ArtifactError,
     NativeError,
@@ -245,6 +248,34 @@ async def test_a_place_that_stays_taken_is_given_up(
             await Living(port.address, tmp_path).task
         assert caplog.text.count("cannot join yet") == 1, "the same reason is said once"
         await holder.close()
+
+
+@pytest.mark.parametrize("newer", [1, -1], ids=["older stage", "newer stage"])
+async def test_a_stage_of_another_protocol_waits_says_so_once_on_both_sides_and_then_joins(
+    newer: int, tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(join, "REJOIN_MAX_S", 0.02)
+    hello = introduction("box1", "p1")
+    monkeypatch.setattr(join, "introduction", lambda *_: hello)  # its process keeps the version that it has
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
+        check, n_asked = port.roster.check, itertools.count(1)
+        asked_again = asyncio.Event()
+
+        def checked(who: Introduction) -> Any:
+            if next(n_asked) == 4:
+                asked_again.set()
+            return check(who)
+
+        monkeypatch.setattr(port.roster, "check", checked)
+        with monkeypatch.context() as other:
+            other.setattr(bounds, "PROTOCOL_VERSION", bounds.PROTOCOL_VERSION + newer)  # of the coordinator
+            stage = Living(port.address, tmp_path)
+            await asked_again.wait()
+            for words in ("cannot join yet", "stage refused"):
+                said = [each for each in caplog.records if words in each.getMessage()]
+                assert sum(each.levelno >= logging.WARNING for each in said) == 1, words
+        await serves(port, engines)  # the coordinator has been replaced by one of the stage's protocol
+        await stage.stop()
 
 
 async def test_a_place_that_becomes_free_is_taken(

@@ -127,14 +127,16 @@ class Passes:
         keys = list(answered)
         for each in [window] if window is not None else list(self._windows.values()):
             each.waiting.difference_update(keys)
-            self._finish_if_over(each)
+        self._finish_those_over()
 
     def forget(self, session_id: int) -> None:
-        """A session has ended: no more answers will come for it."""
-        for window in list(self._windows.values()):
+        """A session has ended: no more answers will come for it.
+
+        Its windows stay until the next answer or look: the answer that ended it is still to be counted.
+        """
+        for window in self._windows.values():
             if session_id in window.streams:
                 window.waiting = {key for key in window.waiting if key[0] != session_id}
-                self._finish_if_over(window)
 
     def close(self, now_ns: int) -> None:
         """Close the current window for new passes."""
@@ -147,6 +149,7 @@ class Passes:
         """Close the current window after its second, and finish windows whose answers do not come."""
         if self._current is not None and now_ns - self._current.started_ns >= WINDOW_NS:
             self.close(now_ns)
+        self._finish_those_over()
         for window in list(self._windows.values()):
             if window.is_closed and now_ns - window.closed_ns >= ANSWER_WAIT_NS:
                 self._finish(window)
@@ -162,6 +165,10 @@ class Passes:
         self.close(now_ns)
         for window in list(self._windows.values()):
             self._finish(window)
+
+    def _finish_those_over(self) -> None:
+        for window in list(self._windows.values()):
+            self._finish_if_over(window)
 
     def _finish_if_over(self, window: Window) -> None:
         if window.is_closed and not window.waiting:

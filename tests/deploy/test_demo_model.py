@@ -58,6 +58,7 @@ def test_every_cut_equals_the_whole_for_prefill_and_decode(cuts: tuple[int, ...]
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_stages", [2, 3, 4])
 def test_certified_over_real_processes_with_mixed_batches(n_stages: int) -> None:
     done = relayline("certify", MODEL, "--stages", str(n_stages), "--wire", "f32", "--json")

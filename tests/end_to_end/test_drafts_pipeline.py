@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ SEEDED = SamplingParams(temperature=0.9, top_k=40, seed=11)
 SAMPLINGS = (GREEDY, SEEDED, PENALISED, GREEDY)
 WRONG_EVERY = (0, 5, 7, 2)  # of each stream's prediction
 LAYOUTS = ("unified", "per-lane")
+Foretold = Callable[..., Awaitable[list[GenerationRequest]]]
 NEAR_TIE = 0.02  # deviations of the logits: attention of the two layouts differs, and that of windows from the whole's
 
 
@@ -83,6 +84,19 @@ async def predicted(paths: list[Path], kv_layout: str = "unified") -> list[Gener
     return [predicting(*each) for each in zip(base, said, WRONG_EVERY, strict=True)]
 
 
+@pytest.fixture(scope="module", name="foretold")
+def foretold_fixture(artifacts: Artifacts) -> Foretold:
+    """`predicted` by cuts and layout of cells, each found out once."""
+    found: dict[tuple[int | str, ...], list[GenerationRequest]] = {}
+
+    async def foretold(cuts: Sequence[int], kv_layout: str = "unified") -> list[GenerationRequest]:
+        if (*cuts, kv_layout) not in found:
+            found[*cuts, kv_layout] = await predicted(artifacts(cuts), kv_layout)
+        return found[*cuts, kv_layout]
+
+    return foretold
+
+
 def assert_right(whole: ReferenceModel, asked: Sequence[GenerationRequest], outputs: Sequence[list[int]]) -> None:
     for each, tokens in zip(asked, outputs, strict=True):
         assert len(tokens) == N_TOKENS
@@ -106,13 +120,14 @@ async def drafting(paths: list[Path], draft: int, **more: object) -> AsyncIterat
     assert 0 < figures["accepted_tokens"] <= figures["drafted_tokens"]  # type: ignore[operator]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("cuts", [[2], [1, 2, 3]], ids=["2 stages", "4 stages"])
 @pytest.mark.parametrize("draft", [1, 4, 31])
 async def test_with_drafts_equals_whole(
-    draft: int, cuts: list[int], kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
+    draft: int, cuts: list[int], kv_layout: str, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel
 ) -> None:
-    asked = await predicted(artifacts(cuts), kv_layout)
+    asked = await foretold(cuts, kv_layout)
     async with drafting(artifacts(cuts), draft, kv_layout=kv_layout) as running:
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(each)) for each in asked))
     assert_right(whole, asked, outputs)
@@ -136,9 +151,9 @@ async def test_guesses_that_follow_in_flights_of_their_own(
 @pytest.mark.parametrize("draft", [DRAFT_AUTO, 3])
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
-    lost: int, draft: int, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
+    lost: int, draft: int, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel, launched: dict[Kind, int]
 ) -> None:
-    asked = await predicted(artifacts([1, 3]))
+    asked = await foretold([1, 3])
     async with drafting(artifacts([1, 3]), draft) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 6) for stream in streams))
@@ -151,13 +166,19 @@ async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
     assert launched[Kind.DECODE]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 @pytest.mark.parametrize("where", [0, 1, 2])
 async def test_links_that_break_under_drafts(
-    where: int, kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
+    where: int,
+    kv_layout: str,
+    artifacts: Artifacts,
+    foretold: Foretold,
+    whole: ReferenceModel,
+    launched: dict[Kind, int],
 ) -> None:
     """Stages hold more than was said then: rows that were guessed, rightly or not."""
-    asked = await predicted(artifacts([1, 3]), kv_layout)
+    asked = await foretold([1, 3], kv_layout)
     async with drafting(artifacts([1, 3]), DRAFT_AUTO, kv_layout=kv_layout, proxied=True) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 3) for stream in streams))
@@ -171,10 +192,10 @@ async def test_links_that_break_under_drafts(
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_what_a_drafted_stream_leaves_is_copied_rightly(
-    kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
+    kv_layout: str, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel
 ) -> None:
     """The next turn of a chat, and another stream that begins alike while the first still runs."""
-    (first, *_), paths = await predicted(artifacts([2]), kv_layout), artifacts([2])
+    (first, *_), paths = await foretold([2], kv_layout), artifacts([2])
     first = dataclasses.replace(
         first, prompt_tokens=prompt_of(3, 40), prediction=(*prompt_of(3, 40), *first.prediction)
     )

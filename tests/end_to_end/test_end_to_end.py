@@ -21,6 +21,7 @@ from relayline.deploy.testing.forked import own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, child_running, children, relayline, running, wait_gone
 from tests.support.http_client import Client, assert_same_greedy, text_of, tokens_of
+from tests.support.polling import pause
 
 PROMPTS = (
     "def read_lines(path):\n",
@@ -34,7 +35,7 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["auto", pytest.param("unified", marks=pytest.mark.nightly)])
 def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("split")
     flags = ("--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json", "--ctx", "1024", "--lanes",
@@ -74,7 +75,7 @@ async def test_a_client_that_leaves_frees_its_lane(served: Running) -> None:
             await response.content.readline()
         async with asyncio.timeout(30):
             while any(stage["lanes_used"] for stage in (await client.pipeline())["stages"]):
-                pass  # each turn is a round trip to every stage
+                await pause()
 
 
 async def test_seeded_sampling_is_reproducible(served: Running) -> None:

@@ -17,6 +17,7 @@ from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.end_to_end.test_join import stage
 from tests.end_to_end.test_moves import Gaps, answers_until
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
+from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -85,6 +86,7 @@ class World:
                 found = await self.layers()
                 if found["stages"] == list(names) and found["move"]["state"] == "done":
                     return found
+                await pause()
 
     async def under_streams(self, what: Callable[[], Awaitable[object]]) -> None:
         """Do it while streams run; each answer has the tokens of an undisturbed one."""

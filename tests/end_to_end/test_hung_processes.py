@@ -19,6 +19,7 @@ import pytest
 from relayline.deploy.testing.processes import Running, relayline
 from tests.end_to_end.test_end_to_end import DEMO
 from tests.support.http_client import Client, tokens_of
+from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes, each stopped for some ten seconds
 
@@ -85,7 +86,7 @@ async def health(client: Client) -> tuple[int, str]:
 async def until_ready(client: Client) -> None:
     async with asyncio.timeout(READY_MAX_S):
         while (await health(client))[0] != 200:
-            pass  # each turn is a round trip
+            await pause()
 
 
 async def logged(process: Running, text: str, count: int) -> float:
@@ -157,5 +158,5 @@ async def test_a_coordinator_that_is_stopped(pipeline: Pipeline) -> None:
                 assert noticed_s < NOTICED_MAX_S
         async with asyncio.timeout(READY_MAX_S):  # for a moment it still believes that all is as it was
             while (await client.pipeline())["missing"] or (await health(client))[0] != 200:
-                pass  # each turn is a round trip to every stage
+                await pause()
         assert (await client.complete("def g(", max_tokens=4))["usage"]["completion_tokens"] == 4

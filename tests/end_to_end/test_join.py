@@ -15,6 +15,7 @@ from relayline.deploy.testing.processes import Running, relayline, running
 from tests.end_to_end.test_end_to_end import DEMO, PROMPTS
 from tests.support.cutting_proxy import cutting_proxy
 from tests.support.http_client import Client, assert_same_greedy, tokens_of
+from tests.support.polling import pause
 
 pytestmark = pytest.mark.slow  # real processes, started many times
 
@@ -176,7 +177,7 @@ async def test_a_fetch_that_is_cut_goes_on_after_rejoining(split: Path, tmp_path
             held = asyncio.create_task(proxy.held.wait())
             await asyncio.wait({joining, held}, return_when=asyncio.FIRST_COMPLETED)
             while not joining.done() and not await fetched_bytes(served, 1):
-                pass
+                await pause()
             held.cancel()
             proxy.cut()
             joined = await joining

@@ -31,6 +31,7 @@ from relayline.wire.envelopes.envelope import DTYPE_F32
 from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.support.fakes import pipeline_file
+from tests.support.polling import pause
 
 SHAPE = TinyShape(n_layers=4)
 CTX = 256
@@ -170,7 +171,7 @@ class Fleet:
         """Wait until no stage holds a lane: closes are under way when the last token arrives."""
         async with asyncio.timeout(20):
             while any(await self.lanes_used()):
-                pass
+                await pause()
 
 
 @contextlib.asynccontextmanager

@@ -48,6 +48,7 @@ PER_LANE = [name for name in RECIPES if RECIPES[name].architecture not in UNIFIE
 TIED = [name for name in PLAIN if RECIPES[name].may_tie and not RECIPES[name].always_tied]
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", PER_LANE)
 def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) -> None:
     """Two neighbouring lanes and one apart, so that llama.cpp computes each step in two parts; one cut.
@@ -68,6 +69,7 @@ def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) ->
     assert error < ERROR_OTHER_ROWS_MAX, error
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize(("kv_layout", "spare_lanes"), [("unified", 1), ("per-lane", 0)])
 @pytest.mark.parametrize("name", CELLS)
 def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_lanes: int, tmp_path: Path) -> None:
@@ -93,6 +95,7 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
         assert not np.allclose(engine.output_rows[:1], alone, atol=1e-6), "it attends to the copies"
 
 
+@pytest.mark.sampled(42)
 @pytest.mark.parametrize(("kv_layout", "ctx_tokens"), [("unified", 64), ("per-lane", 64), ("per-lane", 32)])
 @pytest.mark.parametrize("name", CELLS)
 def test_a_copied_beginning_is_worth_what_the_original_is(
@@ -136,6 +139,7 @@ def test_every_family_has_a_model() -> None:
     assert {recipe.architecture for recipe in RECIPES.values()} == set(FAMILIES)
 
 
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", RECIPES)
 def test_cuts_equal_whole(name: str, tmp_path: Path) -> None:
     """Every legal cut between slices that are as short as they may be, and some between long ones.
@@ -153,6 +157,7 @@ def test_cuts_equal_whole(name: str, tmp_path: Path) -> None:
     check(model, plans, tmp_path, ERROR_OTHER_ROWS_MAX if name == "gemma3:27b" else ERROR_MAX)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", TIED)
 def test_tied_embeddings(name: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", tied=True)
@@ -165,6 +170,7 @@ QUANTISED = [*itertools.product(["llama", "qwen3moe", "internlm2", "granite"], [
              ("gpt-oss", "mxfp4"), ("gpt-oss", "q8_0"), ("gemma3", "q4_0")]  # fmt: skip
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "quant"), QUANTISED)
 def test_quantised(name: str, quant: str, tmp_path: Path) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", quant=quant)

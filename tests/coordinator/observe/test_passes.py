@@ -120,7 +120,28 @@ def test_a_session_that_ended_is_not_waited_for() -> None:
     world.passes.close(1)
     world.back(context, 2, 1)
     world.passes.forget(2)
+    world.passes.look(3)
     assert [window.n_tokens for window in world.done] == [1]
+
+
+def test_the_answer_that_ends_a_session_is_counted() -> None:
+    """It is handled first, so the session ends before its last token is noted; its second may be over by then."""
+    world = World()
+    context = world.leave(0, 1)
+    world.passes.close(WINDOW_NS)
+    world.passes.forget(1)
+    world.back(context, WINDOW_NS + 1, 1)
+    assert [(window.n_tokens, window.last_ns) for window in world.done] == [(1, WINDOW_NS + 1)]
+
+
+def test_any_answer_ends_seconds_that_wait_for_nobody() -> None:
+    world = World()
+    world.leave(0, 1)
+    context = world.leave(WINDOW_NS, 2)
+    world.passes.forget(1)
+    assert world.done == []
+    world.back(context, WINDOW_NS + 1, 2)
+    assert [window.streams for window in world.done] == [{1}]
 
 
 def test_answers_that_never_come_are_told() -> None:

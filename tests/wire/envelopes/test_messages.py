@@ -175,6 +175,7 @@ def test_what_is_weighed_is_never_less_than_what_reading_takes() -> None:
     assert sum(map(len, json.loads(told.stdout).values())) > 500
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", KINDS)
 def test_no_message_costs_more_than_it_may(name: str) -> None:
     kind, n_refused = KINDS[name], 0

@@ -166,6 +166,10 @@ def queued_frames(
     for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
         if epoch != link_epoch:
             raise _stale(link_epoch)
+        drafts: tuple[int, ...] = ()
+        if flags & Flag.DRAFTED:
+            drafts = view.draft_tokens[n_drafted : n_drafted + n_rows]
+            n_drafted += n_rows
         # By position, which saves 2.3 of 4.0 us a frame, measured by `python -m benches.tricks`.
         frame = QueuedFrame(
             route_id, session_id, epoch, position, n_rows, flags, argument,
@@ -174,11 +178,8 @@ def queued_frames(
             next(options) if flags & Flag.OPEN else None,
             trace, now_ns,
             sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
-            consumed, row, envelope, view.batch_trace,
+            consumed, row, envelope, view.batch_trace, drafts,
         )  # fmt: skip
-        if flags & Flag.DRAFTED:
-            frame.draft_tokens = view.draft_tokens[n_drafted : n_drafted + n_rows]
-            n_drafted += n_rows
         frames.append(frame)
         row += n_rows
     return frames

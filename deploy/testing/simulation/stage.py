@@ -88,8 +88,8 @@ class SimStage:
     def push(self, frames: list[QueuedFrame], now_ns: int, envelope: int) -> int:
         """Queue one envelope's frames; returns the number of row frames that a close dropped."""
         n_dropped = 0
-        for frame in frames:
-            frame.arrived_ns, frame.envelope = now_ns, envelope
+        for sent in frames:
+            frame = dataclasses.replace(sent, arrived_ns=now_ns, envelope=envelope)
             if frame.flags & Flag.CLOSE:
                 self.cancelled.add(frame.session_id)
             if frame.n_rows:

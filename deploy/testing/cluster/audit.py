@@ -41,7 +41,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
         raise Violation("sessions that are over are still suspected")
     if len(conductor.prefixes._kept) > conductor.prefixes.n_max:
         raise Violation("more lanes are kept than may be")
-    for session_id, audience in coordinator.audiences.items():
+    for session_id, audience in coordinator.audiences.by_session.items():
         if not audience.streams:
             raise Violation(f"session {session_id} goes on without a reader")
     for read in readers._by_id.values():
@@ -114,7 +114,7 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
     for coordinator in coordinators:
         for client in coordinator.clients:
             _check_client(client, excuses)
-        if coordinator.audiences or len(coordinator.conductor.readers):
+        if coordinator.audiences.by_session or len(coordinator.conductor.readers):
             raise Violation("a session is left without a reader")
         check_coordinator(coordinator)
         _check_layers(coordinator, nodes)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
 from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Send, Tell, TryLanes
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import Silence, Work
-from relayline.coordinator.sessions.streams import Audience
 from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
+from relayline.deploy.testing.cluster.audiences import Audiences
 from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
@@ -65,7 +64,7 @@ class Coordinator:
         self.is_connected = False
         self.links: list[Link] = []  # links of the current epoch or of the attempt, the one to stage 0 last
         self.heard: list[pb.ReturnResponse] = []  # received answers, some of them from epochs that are over
-        self.audiences: dict[int, Audience] = {}
+        self.audiences = Audiences(lambda client: clock.after(0, self.leave, client), BEAT_NS)
         self.clients: list[Client] = []
         self.n_lost = 0
         self._silences = {node.place: looks.Silence() for node in nodes}
@@ -96,9 +95,7 @@ class Coordinator:
             client.end = f"refused: {error.label}"
             return
         client.session_id = opened.session_id
-        if not opened.is_joined:
-            self.audiences[opened.session_id] = Audience(opened.session_id)
-        self.audiences[opened.session_id].join(client)
+        self.audiences.join(opened.session_id, client, is_new=not opened.is_joined)
         self.carry(instructions)
         if client.leaves_after == 0:
             self._clock.after(self._rng.randrange(100 * MS), self.leave, client)
@@ -108,11 +105,7 @@ class Coordinator:
         if client.session_id is None or client.has_left:
             return
         client.has_left = True
-        audience = self.audiences.get(client.session_id)
-        if audience is not None:
-            audience.streams.remove(client)
-            if not audience.streams:
-                del self.audiences[client.session_id]
+        self.audiences.left(client.session_id, client)
         self.carry(self.conductor.left(client.session_id, self._clock.now_ns))
 
     # --- the connection's life, as coordinator.engine.epochs has it ---------------------------------------------------
@@ -343,7 +336,8 @@ class Coordinator:
                         raise Violation("frames leave while no epoch stands")
                     self._sender.send(frames, self._clock.now_ns)
                 case Tell(session_id, event):
-                    self._tell(session_id, event)
+                    silent_ns = [node.silent_since_ns for node in self.line if not node.answers]
+                    self.audiences.tell(session_id, event, silent_ns)
                 case Dispatch():
                     self._clock.after(0, self._dispatch)
                 case Lose(error):
@@ -362,22 +356,6 @@ class Coordinator:
 
     def _try_lanes(self) -> None:
         self.carry(self.conductor.try_lanes(self._clock.now_ns))
-
-    def _tell(self, session_id: int, event: TokenEvent | RelaylineError) -> None:
-        audience = self.audiences.get(session_id)
-        if audience is None:
-            return
-        readers = list(audience.streams)
-        silent_ns = [node.silent_since_ns for node in self.line if not node.answers]
-        audience.put(event)
-        if isinstance(event, RelaylineError) or event.finish_reason is not None:
-            del self.audiences[session_id]
-        for reader in readers:
-            assert isinstance(reader, Client)
-            is_later = any(reader.came_ns >= since_ns - BEAT_NS for since_ns in silent_ns)
-            reader.may_be_refused = reader.came_while_lost or is_later
-            if reader.leaves_after and reader.n_tokens == reader.leaves_after:
-                self._clock.after(0, self.leave, reader)
 
 
 def tier_of(nodes: Sequence[Node]) -> TierFacts:

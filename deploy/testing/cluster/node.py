@@ -51,6 +51,37 @@ class NodeRoute:
     n_envelopes: int = 0
     n_returned: int = 0
 
+    def report(self, stage_index: int, output: RouteOutput) -> None:
+        """Send the coordinator what a step has for it."""
+        if output.samples or output.faults or output.progress:
+            message = pb.ReturnResponse(
+                epoch=output.epoch,
+                stage_index=stage_index,
+                samples=output.samples,
+                faults=output.faults,
+                progress=output.progress,
+            )
+            for piece in self.writer.write(message):
+                self.n_returned += 1
+                self.returns.send(piece)
+
+
+class EpochBook:
+    """The newest epoch of each route that has begun in a process: nothing of an older one may happen there."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}
+
+    def begun(self, route_id: int, epoch: int) -> None:
+        """Note an epoch."""
+        self._newest[route_id] = max(epoch, self._newest.get(route_id, 0))
+
+    def check(self, stage_index: int, step: Step) -> None:
+        """Raise Violation if a step computes anything of an epoch that was followed by another."""
+        for frame in (*step.controls, *step.frames):
+            if frame.epoch < self._newest.get(frame.route_id, 0):
+                raise Violation(f"stage {stage_index} takes a step with a frame of epoch {frame.epoch}, which is over")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -133,7 +164,7 @@ class Node:
         self.instance += 1
         self.is_up, self.is_hung = True, False
         self._waiting: list[Callable[[], None]] = []  # messages to a process that hangs
-        self.newest: dict[int, int] = {}  # route id -> newest epoch that has begun here
+        self._epochs = EpochBook()
         self._load(n_lanes)
         self.on_start()
 
@@ -229,7 +260,7 @@ class Node:
         except RelaylineError as error:
             reply(error)
             return
-        self.newest[order.route_id] = max(order.epoch, self.newest.get(order.route_id, 0))
+        self._epochs.begun(order.route_id, order.epoch)
         route = NodeRoute(order.route_id, order.epoch, order.returns, order.downstream)
         pool = None if self.part.is_last else BufferPool(DTYPE_F16, WIDTH)
         held = self.executor.begin_route(order.route_id, RouteWiring(order.epoch, pool))
@@ -288,7 +319,7 @@ class Node:
         route = self.routes.get(route_id)
         if route is not None and route.epoch == epoch:
             fault = pb.SessionFault(stage_index=self.index, label=error.label, message=error.message, retryable=True)
-            self._report(route, RouteOutput(route_id, epoch, faults=[fault]))
+            route.report(self.index, RouteOutput(route_id, epoch, faults=[fault]))
 
     # --- envelopes in, steps, answers out -----------------------------------------------------------------------------
 
@@ -340,14 +371,14 @@ class Node:
         if self.on_rows(self, step.frames):
             self.die()
             return
-        self._check_epochs(step)
+        self._epochs.check(self.index, step)
         result = self.executor.execute(step)
         self.step = None
         for output in result.outputs:
             route = self.routes.get(output.route_id)
             if route is None or route.epoch != output.epoch:
                 raise Violation(f"stage {self.index} has an output of epoch {output.epoch}, which does not stand")
-            self._report(route, output)
+            route.report(self.index, output)
             if output.buffer is not None and route.downstream is not None:
                 route.downstream.send(bytes(bytearray(output.message)))
                 self.executor.routes[route.route_id].pool.give_back(output.buffer)  # type: ignore[union-attr]
@@ -355,25 +386,6 @@ class Node:
         for action in between:
             action()
         self._begin()
-
-    def _check_epochs(self, step: Step) -> None:
-        """Check that nothing is computed for an epoch that has been followed by another."""
-        for frame in (*step.controls, *step.frames):
-            if frame.epoch < self.newest.get(frame.route_id, 0):
-                raise Violation(f"stage {self.index} takes a step with a frame of epoch {frame.epoch}, which is over")
-
-    def _report(self, route: NodeRoute, output: RouteOutput) -> None:
-        if output.samples or output.faults or output.progress:
-            message = pb.ReturnResponse(
-                epoch=output.epoch,
-                stage_index=self.index,
-                samples=output.samples,
-                faults=output.faults,
-                progress=output.progress,
-            )
-            for piece in route.writer.write(message):
-                route.n_returned += 1
-                route.returns.send(piece)
 
     # --- for inspection -------------------------------------------------------------------------------------------
 

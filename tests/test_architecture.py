@@ -150,8 +150,6 @@ LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
 }
 MANY_COLLABORATORS: dict[str, tuple[int, str]] = {
     "stage/process.py": (31, "puts a stage process together"),
-    "deploy/launch/run.py": (21, "puts one launch together"),
-    "deploy/cli/plan.py": (21, "one command over inputs, search, prediction and advice"),
 }
 LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py"}
 DECODE_MODULE = "stage/engine/native.py"

@@ -18,15 +18,9 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
-    from relayline.coordinator.model.inspection import ModelFacts
-    from relayline.coordinator.planner.instance import Instance
-    from relayline.coordinator.planner.predict import Prediction
-    from relayline.coordinator.planner.search import Best
     from relayline.deploy.manifest import Manifest
-    from relayline.deploy.planning.report import Plan, Variant
+    from relayline.deploy.planning.report import Plan
 
-ORDER_SIZE_MAX = 400  # stages x layers up to which other orders are tried: each takes a separate search
-ORDER_GAIN_MIN = 1.05
 COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
@@ -118,6 +112,7 @@ def make_plan(
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.planner.advice import advice
     from relayline.coordinator.planner.predict import predict
+    from relayline.deploy.cli.plan_notes import notes_of, order_note, variants
     from relayline.deploy.launch.prepare import find_model
     from relayline.deploy.planning.inputs import best_for, instance_of
     from relayline.deploy.planning.report import Plan
@@ -137,8 +132,8 @@ def make_plan(
         instance=instance,
         best=best,
         prediction=prediction,
-        variants=_variants(instance, best, prediction),
-        notes=(*_notes(manifest, instance, facts), *_order_note(instance, best)),
+        variants=variants(instance, best, prediction),
+        notes=(*notes_of(manifest, instance, facts), *order_note(instance, best)),
         advice=advice(instance, best),
     )
 
@@ -163,73 +158,6 @@ def _measure(manifest: Manifest, model: Path, *, quiet: bool) -> None:
             n_at_once=n_at_once(manifest, n_threads),
             tell=lambda line: None if quiet else click.echo(line, err=True),
         )
-
-
-def _variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[Variant, ...]:
-    """Plan again with a copy of the host that limits, and with one of the fastest host if that is another."""
-    from relayline.coordinator.planner.whatif import one_more
-    from relayline.deploy.planning.report import Variant
-
-    hosts = instance.hosts
-    rows = 1
-    steps = [stage.step_ns[rows] for stage in prediction.stages]
-    limiting = max(range(len(hosts)), key=steps.__getitem__)
-    fastest = min(range(len(hosts)), key=lambda at: hosts[at].speed.layer_ns(rows))
-    chosen = {limiting: "the slowest stage"}
-    if hosts[fastest].speed != hosts[limiting].speed:
-        chosen[fastest] = "the fastest host"
-    found = []
-    for stage, why in chosen.items():
-        more = one_more(instance, stage)
-        if more is not None:
-            cuts = tuple(start for start, _ in more.best.edges[1:])
-            gain = more.best.rate / best.rate - 1
-            found.append(Variant(more.like, more.after, why, more.best.rate * 1e9, gain, cuts))
-    return tuple(found)
-
-
-def _notes(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
-    from relayline.deploy.launch.lanes import lowered_lanes
-    from relayline.deploy.planning.shared import gpu_sharing
-
-    notes = []
-    sources = {host.speed.source for host in instance.hosts}
-    if "estimated" in sources:
-        names = ", ".join(host.name for host in instance.hosts if host.speed.source == "estimated")
-        notes.append(
-            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, and `relayline "
-            "up` has other hosts measure themselves when they join"
-        )
-    unknown = [host.name for host in instance.hosts if host.memory_bytes is None and host.machine.memory_bytes is None]
-    if unknown:
-        notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
-    if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
-        notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
-    notes += lowered_lanes(manifest, facts)
-    notes += gpu_sharing(manifest)
-    threads = {host.machine: 0 for host in instance.hosts}
-    for host in instance.hosts:
-        threads[host.machine] += host.threads
-    crowded = [machine.name for machine, n_threads in threads.items() if n_threads > machine.cores]
-    if crowded:
-        names = ", ".join(crowded)
-        notes.append(f"the stages on {names} have more threads than it has cores and take turns")
-    return tuple(notes)
-
-
-def _order_note(instance: Instance, best: Best) -> tuple[str, ...]:
-    """Say if another order of the stages would be clearly better: the last one has the head to compute as well."""
-    from relayline.coordinator.planner.whatif import other_last
-
-    if len(instance.hosts) * instance.model.n_layers > ORDER_SIZE_MAX:
-        return ()
-    other = other_last(instance)
-    if other is None or other.best.rate < ORDER_GAIN_MIN * best.rate:
-        return ()
-    return (
-        f"with {other.last} as the last stage, which computes the head, {other.best.rate * 1e9:.1f} tok/s would be "
-        f"possible at {instance.load.streams} streams ({other.best.rate / best.rate - 1:+.0%})",
-    )
 
 
 def _url_of(manifest: Manifest) -> str:

@@ -15,6 +15,7 @@ from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import check_draft, http_tls_from
 from relayline.deploy.cli.setting_flags import again, manifest_changes
+from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
@@ -22,7 +23,7 @@ from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.prepare import find_model, override
-from relayline.deploy.launch.run import Launch, check_before_work, launch, ready_to_start
+from relayline.deploy.launch.run import Launch, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.launch.tell import line_of

@@ -20,10 +20,10 @@ from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.control import first_key
 from relayline.deploy.launch.leftovers import end_leftovers
-from relayline.deploy.launch.log_files import LogWriter
+from relayline.deploy.launch.log_files import SUPERVISOR, LogWriter
 from relayline.deploy.launch.ports import LOCALHOST, port_problem
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.run import SUPERVISOR, log_file
+from relayline.deploy.launch.run import log_file
 from relayline.deploy.launch.state import ProcessRecord, StateDir, register
 from relayline.deploy.launch.supervisor import COORDINATOR_STOP_TIMEOUT_S, STAGE_STOP_TIMEOUT_S, Emit
 from relayline.deploy.manifest import Manifest, load_manifest

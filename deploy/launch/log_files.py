@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TextIO
 
+SUPERVISOR = "up"  # the name of the log of the launch itself
 LOG_BYTES_MAX = 8 << 20  # of one file; then it becomes .1
 LOG_OLD_FILES = 3  # .1 to .3; older ones are deleted
 FOLLOW_INTERVAL_S = 0.2  # between looks at a followed file: log lines are for people

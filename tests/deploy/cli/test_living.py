@@ -27,9 +27,9 @@ from relayline.deploy.cli.console_http import DEFAULT_URL, key_option, url_optio
 from relayline.deploy.cli.load import Summary
 from relayline.deploy.cli.main import COMMANDS, grouped, nearest, relayline
 from relayline.deploy.launch.cached import kept_downloads
+from relayline.deploy.launch.checks import warn_of_context
 from relayline.deploy.launch.control import find, launched
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.run import warn_of_context
 from relayline.deploy.launch.splits import split_for, split_place
 from relayline.deploy.launch.state import ELSEWHERE, STATE_VERSION, LaunchState, StateDir, register, state_root
 from relayline.deploy.launch.tell import curl_of

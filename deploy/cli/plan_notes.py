@@ -1,0 +1,76 @@
+"""What a plan says besides its figures: what one more host would give, what is unknown, another order of the stages."""
+
+from __future__ import annotations
+
+from relayline.coordinator.model.inspection import ModelFacts
+from relayline.coordinator.planner.instance import Instance
+from relayline.coordinator.planner.predict import Prediction
+from relayline.coordinator.planner.search import Best
+from relayline.coordinator.planner.whatif import one_more, other_last
+from relayline.deploy.launch.lanes import lowered_lanes
+from relayline.deploy.manifest import Manifest
+from relayline.deploy.planning.report import Variant
+from relayline.deploy.planning.shared import gpu_sharing
+
+ORDER_SIZE_MAX = 400  # stages x layers up to which other orders are tried: each takes a separate search
+ORDER_GAIN_MIN = 1.05
+
+
+def variants(instance: Instance, best: Best, prediction: Prediction) -> tuple[Variant, ...]:
+    """Plan again with a copy of the host that limits, and with one of the fastest host if that is another."""
+    hosts = instance.hosts
+    rows = 1
+    steps = [stage.step_ns[rows] for stage in prediction.stages]
+    limiting = max(range(len(hosts)), key=steps.__getitem__)
+    fastest = min(range(len(hosts)), key=lambda at: hosts[at].speed.layer_ns(rows))
+    chosen = {limiting: "the slowest stage"}
+    if hosts[fastest].speed != hosts[limiting].speed:
+        chosen[fastest] = "the fastest host"
+    found = []
+    for stage, why in chosen.items():
+        more = one_more(instance, stage)
+        if more is not None:
+            cuts = tuple(start for start, _ in more.best.edges[1:])
+            gain = more.best.rate / best.rate - 1
+            found.append(Variant(more.like, more.after, why, more.best.rate * 1e9, gain, cuts))
+    return tuple(found)
+
+
+def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple[str, ...]:
+    """Return a line for everything that a reader of the plan should know of its hosts and its context."""
+    notes = []
+    sources = {host.speed.source for host in instance.hosts}
+    if "estimated" in sources:
+        names = ", ".join(host.name for host in instance.hosts if host.speed.source == "estimated")
+        notes.append(
+            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, and `relayline "
+            "up` has other hosts measure themselves when they join"
+        )
+    unknown = [host.name for host in instance.hosts if host.memory_bytes is None and host.machine.memory_bytes is None]
+    if unknown:
+        notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
+    if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
+        notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
+    notes += lowered_lanes(manifest, facts)
+    notes += gpu_sharing(manifest)
+    threads = {host.machine: 0 for host in instance.hosts}
+    for host in instance.hosts:
+        threads[host.machine] += host.threads
+    crowded = [machine.name for machine, n_threads in threads.items() if n_threads > machine.cores]
+    if crowded:
+        names = ", ".join(crowded)
+        notes.append(f"the stages on {names} have more threads than it has cores and take turns")
+    return tuple(notes)
+
+
+def order_note(instance: Instance, best: Best) -> tuple[str, ...]:
+    """Say if another order of the stages would be clearly better: the last one has the head to compute as well."""
+    if len(instance.hosts) * instance.model.n_layers > ORDER_SIZE_MAX:
+        return ()
+    other = other_last(instance)
+    if other is None or other.best.rate < ORDER_GAIN_MIN * best.rate:
+        return ()
+    return (
+        f"with {other.last} as the last stage, which computes the head, {other.best.rate * 1e9:.1f} tok/s would be "
+        f"possible at {instance.load.streams} streams ({other.best.rate / best.rate - 1:+.0%})",
+    )

@@ -6,11 +6,12 @@ import time
 
 from relayline.stage.epochs import Epochs
 from relayline.stage.intake import Intake
-from relayline.stage.observe.metrics import Gauges
+from relayline.stage.observe.metrics import Gauges, is_private
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.routes import Route
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.runner import Runner
+from relayline.wire.links.security import host_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -43,6 +44,8 @@ class StageReport:
         message.kv_per_lane = facts.config.engine.layout_used == "per-lane"
         message.kernels = facts.kernels
         message.place.CopyFrom(facts.place)
+        message.metrics_address = address = self._stats.metrics_address
+        message.metrics_tls = bool(address) and is_private(host_of(address), facts.config.security)
         facts.curves.tell(message)
         self._states.count(message)
         if (route := self._epochs.routes.get(request.route_id)) is not None:

@@ -110,7 +110,6 @@ class Served:
         """Fails if an engine crashes."""
         self.address = ""
         """host:port, once the port is open."""
-        self.metrics_address = ""
         self._telemetry = Telemetry()
         self._guard: Guard
         self._work: Work
@@ -121,6 +120,15 @@ class Served:
     def facts(self) -> StageFacts:
         """The description of the engine that serves."""
         return dataclasses.replace(self._work.facts, metrics_address=self.metrics_address)
+
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics, whichever engine serves; empty for none."""
+        return self._stats.metrics_address
+
+    @metrics_address.setter
+    def metrics_address(self, address: str) -> None:
+        self._stats.metrics_address = address
 
     @property
     def service(self) -> StageService:

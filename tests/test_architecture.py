@@ -84,6 +84,7 @@ PURE_CORES = (
     "coordinator/joining/config.py",
     "coordinator/joining/invitations.py",
     "coordinator/observe/observer.py",
+    "coordinator/observe/targets.py",
     "coordinator/sessions/request_log.py",
     "coordinator/observe/trace_view.py",
     "coordinator/model/cuts.py",

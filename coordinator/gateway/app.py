@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYTES
 from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
 from relayline.coordinator.gateway.links import Links
-from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked, peek
 from relayline.coordinator.gateway.router import Health
 from relayline.coordinator.http import shapes
@@ -25,6 +25,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, json_response
 from relayline.coordinator.http.server import LIMITS
+from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
 from relayline.wire.common.phase import Phase
 
@@ -120,6 +121,18 @@ class Gateway:
             "stages": [],
         }
         return json_response(shapes.encode(whole | {"pipelines": listed}))
+
+    async def targets(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline/targets: this gateway and its pipelines, for Prometheus' HTTP service discovery.
+
+        The stages of one are at the same route below /pipelines/NAME.
+        """
+        found = [target(request.host, request.scheme, {"role": "gateway"})]
+        for backend in self._router.backends:
+            labels = {"role": "coordinator", PIPELINE: backend.name}
+            path = f"{PREFIX}/{backend.name}/metrics"
+            found.append(target(request.host, request.scheme, labels, path))
+        return json_response(shapes.encode(found))
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""
@@ -221,6 +234,7 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/v1/models", gateway.models),
         web.get("/v1/models/{id:.+}", gateway.model),
         web.get("/v1/pipeline", gateway.pipelines),
+        web.get("/v1/pipeline/targets", gateway.targets),
         every(f"{PREFIX}/{{name}}", gateway.named),
         every(f"{PREFIX}/{{name}}/{{path:.*}}", gateway.named),
         every("/v1/pipeline/{path:.+}", gateway.needs_name),

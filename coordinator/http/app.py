@@ -102,6 +102,7 @@ def _routes(handlers: Handlers, telemetry: TelemetryHandlers, feed: LiveFeed) ->
         web.get("/v1/models", handlers.models),
         web.get("/v1/models/{id:.+}", handlers.model),
         web.get("/v1/pipeline", handlers.pipeline),
+        web.get("/v1/pipeline/targets", handlers.targets),
         web.get("/v1/pipeline/live", feed.live),
         web.get("/v1/pipeline/plan", feed.plan),
         web.get("/metrics", handlers.metrics),

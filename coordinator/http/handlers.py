@@ -18,6 +18,7 @@ from relayline.coordinator.http.preparing import Prepared, unpacked
 from relayline.coordinator.http.reply import run
 from relayline.coordinator.http.service import Job, Service, make_job, unpacked_prompts
 from relayline.coordinator.observe import metrics
+from relayline.coordinator.observe.targets import targets
 from relayline.wire.common.phase import Phase
 
 
@@ -57,6 +58,12 @@ class Handlers:
         text = request.query.get("since_ns")
         since_ns = None if text is None else validation.nanoseconds(text, "since_ns")
         return json_response(msgspec.json.encode(await self._service.generator.describe(since_ns)))
+
+    async def targets(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/pipeline/targets: this process and its stages, as Prometheus' HTTP service discovery reads them."""
+        described = await self._service.generator.describe(with_recent=False)
+        found = targets(described, request.host, request.scheme)
+        return json_response(msgspec.json.encode(found))
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus; OpenMetrics and gzip for clients that accept them."""

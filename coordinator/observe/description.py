@@ -115,6 +115,8 @@ def _counters(status: pb.StatusResponse) -> dict[str, object]:
         },
         "kv_layout": "per-lane" if status.kv_per_lane else "unified",
         "kernels": status.kernels.split(),
+        "metrics": status.metrics_address,
+        "metrics_scheme": "https" if status.metrics_tls else "http",
         "devices": [f"{device.name}: {device.description}" for device in status.place.devices],
         "queued_rows": status.queued_rows,
         "resident_bytes": status.resident_bytes or None,

@@ -26,6 +26,7 @@ class StageStats:
     """Counters since the process started."""
 
     def __init__(self) -> None:
+        self.metrics_address = ""  # host:port of /metrics; empty for none
         self.steps_by_rows: collections.Counter[int] = collections.Counter()
         self.steps_by_sessions: collections.Counter[int] = collections.Counter()
         self.close_reasons: collections.Counter[str] = collections.Counter()

@@ -320,6 +320,11 @@ async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenize
                     assert answer.headers[PIPELINE_HEADER] == "b"
         status, _, _ = await asked(session, "/tokenize", {"prompt": "hi", "model": "chat"})
         assert status == 200
+        async with session.get("/v1/pipeline/targets") as answer:
+            own, a, _ = await answer.json()
+        assert own["labels"]["role"] == "gateway"
+        assert (a["targets"], a["labels"]["pipeline"]) == (own["targets"], "a")
+        assert a["labels"]["__metrics_path__"] == "/pipelines/a/metrics"
         async with session.get("/v1/pipeline") as answer:
             found = (await answer.json())["pipelines"]
         assert [each["name"] for each in found] == ["a", "b"]

@@ -76,6 +76,10 @@ async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
             assert await reply.json() == entry
         async with session.get("/v1/pipeline") as reply:
             assert await reply.json() == await served.generator.describe()
+        async with session.get("/v1/pipeline/targets") as reply:
+            (own,) = await reply.json()
+            assert own["targets"] == [f"127.0.0.1:{served.port}"]
+            assert own["labels"]["role"] == "coordinator"
 
 
 async def test_overlap_since_a_moment_is_asked_for_in_whole_nanoseconds(tokenizer: Tokenizer) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.parser import text_string_to_metric_families
 
+from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.certificates import revoke
 from relayline.deploy.manifest.pages import metrics_text
 from relayline.deploy.testing.engines import stage_config
@@ -198,7 +199,15 @@ def config(artifact: Path, **changes: object) -> StageConfig:
 
 async def test_metrics_over_http(tmp_path: Path) -> None:
     artifacts = write_pipeline(tmp_path, TinyShape(), [2])
-    async with serve(config(artifacts[0], metrics=("127.0.0.1", 0))) as (_, facts, _), aiohttp.ClientSession() as http:
+    async with (
+        serve(config(artifacts[0], metrics=("127.0.0.1", 0))) as (address, facts, _),
+        aiohttp.ClientSession() as http,
+    ):
+        client = StageClient(address)
+        status = await client.status(with_recent=False)
+        await client.close()
+        assert status is not None
+        assert (status.metrics_address, status.metrics_tls) == (facts.metrics_address, False), "others are told where"
         url = f"http://{facts.metrics_address}"
         async with http.get(f"{url}/metrics") as reply:
             assert reply.status == 200

@@ -103,6 +103,8 @@ class Audit(Trace):
         self._tiles = TileBook(simulation)
         self._has_bound = simulation.setup.stage_policy == "auto" and simulation.setup.schedule.mode != "drain"
         self.n_sent = self.n_answered = self.n_dropped = self.n_on_links = self.n_in_steps = 0
+        self._waiting = [0] * len(simulation.world.stages)  # frames in the queue of each, after its latest event
+        self._n_waiting = 0  # and in all of them
         self._flights: dict[int, set[tuple[int, int]]] = {}  # flight -> waiting frames: (session id, end of rows)
         self._flight_decoding: dict[int, set[tuple[int, int]]] = {}  # the same for rows of streams, without prompts
         self._flight_kinds: dict[int, int] = {}
@@ -220,18 +222,22 @@ class Audit(Trace):
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def event(self) -> None:
-        """Check the books after every event."""
-        waiting = 0
-        for stage in self._simulation.stages:
-            waiting += stage.n_waiting
-            if stage.n_waiting and not stage.is_busy:
+    def event(self, touched: SimStage | None) -> None:
+        """Check the books after an event: those of the stage it touched, or of all stages if it was the coordinator's.
+
+        No other stage's queue can have changed, and a stage whose frames wait has an event of its own to come.
+        """
+        for stage in self._simulation.stages if touched is None else (touched,):
+            n_waiting = stage.n_waiting
+            self._n_waiting += n_waiting - self._waiting[stage.index]
+            self._waiting[stage.index] = n_waiting
+            if not n_waiting:
+                continue
+            if not stage.is_busy:
                 raise Violation(f"stage {stage.index} holds frames while its engine is free")
-            oldest_ns = stage.oldest_arrival_ns()
-            if oldest_ns is not None:
-                self._check_wait(stage, oldest_ns, True)
+            self._check_wait(stage, stage.oldest_arrival_ns(), True)
         self._check_flow()
-        here = self.n_on_links + self.n_in_steps + waiting
+        here = self.n_on_links + self.n_in_steps + self._n_waiting
         if self.n_sent != self.n_answered + self.n_dropped + here:
             raise Violation(
                 f"{self.n_sent} frames were sent, {self.n_answered} answered, {self.n_dropped} dropped, {here} remain"
@@ -373,7 +379,7 @@ class Audit(Trace):
             raise Violation(f"an envelope has {n_drafted} guesses and {n_prompt_rows} rows of prompts")
         is_tile = kind == PREFILL and self._tiles.allows(plan, n_prompt_rows, self._n_flights[PREFILL])
         prompt_flights = max(plan.prefill_flights, int(is_tile))
-        flights = (plan.n_groups, prompt_flights, self._guesses_max())[kind]
+        flights = self._guesses_max() if kind == GUESS else (plan.n_groups, prompt_flights)[kind]
         taken = {(frame.session.session_id, frame.position) for frame in rows}
         is_overdue = held_ns >= self._hold_max_ns(plan) > 0 and oldest in taken
         may_be_more = kind == DECODE and is_overdue and self._simulation.setup.schedule.mode == "auto"

@@ -82,6 +82,7 @@ class Simulation:
         self._arrivals: dict[int, int] = {}
         self._dispatching = False
         self._extra_link_ns = 0
+        self._touched: SimStage | None = None  # the stage of this event; None: the coordinator's
         self._arrived_ns = [0] * (len(self.stages) + 1)  # arrival of the latest envelope of each link
         for request in world.requests:
             self._at(request.arrives_ns, self._arrive, request)
@@ -98,8 +99,9 @@ class Simulation:
         """Run until every request has ended, or until a time; may be called again. Raises Violation."""
         while self._heap and (until_ns is None or self._heap[0][0] <= until_ns):
             self.now_ns, _, action, arguments = heapq.heappop(self._heap)
+            self._touched = None
             action(*arguments)
-            self.audit.event()
+            self.audit.event(self._touched)
         if until_ns is None:
             self.audit.end()
         return self
@@ -244,15 +246,17 @@ class Simulation:
         return self._arrived_ns[link]
 
     def _reach(self, stage_index: int, frames: list[QueuedFrame]) -> None:
-        stage = self.stages[stage_index]
+        self._touched = stage = self.stages[stage_index]
         self.audit.n_on_links -= sum(1 for frame in frames if frame.n_rows)
         self.audit.n_dropped += stage.push(frames, self.now_ns, next(self._envelopes))
         if not stage.is_busy:
             self._begin(stage)
 
     def _begin(self, stage: SimStage) -> None:
-        is_crowded = any(other.is_busy for other in self.stages)
-        done_ns = stage.begin(self.now_ns, self.world.jitter, self.world.crowding if is_crowded else 1.0)
+        crowding = self.world.crowding
+        if crowding != 1.0 and not any(other.is_busy for other in self.stages):
+            crowding = 1.0
+        done_ns = stage.begin(self.now_ns, self.world.jitter, crowding)
         if done_ns is not None:
             assert stage.step is not None
             self.audit.step_begins(stage, stage.step)
@@ -260,6 +264,7 @@ class Simulation:
 
     def _step_done(self, stage: SimStage) -> None:
         assert stage.step is not None
+        self._touched = stage
         self.audit.step_ends(stage, stage.step)
         n_frames = len(stage.step.frames)
         frames = stage.finish(self.now_ns)

@@ -76,9 +76,9 @@ class SimStage:
         """Whether a step is running."""
         return self.step is not None
 
-    def oldest_arrival_ns(self) -> int | None:
-        """Return when the frame that has waited longest arrived, None while nothing waits."""
-        return next(iter(self._waiting.values()), None)
+    def oldest_arrival_ns(self) -> int:
+        """Return when the frame that has waited longest arrived. Some frame must wait."""
+        return next(iter(self._waiting.values()))
 
     @property
     def n_waiting(self) -> int:

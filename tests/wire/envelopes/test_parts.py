@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -32,9 +33,11 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import new_facts
 from tests.support.served_stage import Coordinator, served
 from tests.support.wire_examples import EXAMPLES, canonical
-from tests.wire.envelopes.test_messages import NOISE_BYTES, begin_peak, envelope_bombs, memory_bytes
+from tests.wire.envelopes.test_messages import begin_peak, envelope_bombs, memory_bytes
 
 MIB = 1 << 20
+LINK_BYTES = 1 << 20  # of a link and its route: a message of 4 MiB stands three times in memory, and has none to spare
+ACCEPTING = "AioServer._request_call"  # the name of a task of grpc.aio
 PART = 64  # bytes, in the tests of the reader
 WIDE = 16_384
 PEAKS = Path("/proc/self/clear_refs")
@@ -210,11 +213,19 @@ def serve_and_tell() -> None:
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             loop.call_soon_threadsafe(lines.put_nowait, "")
 
+        def calls() -> set[asyncio.Task[Any]]:
+            """The tasks of this moment, without the one that waits for the next call."""
+            return {task for task in asyncio.all_tasks() if task.get_coro().__qualname__ != ACCEPTING}
+
         threading.Thread(target=listen, daemon=True).start()
         async with served(n_embd=WIDE) as stage:
             print(stage.address, flush=True)
-            before = 0
-            while await lines.get():
+            before, resting = 0, calls()
+            while line := await lines.get():
+                if line == "begin\n":  # what came before is gone, and its bytes are not used again
+                    while left := calls() - resting:
+                        await asyncio.wait(left)
+                    gc.collect()
                 print(memory_bytes("VmHWM") - before, flush=True)
                 begin_peak()
                 before = memory_bytes("VmRSS")
@@ -250,7 +261,9 @@ async def test_what_a_neighbour_sends_costs_a_stage_no_more_than_twice_its_size(
         address = (await child.stdout.readline()).decode().strip()
         stage: Any = types.SimpleNamespace(address=address, artifact=new_facts(1, 2, n_embd=WIDE).artifact)
         costs = {}
-        for epoch, (what, (messages, size)) in enumerate(({"nothing": ([b""], 0)} | worst()).items(), 1):
+        # The first large one also costs what a process makes once, and keeps.
+        unjudged = {"nothing": ([b""], 0), "the first": ([bytes(bounds.MESSAGE_BYTES_MAX - 4096)], 0)}
+        for epoch, (what, (messages, size)) in enumerate((unjudged | worst()).items(), 1):
             async with Coordinator(stage, epoch=epoch) as one:
                 one.channel = grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
                 child.stdin.write(b"begin\n")
@@ -264,4 +277,5 @@ async def test_what_a_neighbour_sends_costs_a_stage_no_more_than_twice_its_size(
         await child.wait()
     assert costs["an altered envelope of 25 MiB"][0] > 24 * MIB, "what is held is seen"
     assert max(costs[what][0] for what in worst() if costs[what][1] == 0) <= 4 * MIB
-    assert {what: cost for what, (cost, size) in costs.items() if cost > 2 * size + 4 * MIB + NOISE_BYTES} == {}
+    del costs["the first"]
+    assert {what: cost for what, (cost, size) in costs.items() if cost > 2 * size + 4 * MIB + LINK_BYTES} == {}

@@ -215,7 +215,7 @@ def serve_and_tell() -> None:
 
         def calls() -> set[asyncio.Task[Any]]:
             """The tasks of this moment, without the one that waits for the next call."""
-            return {task for task in asyncio.all_tasks() if task.get_coro().__qualname__ != ACCEPTING}
+            return {task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__qualname__", "") != ACCEPTING}
 
         threading.Thread(target=listen, daemon=True).start()
         async with served(n_embd=WIDE) as stage:

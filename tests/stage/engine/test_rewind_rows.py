@@ -133,7 +133,7 @@ def test_a_checkpoint_of_a_lane_that_was_taken_back_is_that_of_its_end(few: Lane
     assert far(few.decode((0, 0, 21, 22))[0], few.expected(0, (20, 21, 22))) < CLOSE
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_lanes_in_mixed_steps_say_what_each_says_alone(seed: int, few: Lanes) -> None:
     """Guesses of random length, some wrong; lanes that cannot be taken back begin anew."""
     rng, engine = random.Random(seed), few.engine
@@ -171,7 +171,7 @@ def test_lanes_in_mixed_steps_say_what_each_says_alone(seed: int, few: Lanes) ->
 
 def test_the_families_are_those_of_llama_cpp(tmp_path: Path) -> None:
     for name in ALL:
-        if ":" in name or name not in ("qwen3next", "granitehybrid", "falcon-h1", "mamba2", "jamba", *NAMES):
+        if ":" in name or name not in ("qwen3next", "granitehybrid", "mamba2", *NAMES):
             continue
         model = make_tiny(name, tmp_path / f"{name}.gguf")
         split_model(model, tmp_path / name, cuts=balanced_cuts(inspect_model(model), 2))

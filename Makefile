@@ -6,9 +6,9 @@ STAMP := $(VENV)/.ready
 # The folders as a type checker sees them: links below the package that they are installed as.
 TYPED := build/typed/relayline
 ROOMS := wire stage coordinator deploy
-# llama.cpp is built with what relayline uses: no multimodal library, no `common`, no tools. CMAKE_ARGS of the caller
-# (-DGGML_CUDA=on, -DGGML_VULKAN=on, -DGGML_METAL=on ...) come on top.
-LLAMA_CMAKE := -DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/deploy/build/llama_minimal.cmake
+# llama.cpp is built with what relayline uses: its encoder of images (libmtmd), but no `common` and no tools. CMAKE_ARGS
+# of the caller (-DGGML_CUDA=on, -DGGML_VULKAN=on, -DGGML_METAL=on ...) come on top.
+LLAMA_CMAKE := -DLLAVA_BUILD=ON -DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/deploy/build/llama_minimal.cmake
 # The caller's part of the last build. Without CMAKE_ARGS it stays, so that `make test` after a build for a GPU is no
 # build for the CPU; an empty CMAKE_ARGS goes back. The recipe gets it through its environment, whatever its quotes.
 BUILT_WITH := $(VENV)/.cmake-args

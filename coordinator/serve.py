@@ -21,10 +21,12 @@ from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.joining.config import JoinConfig, PoolState
 from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, rebalancer_of
 from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
+from relayline.coordinator.model.projectors import check_projector
 from relayline.coordinator.observe.telemetry_start import observed
 from relayline.coordinator.text.chat import ChatTemplate, read_template
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -154,7 +156,8 @@ async def _serve(
         control = TelemetryControl(observer, lambda: pipeline.stages)
         mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)
-        app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover)
+        encoder = await _encoder_of(config, file, tokenizer)
+        app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover, encoder)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
         if app[TEMPLATE_FAULT]:
             if config.chat_template_file is not None:
@@ -213,6 +216,23 @@ def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
 
     cert, key = files
     return server_context(cert, key, check=lambda: check_pair(cert, key))
+
+
+async def _encoder_of(config: ServeConfig, file: PipelineFile, tokenizer: Tokenizer) -> Encoder | None:
+    """Return the started encoder of images; None without a projector. Raises UsageError for one that is not served."""
+    if not config.pipeline.serving.mmproj:
+        return None
+    path = Path(config.pipeline.serving.mmproj)
+    check_projector(path, file)
+    if not tokenizer.has_text:
+        raise UsageError("--mmproj: images are parts of chats, and this model has no tokenizer")
+    encoder = Encoder(path, tokenizer.path, file.n_embd)
+    try:
+        await asyncio.to_thread(encoder.start)
+    except BaseException:
+        encoder.close()
+        raise
+    return encoder
 
 
 def _checked_url(url: str) -> str:

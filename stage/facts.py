@@ -56,6 +56,7 @@ class StageFacts:
             instance_id=self.instance_id,
             name=self.name,
             place=self.place,
+            takes_rows=artifact.takes_rows,
         )
         self.curves.tell(message)
         return message

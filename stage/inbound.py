@@ -33,14 +33,22 @@ class Inbound:
     """One upstream neighbour at one epoch. Event loop only."""
 
     def __init__(
-        self, route: Route, hello: pb.LinkOpen, context: grpc.aio.ServicerContext[Any, Any], max_rows: int
+        self,
+        route: Route,
+        hello: pb.LinkOpen,
+        context: grpc.aio.ServicerContext[Any, Any],
+        max_rows: int,
+        *,
+        takes_rows: bool = False,
     ) -> None:
+        """`takes_rows`: an envelope of a link for tokens may hold rows in their place."""
         self.route = route
         self._max_rows = max_rows
-        self._dtype: int = hello.dtype
-        self._width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
+        self._shapes = {(hello.dtype, 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd)}
+        if hello.dtype == pb.DTYPE_TOKENS and takes_rows:
+            self._shapes.add((pb.DTYPE_F32, hello.n_embd))
         self._context = context
-        self._parts = PartReader(bytes_max_of(self._width))
+        self._parts = PartReader(bytes_max_of(max(width for _, width in self._shapes)))
         self.n_envelopes = 0  # that have come; each says its number
         self._in_flight_bytes = 0  # of rows that have come, and for which no credit has been given back
         self._owed_bytes = 0
@@ -76,7 +84,7 @@ class Inbound:
         view = parse(envelope, max_rows=self._max_rows)
         self.n_envelopes += 1
         check_due(view, self.route.epoch, self.n_envelopes)
-        if view.dtype != self._dtype or view.width != self._width:
+        if (view.dtype, view.width) not in self._shapes:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         self._take_credit(view.payload_bytes)
         return view

@@ -108,7 +108,9 @@ class StageService:
             route, hello = await accepted(context, self.epochs.awaited, self.epochs.facts.artifact)
         except RelaylineError as error:
             await rpc.abort(context, error)
-        inbound = Inbound(route, hello, context, self.epochs.facts.config.engine.max_rows)
+        facts = self.epochs.facts
+        max_rows, takes_rows = facts.config.engine.max_rows, facts.artifact.takes_rows
+        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows)
         route.has_upstream = True  # from here on only the clean-up below gives the route back
         ended = asyncio.create_task(route.ended.wait())
         reading = asyncio.create_task(self.intake.read(inbound))

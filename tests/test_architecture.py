@@ -40,7 +40,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "coordinator": (
         ("coordinator/__init__.py", "coordinator/model", "coordinator/text"),
-        ("coordinator/sessions", "coordinator/answers"),
+        ("coordinator/sessions", "coordinator/answers", "coordinator/images"),
         ("coordinator/schedule", "coordinator/observe"),
         ("coordinator/planner", "coordinator/engine"),
         ("coordinator/http", "coordinator/joining"),
@@ -152,7 +152,7 @@ LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
 MANY_COLLABORATORS: dict[str, tuple[int, str]] = {
     "stage/process.py": (31, "puts a stage process together"),
 }
-LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py"}
+LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py", "coordinator/images/projector.py"}
 DECODE_MODULE = "stage/engine/native.py"
 
 
@@ -306,7 +306,7 @@ def test_only_one_module_decodes() -> None:
     assert users == {DECODE_MODULE}
 
 
-def test_the_coordinator_meets_llama_cpp_in_its_tokenizer_only() -> None:
+def test_the_coordinator_meets_llama_cpp_in_its_tokenizer_and_its_projector_only() -> None:
     users = {
         module.path
         for module in product()

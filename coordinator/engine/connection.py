@@ -130,13 +130,15 @@ class Connection:
         revocations: Revocations | None = None,
         name: str = "",
         stage_names: Sequence[str] = (),
+        wants_rows: bool = False,
         on_return: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
     ) -> Connection:
         """Check, configure (downstream first) and connect every stage; `who` names each stage.
 
-        `on_heard` is called with the index of a stage whenever it gives a sign of life. Raises HandshakeError when
+        `on_heard` is called with the index of a stage whenever it gives a sign of life. `wants_rows`: stage 0 gets rows
+        of images. Raises HandshakeError when
         stages do not fit the pipeline or each other, StageLostError when one cannot be reached, UnauthenticatedError
         when either side refuses the other, NotReadyError when one stops or restarts meanwhile. After an error nothing
         stays open.
@@ -150,7 +152,7 @@ class Connection:
             if revocations is not None:
                 await check_servers(addresses, security, revocations)
             facts = await _describe_all(stages, on_heard)
-            check_stages(addresses, facts, pipeline)
+            check_stages(addresses, facts, pipeline, wants_rows=wants_rows)
             if revocations is not None:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []
@@ -413,8 +415,17 @@ def _price_ns(said_ns: float) -> float:
     return max(0.0, said_ns) if math.isfinite(said_ns) else 0.0
 
 
-def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse], pipeline: PipelineFile) -> None:
-    """Check the stages' descriptions against the pipeline, in order. Raises HandshakeError."""
+def check_stages(
+    addresses: Sequence[str],
+    facts: Sequence[pb.DescribeResponse],
+    pipeline: PipelineFile,
+    *,
+    wants_rows: bool = False,
+) -> None:
+    """Check the stages' descriptions against the pipeline, in order. `wants_rows`: stage 0 gets rows of images.
+
+    Raises HandshakeError.
+    """
     if len(addresses) != len(pipeline.stages):
         raise HandshakeError(
             f"the pipeline has {len(pipeline.stages)} stages, but {len(addresses)} addresses were given"
@@ -436,6 +447,9 @@ def check_stages(addresses: Sequence[str], facts: Sequence[pb.DescribeResponse],
                 "--kv-layout, per-lane or unified"
             )
         _check_rope(addresses[0], facts[0], address, fact)
+    if wants_rows and not facts[0].takes_rows:
+        text = "takes no rows of images; start it from this version of relayline, or the coordinator without --mmproj"
+        raise HandshakeError(f"{addresses[0]} {text}")
 
 
 def _check_rope(first_address: str, first: pb.DescribeResponse, address: str, fact: pb.DescribeResponse) -> None:

@@ -154,6 +154,7 @@ class Epochs:
             revocations=self._revocations,
             name=self._config.name,
             stage_names=self.stage_names,
+            wants_rows=bool(self._config.serving.mmproj),
             on_return=self._on_return,
             on_lost=self.lose,
             on_heard=self._on_heard,

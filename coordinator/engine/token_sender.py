@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
+
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.request_log import UNKNOWN, SessionRecord
 from relayline.wire.common import bounds
@@ -93,7 +95,8 @@ class TokenSender:
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
 
     async def _send(self, frames: Sequence[Frame], context: bytes) -> None:
-        buffer = self._link.pool.lease(len(frames), sum([len(frame.tokens) for frame in frames]))
+        pool = self._link.pool if frames[0].rows is None else self._link.row_pool
+        buffer = pool.lease(len(frames), sum([len(frame.tokens) for frame in frames]))
         self._sequence += 1
         message = write_tokens(
             buffer, frames, self._epoch, self._sequence, context, self._record_of, time.monotonic_ns()
@@ -110,12 +113,14 @@ def write_tokens(
     record_of: RecordOf,
     now_ns: int,
 ) -> bytes:
-    """Write an envelope of tokens into a buffer of its shape; returns the message.
+    """Write an envelope of tokens, or of rows of images, into a buffer of its shape; returns the message.
 
     context: 25 bytes, of the root of the trace of passes that it belongs to.
     """
-    tokens = [token for frame in frames for token in frame.tokens]
-    buffer.payload[:, 0] = tokens
+    if frames[0].rows is None:
+        buffer.payload[:, 0] = [token for frame in frames for token in frame.tokens]
+    else:
+        np.concatenate([frame.rows for frame in frames if frame.rows is not None], out=buffer.payload)
     records = buffer.frames
     records["session_id"] = [frame.session_id for frame in frames]
     records["epoch"] = epoch
@@ -132,7 +137,7 @@ def write_tokens(
 
 
 def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
-    """Cut what exceeds one message into several."""
+    """Cut what exceeds one message into several; one holds tokens or rows of images."""
     envelopes: list[list[Frame]] = []
     n_rows = options_bytes = 0
     for frame in frames:
@@ -140,7 +145,8 @@ def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
         options_bytes += _options_bytes_max(frame)
         is_full = envelopes and len(envelopes[-1]) == bounds.FRAMES_PER_ENVELOPE_MAX
         is_full = is_full or options_bytes > bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX
-        if not envelopes or is_full or n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
+        is_other = bool(envelopes) and (frame.rows is None) != (envelopes[-1][0].rows is None)
+        if not envelopes or is_full or is_other or n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
             envelopes.append([])
             n_rows, options_bytes = len(frame.tokens), _options_bytes_max(frame)
         envelopes[-1].append(frame)

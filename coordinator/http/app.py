@@ -14,6 +14,7 @@ from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.choice import Speller
 from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dialects
 from relayline.coordinator.http.handlers import Handlers
+from relayline.coordinator.http.images import Images
 from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS as FACTS
@@ -25,6 +26,7 @@ from relayline.coordinator.http.preparing import setting_of
 from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.http.service import Service
 from relayline.coordinator.http.telemetry_handlers import TelemetryHandlers
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.text.chat import ChatTemplate
@@ -42,18 +44,21 @@ def make_app(
     limits: HttpLimits | None = None,
     control: TelemetryControl | None = None,
     layers: LayerControl | None = None,
+    encoder: Encoder | None = None,
 ) -> web.Application:
     """Return the OpenAI-compatible application.
 
     `model_id` is the one model name that is served, `created` when it came up (unix seconds); without `control`
-    nothing is traced beyond this process's own ring, without `layers` none can be moved. Serve the application
+    nothing is traced beyond this process's own ring, without `layers` none can be moved, without a started `encoder`
+    chats are text alone. Serve the application
     with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes away. Further
     routes (metrics) may be added before it is started.
     """
     limits = limits or HttpLimits()
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
-    setting = setting_of(model_id, limits, chat)
+    setting = setting_of(model_id, limits, chat, has_images=encoder is not None)
+    images = Images(encoder) if encoder is not None else None
     style = setting.style = find_style(setting, tokenizer.path)
     conversation = Conversation(chat, tokenizer, style.tool_style())
     pool = BodyPool(setting, tokenizer)
@@ -68,6 +73,7 @@ def make_app(
         limits,
         observer,
         pool,
+        images,
     )
     middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
     files = read_files()
@@ -80,6 +86,8 @@ def make_app(
 
     async def close_pool(_app: web.Application) -> None:
         pool.close()
+        if images is not None:
+            await images.close()
 
     app.on_shutdown.append(feed.close)
     app.on_cleanup.append(close_pool)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from relayline.coordinator.answers.reader import CallPart, Parts, Reader
-from relayline.coordinator.sessions.generation import PromptScore, TokenEvent
+from relayline.coordinator.sessions.generation import ImageRows, PromptScore, TokenEvent
 from relayline.coordinator.text.detokenize import TextAssembler
 from relayline.coordinator.text.tokenizer import Tokenizer
 
@@ -32,10 +32,11 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as token ids, with the text to repeat before its choices (empty without `echo`)."""
+    """One prompt as token ids, with the text to repeat before its choices (empty without `echo`), and its images."""
 
     tokens: tuple[int, ...]
     echo: str = ""
+    images: tuple[ImageRows, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from relayline.coordinator.http.choice import LOGPROB_MIN, FinishReason, Growth,
 from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.shapes import Timings, Usage
 from relayline.coordinator.http.sse import DONE, data_frame
-from relayline.coordinator.sessions.generation import PromptProgress, PromptScore
+from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, PromptProgress, PromptScore
 from relayline.wire.common.errors import RelaylineError
+
+NO_TOKEN = -1  # in a prompt's ids, in place of a row of an image; llama.cpp's own number
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,7 +310,11 @@ def _token_ids(header: Header, growth: Growth) -> list[int] | UnsetType:
 
 
 def _prompt_ids(header: Header, prompt: Prompt | None) -> list[int] | UnsetType:
-    return list(prompt.tokens) if header.return_token_ids and prompt is not None else UNSET
+    if not header.return_token_ids or prompt is None:
+        return UNSET
+    if prompt.images:
+        return [token if token < ROW_TOKEN_MIN else NO_TOKEN for token in prompt.tokens]
+    return list(prompt.tokens)
 
 
 def _prompt_logprobs(header: Header, speller: Speller, growth: Growth) -> shapes.PromptLogprobs | UnsetType:

@@ -141,7 +141,7 @@ class Handlers:
             "chat_template": service.conversation.template_text or "",
             "bos_token": service.tokenizer.bos_text,
             "eos_token": service.tokenizer.eos_text,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": service.images is not None, "audio": False},
             "build_info": service.fingerprint,
         }
         return json_response(msgspec.json.encode(fields))
@@ -179,6 +179,8 @@ class Handlers:
         if ctx_tokens := service.generator.ctx_tokens:
             model.max_model_len = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)
+        if service.images is not None:
+            model.architecture = shapes.ModelArchitecture()
         return model
 
     def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:

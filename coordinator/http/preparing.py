@@ -32,6 +32,7 @@ from relayline.coordinator.http.messages import asking as messages_asking
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
 from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.images.parts import Marked, Picture, take_images
 from relayline.coordinator.text.chat import CallForm, ChatTemplate, content_text
 from relayline.coordinator.text.dry import breakers_of
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -109,6 +110,7 @@ class Setting(Struct):
     bos_text: str
     eos_text: str
     style: Style | None = None  # None until it has been found out
+    has_images: bool = False  # chats may hold some
 
 
 class Asked(Struct):
@@ -135,10 +137,12 @@ class Prepared(Struct):
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
     said: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
+    pictures: list[Picture] = []  # of a chat; in its prompt, -1 stands for the first, -2 for the second
+    rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all prompts together."""
+        """Tokens of all prompts together, each image as one."""
         return sum(map(len, self.prompts)) // array.array("i").itemsize
 
 
@@ -309,13 +313,15 @@ class Shop:
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
         enter("template")
-        rendered, messages = self._rendered(body, plan)
+        rendered, messages, marked = self._rendered(body, plan)
         is_thinking = self._conversation().is_thinking(rendered)
         enter("tokens")
         start_ns = time.monotonic_ns()
-        prompt = tokenizer.encode_chat(rendered, ctx_tokens)
+        prompt = self._chat_tokens(rendered, marked, ctx_tokens)
+        if plan.scores_prompt and marked.pictures:
+            raise InvalidRequestError("prompt_logprobs: not of a prompt with images", param="prompt_logprobs")
         prediction = self._prediction(plan, ctx_tokens)
-        texts = [(message["role"], _text(message)) for message in messages] if asked.wants_content else []
+        texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
         offered = plan.offered
         has_grammar = plan.shape is not None or (offered is not None and offered.needs_grammar)
         return Prepared(
@@ -329,11 +335,26 @@ class Shop:
             input_json=_messages_json(texts),
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
+            pictures=marked.pictures,
         )
 
-    def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]]]:
-        """Return the prompt of a checked chat as text, and its messages as the template saw them."""
+    def _chat_tokens(self, rendered: str, marked: Marked, ctx_tokens: int) -> list[int]:
+        """Return the tokens of a rendered chat, with a number below 0 in place of each image."""
+        if not marked.pictures:
+            return self._tokenizer.encode_chat(rendered, ctx_tokens)
+        (first, *texts), numbers = marked.split(rendered)
+        tokens = self._tokenizer.encode_chat(first, ctx_tokens)
+        for number, text in zip(numbers, texts, strict=True):
+            tokens.append(-1 - number)
+            tokens += self._tokenizer.encode(text, add_special=False, ctx_tokens=ctx_tokens, param="messages")
+            _check_fit([len(tokens)], ctx_tokens)
+        return tokens
+
+    def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]], Marked]:
+        """Return the prompt of a checked chat as text, its messages as the template saw them, and its images."""
         messages = [msgspec.to_builtins(message) for message in body.messages]
+        marked = take_images(messages) if self._setting.has_images else Marked(messages, [], "")
+        messages = marked.messages
         conversation = self._conversation()
         variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
         if body.continue_final_message or body.add_generation_prompt is False:
@@ -341,7 +362,7 @@ class Shop:
         if body.continue_final_message:
             messages[-1]["content"] = f"{content_text(messages[-1]['content'], 'messages')}{_GOES_ON}"
         rendered = conversation.render(messages, plan.offered.shown if plan.offered else (), variables)
-        return (_up_to_mark(rendered) if body.continue_final_message else rendered), messages
+        return (_up_to_mark(rendered) if body.continue_final_message else rendered), messages, marked
 
     def _templated(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
         body = decode_body(raw, ChatBody)
@@ -349,7 +370,8 @@ class Shop:
         if self._setting.style is not None and self._setting.style.fault:
             raise InvalidRequestError(self._setting.style.fault, param="messages")
         enter("template")
-        return msgspec.json.encode({"prompt": self._rendered(body, plan)[0]})
+        rendered, _, marked = self._rendered(body, plan)
+        return msgspec.json.encode({"prompt": marked.shown(rendered)})
 
     def _with_tokens(self, plan: Plan) -> Plan:
         """Return the plan with the tokens of its texts, and of its end if that is held back.
@@ -465,10 +487,16 @@ class Shop:
         return shapes.encode({"content": text, "prompt": text})
 
 
-def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate) -> Setting:
-    """Return the setting of an application."""
+def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate, *, has_images: bool = False) -> Setting:
+    """Return the setting of an application; `has_images`: its chats may hold some."""
     tool_template = chat.for_tools.source if chat.for_tools is not chat else None
-    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text)
+    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text, has_images=has_images)
+
+
+def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
+    """Return an error about a chat as one about the body that the chat was made from."""
+    found: InvalidRequestError = _CHATS[route][1](error) if route in _CHATS else error
+    return found
 
 
 def unpacked(tokens: bytes) -> tuple[int, ...]:

@@ -17,14 +17,17 @@ from relayline.coordinator.http.body_pool import BodyPool
 from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.choice import ChoiceState, Ending, Prompt, Speller
 from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.images import Images
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.observe import wants_content
-from relayline.coordinator.http.preparing import Asked, Prepared, unpacked
+from relayline.coordinator.http.preparing import Asked, Prepared, as_sent, unpacked
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import InvalidRequestError
 
 YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
 OtherForm = Literal["responses", "messages", "counted", "llama", "infill", "embeddings"]
@@ -45,6 +48,7 @@ class Service:
     limits: HttpLimits
     observer: Observer
     pool: BodyPool
+    images: Images | None = None  # of a model with a projector
 
     async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
         """Return a body after reading, checking and tokenising by a worker.
@@ -54,17 +58,43 @@ class Service:
         asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
         raw = await request.read()
         answer = await self.pool.ask(client_of(request), asked, raw)
-        return msgspec.msgpack.decode(answer, type=Prepared)
+        return await self._with_images(request, msgspec.msgpack.decode(answer, type=Prepared))
 
-    async def read_in(self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0) -> Prepared:
+    async def _with_images(self, request: web.Request, prepared: Prepared) -> Prepared:
+        """Put its images into the prompt of a chat. Raises InvalidRequestError, OverloadedError, InternalError."""
+        if self.images is None or not prepared.pictures:
+            return prepared
+        if not self.generator.ctx_tokens:
+            self.generator.check_ready()  # encoding would be for nothing
+        tokens, ctx_tokens = unpacked(prepared.prompts[0]), self.generator.ctx_tokens or CTX_TOKENS_MAX
+        filled = await self.images.fill(client_of(request), tokens, prepared.pictures, ctx_tokens)
+        prepared.prompts, prepared.pictures = [filled.tokens.tobytes()], []
+        prepared.rows = filled.images
+        return prepared
+
+    async def n_counted(self, request: web.Request, prepared: Prepared) -> int:
+        """Return how many tokens a prompt has that is only counted: its images are not encoded."""
+        n_tokens = prepared.n_tokens
+        if self.images is not None and prepared.pictures:
+            n_tokens += await self.images.count(client_of(request), prepared.pictures) - len(prepared.pictures)
+        return n_tokens
+
+    async def read_in(
+        self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0, *, is_counted: bool = False
+    ) -> Prepared:
         """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
-        refers to.
+        refers to. The images of one that `is_counted` are left as they are.
         """
+        is_counted |= route == "counted"
         content = wants_content(self.observer, request)
         # A text that is only counted may be longer than any stream.
         ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
         asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
-        return msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
+        prepared = msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
+        try:
+            return prepared if is_counted else await self._with_images(request, prepared)
+        except InvalidRequestError as error:
+            raise as_sent(route, error) from None
 
     async def answered(self, route: Literal["tokenize", "detokenize", "template"], request: web.Request) -> bytes:
         """Return a worker's answer to a body. Raises the body's error."""
@@ -132,7 +162,8 @@ async def unpacked_prompts(prepared: Prepared) -> list[Prompt]:
     for at, tokens in enumerate(prepared.prompts):
         if at and len(tokens) > YIELD_BYTES:
             await asyncio.sleep(0)
-        prompts.append(Prompt(unpacked(tokens), prepared.echoes[at] if prepared.echoes else ""))
+        echo = prepared.echoes[at] if prepared.echoes else ""
+        prompts.append(Prompt(unpacked(tokens), echo, prepared.rows))
     return prompts
 
 
@@ -190,6 +221,7 @@ def make_job(
                     prediction=prediction,
                     scores_prompt=plan.scores_prompt,
                     wants_progress=plan.shows_progress,
+                    images=prompt.images,
                 )
             )
     return Job(header, plan, tuple(prompts), tuple(requests), record, form)

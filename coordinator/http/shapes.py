@@ -248,6 +248,13 @@ class ModelMeta(Struct):
     n_vocab: int
 
 
+class ModelArchitecture(Struct):
+    """What a model with a projector takes besides text; as OpenRouter and llama-server have it."""
+
+    input_modalities: tuple[str, ...] = ("text", "image")
+    output_modalities: tuple[str, ...] = ("text",)
+
+
 class Model(Struct):
     """One entry of /v1/models."""
 
@@ -258,6 +265,7 @@ class Model(Struct):
     root: str = ""  # the name of the model behind an alias
     max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
     meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
+    architecture: ModelArchitecture | UnsetType = UNSET  # left out where the model takes text alone
 
 
 class ModelList(Struct):

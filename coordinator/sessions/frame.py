@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from relayline.coordinator.sessions.generation import SamplingParams
 
 
@@ -32,3 +35,4 @@ class Frame(NamedTuple):
     n_drafted: int = 0  # how many of its tokens were guesses when it left
     opening: Opening | None = None  # of an open
     followers: tuple[int, ...] = ()  # of a scored prompt: the token behind each row, 0 behind the last of all
+    rows: npt.NDArray[np.float32] | None = None  # of an image, in place of its tokens: f32 [n, n_embd]

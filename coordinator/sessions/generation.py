@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.sampler_fields import BY_NAME, POOLINGS
 
@@ -71,12 +74,31 @@ class SamplingParams:
         return self.is_penalised or self.looks_at_prompt or bool(self.bad_words or self.grammar)
 
 
+ROW_TOKEN_MIN = 1 << 30  # a number from here on stands in a history for a row of an image; no vocabulary has as many
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ImageRows:
+    """Rows of images that follow each other in a prompt. Their numbers in its tokens are made from the images' bytes.
+
+    So two prompts with equal tokens have equal rows, and the rows themselves are never compared.
+    """
+
+    start: int  # position of the first one
+    rows: npt.NDArray[np.float32]  # [n, n_embd]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one."""
+        return self.start + len(self.rows)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One admitted-or-refused unit of work: a prompt and how far to continue it."""
 
     request_id: str  # shown to the client and in logs; unique per request
-    prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary
+    prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary, or of `images`
     max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
     sampling: SamplingParams
     ignore_eos: bool = False  # go on past an end-of-generation token
@@ -85,6 +107,18 @@ class GenerationRequest:
     prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
     scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
     wants_progress: bool = False  # its reader gets the progress of reading the prompt
+    images: tuple[ImageRows, ...] = dataclasses.field(default=(), compare=False)  # ascending; compared by their tokens
+
+    def border_behind(self, position: int) -> int | None:
+        """Return where rows of an image begin or end next, behind a position of the prompt."""
+        return next((at for each in self.images for at in (each.start, each.end) if at > position), None)
+
+    def rows_at(self, position: int, n_rows: int) -> npt.NDArray[np.float32] | None:
+        """Return the rows that stand for these positions in place of tokens: f32 [n_rows, n_embd]; None: tokens do."""
+        for each in self.images:
+            if each.start <= position < each.end:
+                return each.rows[position - each.start : position - each.start + n_rows]
+        return None
 
 
 class PromptProgress(NamedTuple):

@@ -16,11 +16,17 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from relayline.coordinator.sessions.drafts import Acceptance, Drafter
 from relayline.coordinator.sessions.frame import Frame, Opening
-from relayline.coordinator.sessions.generation import FinishReason, GenerationRequest, PromptScore, TokenEvent
+from relayline.coordinator.sessions.generation import (
+    ROW_TOKEN_MIN,
+    FinishReason,
+    GenerationRequest,
+    PromptScore,
+    TokenEvent,
+)
 from relayline.wire.common import bounds
 from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
@@ -60,8 +66,17 @@ class OutFrame:
         flags, session = self.flags, self.session
         n_drafted = self.n_drafted if flags & Flag.DRAFTED else 0
         opening = session.opening() if flags & Flag.OPEN else None
+        rows = session.request.rows_at(self.position, len(self.tokens)) if flags & Flag.PREFILL else None
         return Frame(
-            session.session_id, self.position, self.tokens, flags, self.argument, n_drafted, opening, self.followers
+            session.session_id,
+            self.position,
+            self.tokens,
+            flags,
+            self.argument,
+            n_drafted,
+            opening,
+            self.followers,
+            rows,
         )
 
 
@@ -198,8 +213,12 @@ class Session:
         sampling, n_prompt = self.request.sampling, len(self.request.prompt_tokens)
         said = self.history[n_prompt : self.n_opened] if sampling.looks_back else []
         n_said_max = bounds.GRAMMAR_TOKENS_MAX if sampling.grammar else bounds.PENALTY_TOKENS_MAX
-        read = self.request.prompt_tokens[-bounds.PENALTY_TOKENS_MAX :] if sampling.looks_at_prompt else ()
-        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]), read)
+        read: Sequence[int] = ()
+        if sampling.looks_at_prompt:
+            prompt = self.request.prompt_tokens
+            read = [each for each in prompt if each < ROW_TOKEN_MIN] if self.request.images else prompt
+            read = read[-bounds.PENALTY_TOKENS_MAX :]
+        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]), tuple(read))
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens from another session with the same beginning, and read on from there.
@@ -233,6 +252,8 @@ class Session:
             return None
         at = self.n_sent
         end = min(at + rows_max, self.stops[0]) if self.stops else at + rows_max
+        if (border := self.request.border_behind(at)) is not None:
+            end = min(end, border)  # a frame holds tokens or rows of an image
         flags = Flag.PREFILL
         followers: tuple[int, ...] = ()
         n_prompt = len(self.request.prompt_tokens)
@@ -314,6 +335,8 @@ class Session:
         if self.state is not State.DECODE or n_left <= 0:
             return []
         guesses = self._drafter.tokens(len(self.ahead), min(n_tokens, n_left))
+        if self.request.images:  # no answer goes on with a row of an image
+            guesses = list(itertools.takewhile(lambda token: token < ROW_TOKEN_MIN, guesses))
         if self.request.ignore_eos:
             return guesses
         return list(itertools.takewhile(lambda token: not self.is_end(token), guesses))

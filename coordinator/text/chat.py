@@ -259,7 +259,9 @@ def content_text(content: Any, param: str) -> str:
     texts = []
     for at, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{param}[{at}]: only text parts are supported", f"{param}[{at}]")
+            is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
+            text = "only text parts are supported" + (": this model is served without a projector" if is_image else "")
+            raise InvalidRequestError(f"{param}[{at}]: {text}", f"{param}[{at}]")
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -2,6 +2,8 @@
 # The binding forces llama.cpp's `common` library on through the cache, though nothing in the Python package links
 # it. A normal variable set here shadows that cache entry (policy CMP0126), which saves about a third of the build.
 set(LLAMA_BUILD_COMMON OFF)
+# libmtmd, which LLAVA_BUILD adds, encodes images; it reads films by starting ffmpeg, and none are served.
+set(MTMD_VIDEO OFF CACHE BOOL "read films" FORCE)
 # ggml's own project() call, further down, includes this.
 set(CMAKE_PROJECT_ggml_INCLUDE "${CMAKE_CURRENT_LIST_DIR}/../kernels/kernels.cmake")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.model.projectors import read_projector
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.log_files import SUPERVISOR
@@ -49,6 +51,8 @@ def check_before_work(manifest: Manifest) -> None:
         check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
     if coordinator.chat_template_file is not None:
         read_template(manifest.resolve(coordinator.chat_template_file))
+    if mmproj := manifest.serving.mmproj:
+        read_projector(Path(mmproj))
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:

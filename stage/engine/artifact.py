@@ -103,6 +103,12 @@ class StageArtifact:
         return self.stage_index == 0
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether rows of images may enter in place of token ids: nothing but the token's own row depends on it."""
+        is_plain = self.embedding is not None and self.embedding.scale == 1.0 and self.width_in == self.n_embd
+        return self.is_first and is_plain
+
+    @property
     def is_last(self) -> bool:
         """Whether logits leave here."""
         return self.stage_index == self.stage_count - 1

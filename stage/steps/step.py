@@ -296,10 +296,10 @@ class StepExecutor:
         rows = payload[begin:end]
         exponents = first.frame.exponents[begin:end] if first.frame.exponents is not None else None
         out = self.engine.input_rows[first.row : first.row + end - begin]
-        if self._embeddings is not None:
-            if rows.dtype != _TOKENS:
-                raise ProtocolError("stage 0 takes token ids, but hidden rows came")
+        if self._embeddings is not None and rows.dtype == _TOKENS:
             self._embeddings.lookup(rows[:, 0], out)
+        elif rows.shape[1] != out.shape[1]:
+            raise ProtocolError(f"rows of {rows.shape[1]} values came, and this stage takes {out.shape[1]}")
         elif rows.dtype == _HALF:
             decode_f16(rows, exponents, out)
         else:

@@ -11,6 +11,7 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
 from relayline.coordinator.text.chat import ChatTemplate
@@ -151,12 +152,13 @@ async def serving(
     *,
     template: str | None = CHATML,
     control: TelemetryControl | None = None,
+    encoder: Encoder | None = None,
     **limits: object,
 ) -> AsyncIterator[Served]:
     """Serve a fake generator on a free loopback port; every stream it opened must be closed in the end."""
     generator = generator or FakeGenerator()
     chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits), control)
+    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits), control, encoder=encoder)
     runner, port = await start_http(app, "127.0.0.1", 0)
     try:
         yield Served(f"http://127.0.0.1:{port}", port, generator)

@@ -84,6 +84,15 @@ BEAT_EVERY_S = 1.0  # between signs of life of one end of a link
 QUIET_AFTER_S = 5.0  # of silence before a host is reported as not answering
 LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 
+# Of images in chats, see coordinator.images:
+IMAGES_PER_REQUEST_MAX = 16
+IMAGE_BYTES_MAX = 11 * 1024 * 1024  # of one as a file; in base64 it fits a body
+IMAGE_PIXELS_MAX = 40_000_000  # of one as its header says, before anything is unpacked
+IMAGE_START_S = 600.0  # for the process that encodes to load a projector
+IMAGE_ENCODE_S = 300.0  # of one image
+IMAGE_ROWS_KEPT_BYTES = 256 * 1024 * 1024  # of encoded images, kept for chats that send them again with each turn
+IMAGE_ROWS_BYTES_MAX = 1024 * 1024 * 1024  # of these, and those of all requests that wait or run
+
 # Of enrolment, see wire.links.enrolment:
 INVITATION_S = 24 * 3600  # how long the token of a join line is good: a day, so that a host may be set up tomorrow
 ENROL_BYTES_MAX = 16 * 1024  # of a request and of an answer: a certificate request, or two certificates

@@ -91,6 +91,11 @@ class Buffer:
         self._no_exponents = (slice(exponents_at, end), bytes(end - exponents_at))
         frames.stamp_tags(self.frames)
 
+    @property
+    def dtype(self) -> int:
+        """The Dtype of its rows."""
+        return self._constants[0]
+
     def scale_nothing(self) -> None:
         """Say that no row is scaled."""
         at, zeros = self._no_exponents

@@ -22,6 +22,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
+from relayline.wire.envelopes.envelope import DTYPE_F32
 from relayline.wire.envelopes.parts import parts_of
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
@@ -45,10 +46,12 @@ class RelayLink:
         accepted: pb.LinkAccepted,
         pool: BufferPool,
         on_lost: OnLost,
+        n_embd: int = 0,
     ) -> None:
         self.address = address
         self.max_rows: int = accepted.max_rows
         self.pool = pool
+        self.row_pool = BufferPool(DTYPE_F32, n_embd or pool.width)  # of a link for tokens: of rows in their place
         self.envelopes_sent = 0
         self.payload_bytes_sent = 0
         self.handed_ns = 0  # when the latest envelope was handed to gRPC; that it returned is heard of later
@@ -100,7 +103,7 @@ class RelayLink:
             await channel.close()
             raise
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
-        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost)
+        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, hello.n_embd)
         if is_watched:
             link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security, shown_pass=shown_pass)
         return link
@@ -139,7 +142,7 @@ class RelayLink:
             # The call was cancelled, by `close` say, not the task that sends.
             raise self._loss("was closed") from error
         finally:
-            self.pool.give_back(buffer)
+            (self.pool if buffer.dtype == self.pool.dtype else self.row_pool).give_back(buffer)
 
     async def _take_credit(self, size_bytes: int) -> None:
         while self._lost is None and not self._fits(size_bytes):

@@ -427,6 +427,15 @@ class ServingSettings(Settings):
         place="coordinator.anyModelName",
         reader=COORDINATOR,
     )
+    mmproj: str = setting(
+        "",
+        """
+    Projector of the model, a GGUF file of its maker beside the model: chats may hold images then, which the
+    coordinator's host encodes; empty: none.""",
+        flag="--mmproj",
+        place="coordinator.mmproj",
+        reader=COORDINATOR,
+    )
     pooling: str = setting(
         "auto",
         "How a prompt's hidden rows become one embedding: mean, last, cls; auto: as the model says, else last.",

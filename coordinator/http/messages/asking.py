@@ -173,7 +173,9 @@ def _turn(turn: Turn, where: str) -> list[Fields]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     blocks = each_checked(turn.content, f"{where}.content", lambda block, at: _block(block, at, turn.role))
-    said = "\n".join([block["text"] for block in blocks if "text" in block])
+    said: Any = "\n".join([block["text"] for block in blocks if "text" in block])
+    if any("image" in block for block in blocks):
+        said = [_part(block) for block in blocks if "text" in block or "image" in block]
     results = [block["result"] for block in blocks if "result" in block]
     calls = [block["call"] for block in blocks if "call" in block]
     thoughts = "\n".join([block["thought"] for block in blocks if "thought" in block])
@@ -186,7 +188,7 @@ def _turn(turn: Turn, where: str) -> list[Fields]:
 
 
 def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
-    """Return a block's kind: one of `text`, `result`, `call`, `thought`, or nothing."""
+    """Return a block's kind: one of `text`, `image`, `result`, `call`, `thought`, or nothing."""
     kind = block.get("type")
     if kind == "text":
         return {"text": text_in(block, "text", where)}
@@ -203,12 +205,32 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
         return {"thought": text_in(block, "thinking", where)}
     if kind == "redacted_thinking" and role == "assistant":
         return {}
+    if kind == "image" and role == "user":
+        return {"image": _image(block, where)}
     if kind == "document":
         source = block.get("source")
         if isinstance(source, Mapping) and source.get("type") == "text":
             return {"text": text_in(source, "data", f"{where}.source")}
     text = f"blocks of type {str(kind)[:40]!r} are not served here in a turn of the {role}; send text"
     raise InvalidRequestError(f"{where}: {text}", where)
+
+
+def _part(block: Mapping[str, Any]) -> Fields:
+    """Return a text or an image as a part of a chat's message."""
+    if "text" in block:
+        return {"type": "text", "text": block["text"]}
+    return {"type": "image_url", "image_url": {"url": block["image"]}}
+
+
+def _image(block: Mapping[str, Any], where: str) -> str:
+    """Return an image as a chat names it: by an address that holds it."""
+    source = block.get("source")
+    if not isinstance(source, Mapping):
+        raise InvalidRequestError(f"{where}.source: must be an object", f"{where}.source")
+    if one_of(source, "type", ("base64", "url"), f"{where}.source") == "url":
+        return text_in(source, "url", f"{where}.source")
+    kind = text_in(source, "media_type", f"{where}.source")
+    return f"data:{kind};base64,{text_in(source, 'data', f'{where}.source')}"
 
 
 def _text(blocks: Sequence[Any] | Any, where: str) -> str:

@@ -34,4 +34,4 @@ class MessageHandlers(Handlers):
         """POST /v1/messages/count_tokens."""
         self._check_taken(request)
         prepared = await self._service.read_in("counted", request, await request.read())
-        return json_response(b'{"input_tokens":%d}' % prepared.n_tokens)
+        return json_response(b'{"input_tokens":%d}' % await self._service.n_counted(request, prepared))

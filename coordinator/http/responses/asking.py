@@ -183,11 +183,11 @@ def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
         kind = item.get("type", "message")
         if kind == "message":
             role = one_of(item, "role", _ROLES, where)
-            text = _text(item.get("content"), f"{where}.content")
             if role != "assistant":
                 turn = None
-                messages.append({"role": role, "content": text})
+                messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
                 continue
+            text = _text(item.get("content"), f"{where}.content")
             if turn is None or turn.get("content") or turn.get("tool_calls"):
                 turn = _turn(messages)
             turn["content"] = text
@@ -223,6 +223,25 @@ def _call(item: Mapping[str, Any], where: str) -> Fields:
 def _result(item: Mapping[str, Any], where: str) -> Fields:
     text = _text(item.get("output"), f"{where}.output")
     return {"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": text}
+
+
+def _content(content: Any, where: str) -> str | list[Fields]:
+    """Return a content as a chat has it: one text, or parts where there is an image among them."""
+    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+        return _text(content, where)
+
+    def part_of(part: Mapping[str, Any], at: str) -> Fields:
+        if not _is_image(part):
+            return {"type": "text", "text": _text([part], where)}
+        if part.get("image_url") is None:
+            raise InvalidRequestError(f"{at}: an image is sent itself, as image_url with a data: address", at)
+        return {"type": "image_url", "image_url": {"url": text_in(part, "image_url", at)}}
+
+    return each_checked(content, where, part_of)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
 
 
 def _text(content: Any, where: str) -> str:

@@ -52,8 +52,9 @@ class ResponseHandlers(Handlers):
 
     async def count(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt would have."""
-        prepared = await self._read(request)
-        return json_response(b'{"object":"response.input_tokens","input_tokens":%d}' % prepared.n_tokens)
+        prepared = await self._read(request, is_counted=True)
+        n_tokens = await self._service.n_counted(request, prepared)
+        return json_response(b'{"object":"response.input_tokens","input_tokens":%d}' % n_tokens)
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}."""
@@ -90,13 +91,14 @@ class ResponseHandlers(Handlers):
         self._found(request)
         raise InvalidRequestError("only a background response can be cancelled; close the connection of another")
 
-    async def _read(self, request: web.Request) -> Prepared:
+    async def _read(self, request: web.Request, *, is_counted: bool = False) -> Prepared:
         service, raw = self._service, await request.read()
         context = b""
         if any(word in raw for word in _REFERRING):
             answer = await service.pool.ask(client_of(request), Asked("references"), raw)
             context = self._context(msgspec.msgpack.decode(answer, type=References), request.get(CLIENT, ""))
-        return await service.read_in("responses", request, context + raw if context else raw, len(context))
+        sent = context + raw if context else raw
+        return await service.read_in("responses", request, sent, len(context), is_counted=is_counted)
 
     def _context(self, wanted: References, owner: str) -> bytes:
         """Return the Context of a body as JSON: the stored responses that it refers to, joined."""

@@ -223,7 +223,8 @@ async def test_thinking_is_off_unless_it_is_asked_for(tokenizer: Tokenizer) -> N
         ({"max_tokens": None}, "max_tokens: required field is missing"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: must be one of user, assistant"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: blocks of type"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0]: blocks of type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source: must be"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]},
             "'tool_use' are not served here",

@@ -1,0 +1,119 @@
+"""The coordinator's end of the process that encodes images. Blocking: for threads, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from relayline.coordinator.images.encoding import (
+    ENCODED,
+    FROM_ENCODER,
+    READY,
+    REFUSED,
+    TO_ENCODER,
+    read_exactly,
+    read_into,
+)
+from relayline.wire.common.bounds import IMAGE_ENCODE_S, IMAGE_START_S
+from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
+
+Segment = list[int] | int
+_DIED = "the process that encodes images ended; the next image starts another"
+
+
+class Encoder:
+    """Starts the process, asks it, and starts another after it has died."""
+
+    def __init__(self, projector: Path, vocabulary: Path, n_embd: int) -> None:
+        """`vocabulary`: a GGUF file with that of the model. `n_embd`: values of each row."""
+        self._files = (str(projector), str(vocabulary))
+        self.n_embd = n_embd
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: socket.socket | None = None
+        self._is_closed = False
+        self.identity = b""  # of the projector, once it has been loaded
+
+    def start(self) -> None:
+        """Start the process and wait until it has loaded the projector.
+
+        Raises UsageError, with its reason, where it cannot.
+        """
+        ours, theirs = socket.socketpair()
+        arguments = (str(theirs.fileno()), *self._files, str(self.n_embd))
+        command = [sys.executable, "-m", "relayline.coordinator.images.encoding", *arguments]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self._pipe = ours
+        ours.settimeout(IMAGE_START_S)
+        kind, told, _ = self._heard()
+        if kind != READY:
+            self._end()
+            raise UsageError(
+                told.decode(errors="replace") or f"--mmproj {self._files[0]}: loading it ended the process"
+            )
+        self.identity = told
+
+    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
+        """Return the segments that an image becomes, and its rows: f32 [n, n_embd]; none if they are over `rows_max`.
+
+        Raises InvalidRequestError for a file that is no image, InternalError where encoding fails.
+        """
+        if self._pipe is None:
+            if self._is_closed:
+                raise InternalError("the coordinator is closing")
+            self.start()
+        assert self._pipe is not None
+        self._pipe.settimeout(IMAGE_ENCODE_S)
+        try:
+            self._pipe.sendall(TO_ENCODER.pack(rows_max, len(data)))
+            self._pipe.sendall(data)
+        except OSError:
+            self._end()
+            raise InternalError(_DIED) from None
+        kind, told, rows = self._heard()
+        if kind == ENCODED:
+            return msgspec.msgpack.decode(told, type=list[Segment]), rows
+        if kind == REFUSED:
+            raise InvalidRequestError(told.decode(errors="replace"))
+        raise InternalError(told.decode(errors="replace") or _DIED)
+
+    def _heard(self) -> tuple[bytes, bytes, npt.NDArray[np.float32]]:
+        """Return the kind of an answer, its head and its rows; the kind is empty where the process has died."""
+        rows = np.empty((0, self.n_embd), np.float32)
+        with contextlib.suppress(OSError):
+            assert self._pipe is not None
+            head = read_exactly(self._pipe, FROM_ENCODER.size)
+            if head is not None:
+                kind, n_told, n_bytes = FROM_ENCODER.unpack(head)
+                told = read_exactly(self._pipe, n_told)
+                rows = np.empty((n_bytes // (4 * self.n_embd), self.n_embd), np.float32)
+                if told is not None and (not rows.size or read_into(self._pipe, rows.data.cast("B"))):
+                    return kind, bytes(told), rows
+        self._end()
+        return b"", b"", rows
+
+    def _end(self) -> None:
+        pipe, process = self._pipe, self._process
+        self._pipe = self._process = None
+        if pipe is not None:
+            pipe.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """End the process, from any thread. A call that waits for it raises InternalError."""
+        self._is_closed = True
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.shutdown(socket.SHUT_RDWR)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,79 @@
+"""Projectors, the files that turn images into rows of a model: those that are served, and with which models.
+
+A stage reads a row of an image like a looked-up token: at its own position, and it sees the rows before it alone. So
+only projectors whose rows llama.cpp treats in this way are served, with models whose rows depend on nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.wire.common.errors import UsageError
+from relayline.wire.model_files.gguf_header import GgufFile, read_header
+
+# clip.projector_type -> the tensor that makes its rows; its second size is their width.
+PROJECTORS = {
+    "mlp": "mm.2.weight",  # LLaVA 1.5, 1.6
+    "pixtral": "mm.2.weight",
+    "idefics3": "mm.model.fc.weight",  # SmolVLM
+    "internvl": "mm.model.mlp.3.weight",
+}
+_MULTI_AXIS = "its images need positions on several axes, which stages do not have"
+_ALL_SEE = "rows of one of its images see each other both ways, and stages compute each row from those before it"
+_DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
+REFUSED = {
+    "qwen2vl_merger": _MULTI_AXIS,
+    "qwen2.5vl_merger": _MULTI_AXIS,
+    "qwen2.5o": _MULTI_AXIS,
+    "qwen3vl_merger": _DEEPSTACK,
+    "granite4_vision": _DEEPSTACK,
+    "glm4v": _MULTI_AXIS,
+    "gemma3": _ALL_SEE,
+    "gemma4v": _ALL_SEE,
+    "gemma4uv": _ALL_SEE,
+}
+_OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
+ARCHITECTURES = (
+    "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "stablelm", "smollm3", "internlm2",
+)  # fmt: skip
+
+
+def check_projector(path: Path, pipeline: PipelineFile) -> str:
+    """Return a projector's kind. Raises UsageError, which says why, for a file that is not served with the pipeline;
+    ModelFileError for one that is no GGUF file.
+    """
+    kind, width = read_projector(path)
+    if pipeline.architecture not in ARCHITECTURES:
+        text = f"models of the architecture {pipeline.architecture} are not served with images"
+        raise UsageError(f"--mmproj {path}: {text}; those of {', '.join(ARCHITECTURES)} are")
+    if width != pipeline.n_embd:
+        text = f"it gives rows of {width} values, and the model takes {pipeline.n_embd}: it belongs to another model"
+        raise UsageError(f"--mmproj {path}: {text}")
+    return kind
+
+
+def read_projector(path: Path) -> tuple[str, int]:
+    """Return a projector's kind, and the width of its rows. Raises as `check_projector`, whatever the model is."""
+    if not path.is_file():
+        raise UsageError(f"--mmproj {path}: no such file")
+    header = read_header(path)
+    kind = _kind(path, header)
+    if kind not in PROJECTORS or (kind == "mlp" and _width_of(header, _OTHER_MLP)):
+        why = REFUSED.get(kind, f"projectors of the kinds {', '.join(PROJECTORS)} are")
+        raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
+    return kind, _width_of(header, PROJECTORS[kind])
+
+
+def _kind(path: Path, header: GgufFile) -> str:
+    architecture = header.value("general.architecture")
+    if architecture != "clip":
+        text = f"holds a model of the architecture {str(architecture)[:40]}, not a projector"
+        raise UsageError(f"--mmproj {path}: {text}; give the file that its makers call mmproj")
+    if header.value("clip.has_vision_encoder") is not True:
+        raise UsageError(f"--mmproj {path}: it has no encoder for images")
+    return str(header.value("clip.projector_type") or header.value("clip.vision.projector_type") or "mlp")
+
+
+def _width_of(header: GgufFile, name: str) -> int:
+    return next((tensor.dims[1] for tensor in header.tensors if tensor.name == name and len(tensor.dims) > 1), 0)

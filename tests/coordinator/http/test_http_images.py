@@ -1,0 +1,162 @@
+"""Images in requests: encoded once, put into prompts, counted, refused in one line; the encoder is the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections import Counter
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from relayline.coordinator.images.encoder import Encoder, Segment
+from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import InternalError, InvalidRequestError
+from tests.support.http_support import WAIT_S, FakeGenerator, Served, serving
+
+
+@pytest.fixture(scope="module", name="tokenizer")
+def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+BEFORE, N_ROWS, BEHIND = 60, 6, 62  # "<", rows, ">"
+
+
+class FakeEncoder(Encoder):
+    """An encoder that a test can hold: six rows of each image, of the image's last byte."""
+
+    def __init__(self) -> None:
+        self.n_embd, self.identity = 4, b"fake"
+        self.asked: Counter[tuple[bytes, int]] = Counter()
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.is_busy = threading.Event()
+
+    def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray]:
+        self.asked[data, rows_max] += 1
+        self.is_busy.set()
+        assert self.may_go.wait(WAIT_S)
+        if data.endswith(b"broken"):
+            raise InvalidRequestError("it is no image that can be read")
+        if data.endswith(b"fatal") and rows_max:
+            raise InternalError("the process that encodes images ended")
+        rows = np.full((N_ROWS if rows_max >= N_ROWS else 0, 4), data[-1], np.float32)
+        return [[BEFORE], N_ROWS, [BEHIND]], rows
+
+    def close(self) -> None:
+        self.may_go.set()
+
+
+def url_of(name: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(PNG + name).decode()}"
+
+
+def chat(*names: bytes, **more: Any) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url_of(name)}} for name in names]
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, *parts]}], **more}
+
+
+async def post(served: Served, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.post(served.url + path, json=body) as response:
+        found: dict[str, Any] = await response.json()
+        assert response.status == status, found
+        return found
+
+
+async def test_rows_stand_in_the_prompt_and_each_image_is_encoded_once(tokenizer: Tokenizer) -> None:
+    generator, encoder = FakeGenerator(), FakeEncoder()
+    async with serving(tokenizer, generator, encoder=encoder) as served:
+        answer = await post(served, "/v1/chat/completions", chat(b"1", b"2", b"1", return_token_ids=True))
+        await post(served, "/v1/chat/completions", chat(b"2"))
+        models = await _get(served, "/v1/models")
+        props = await _get(served, "/props")
+    first, second = generator.requests
+    tokens = first.prompt_tokens
+    assert [each.end - each.start for each in first.images] == [N_ROWS] * 3
+    assert [float(each.rows[0, 0]) for each in first.images] == [49.0, 50.0, 49.0]
+    for each in first.images:
+        assert tokens[each.start - 1] == BEFORE
+        assert min(tokens[each.start : each.end]) >= ROW_TOKEN_MIN
+        assert tokens[each.end] == BEHIND
+    spans = [tokens[each.start : each.end] for each in (*first.images, *second.images)]
+    assert spans[0] == spans[2] != spans[1]
+    assert second.prompt_tokens[second.images[0].start : second.images[0].end] == spans[1]
+    assert set(encoder.asked.values()) == {1}
+    assert len(encoder.asked) == 4, "two images, each counted and encoded"
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    assert answer["prompt_token_ids"].count(-1) == 3 * N_ROWS
+    assert models["data"][0]["architecture"]["input_modalities"] == ["text", "image"]
+    assert props["modalities"]["vision"] is True
+
+
+async def test_equal_images_that_come_together_are_encoded_once_and_a_client_may_go(tokenizer: Tokenizer) -> None:
+    generator, encoder = FakeGenerator(), FakeEncoder()
+    encoder.may_go.clear()
+    async with serving(tokenizer, generator, encoder=encoder) as served:
+        gone = asyncio.create_task(post(served, "/v1/chat/completions", chat(b"1")))
+        assert await asyncio.to_thread(encoder.is_busy.wait, WAIT_S)
+        gone.cancel()
+        both = [asyncio.create_task(post(served, "/v1/chat/completions", chat(b"1"))) for _ in range(2)]
+        encoder.may_go.set()
+        await asyncio.gather(*both)
+    assert len(generator.requests) == 2
+    assert set(encoder.asked.values()) == {1}
+
+
+async def test_what_goes_wrong_is_one_line_about_the_field_that_was_sent(tokenizer: Tokenizer) -> None:
+    generator, encoder = FakeGenerator(ctx_tokens=40), FakeEncoder()
+    async with serving(tokenizer, generator, encoder=encoder) as served:
+        broken = await post(served, "/v1/chat/completions", chat(b"1", b"broken"), 400)
+        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url_of(b"broken")}]}]
+        dialect = await post(served, "/v1/responses", {"input": items}, 400)
+        long = await post(served, "/v1/chat/completions", chat(*[b"3"] * 8), 400)
+        scored = await post(served, "/v1/chat/completions", chat(b"4", prompt_logprobs=0), 400)
+        fatal = await post(served, "/v1/chat/completions", chat(b"fatal"), 500)
+        address = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+        body = {"max_tokens": 1, "messages": [{"role": "user", "content": [address]}]}
+        elsewhere = await post(served, "/v1/messages", body, 400)
+    assert broken["error"]["message"].startswith("messages[0].content[2].image_url: it is no image")
+    assert broken["error"]["param"] == "messages[0].content[2].image_url"
+    assert dialect["error"]["param"].startswith("input[0].content[0]")
+    assert long["error"]["code"] == "context_length_exceeded"
+    assert (PNG + b"3", N_ROWS) not in encoder.asked, "it was encoded for nothing"
+    assert "prompt_logprobs" in scored["error"]["message"]
+    assert "the process that encodes images ended" in fatal["error"]["message"]
+    assert "fetches none from elsewhere" in elsewhere["error"]["message"]
+    assert not generator.requests
+
+
+async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:
+    encoder = FakeEncoder()
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                         "data": base64.b64encode(PNG + b"1").decode()}}  # fmt: skip
+    async with serving(tokenizer, encoder=encoder) as served:
+        bare = await post(served, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "see"}]})
+        parts = [{"type": "text", "text": "see"}, image]
+        body = {"messages": [{"role": "user", "content": parts}]}
+        counted = await post(served, "/v1/messages/count_tokens", body)
+        shown = await post(served, "/apply-template", chat(b"1"))
+    assert counted["input_tokens"] == bare["input_tokens"] + N_ROWS + 2
+    assert list(encoder.asked) == [(PNG + b"1", 0)]
+    assert "see<__media__>" in shown["prompt"]
+
+
+async def test_without_a_projector_chats_are_text_alone(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer) as served:
+        said = await post(served, "/v1/chat/completions", chat(b"1"), 400)
+        models = await _get(served, "/v1/models")
+    assert "only text parts are supported: this model is served without a projector" in said["error"]["message"]
+    assert "architecture" not in models["data"][0]
+
+
+async def _get(served: Served, path: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(served.url + path) as response:
+        found: dict[str, Any] = await response.json()
+        return found

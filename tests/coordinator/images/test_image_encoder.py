@@ -1,0 +1,94 @@
+"""The process that encodes: formats and sizes of images, a death, and projectors that it refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.images.projector import pixels_of
+from relayline.wire.common.bounds import IMAGE_PIXELS_MAX
+from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
+from tests.support.tiny_models import make_tiny
+from tests.support.tiny_projectors import N_ROWS, make_projector, picture
+from tests.support.tiny_shapes import N_EMBD
+from tests.support.whole_with_images import needs_library
+
+
+@pytest.fixture(scope="module", name="vocabulary")
+def vocabulary_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "model.gguf", tokenizer=True)
+
+
+@pytest.fixture(name="encoder")
+def encoder_fixture(vocabulary: Path, tmp_path: Path) -> Iterator[Encoder]:
+    encoder = Encoder(make_projector(tmp_path / "mmproj.gguf"), vocabulary, N_EMBD)
+    encoder.start()
+    yield encoder
+    encoder.close()
+
+
+@needs_library
+def test_images_are_encoded_counted_and_refused_and_a_death_costs_one(encoder: Encoder) -> None:
+    segments, rows = encoder.encode(picture(1), N_ROWS["mlp"])
+    assert segments == [N_ROWS["mlp"]]
+    assert rows.shape == (N_ROWS["mlp"], N_EMBD)
+    counted, none = encoder.encode(picture(1), N_ROWS["mlp"] - 1)
+    assert (counted, none.shape) == (segments, (0, N_EMBD))
+    with pytest.raises(InvalidRequestError, match="no image"):
+        encoder.encode(b"\x89PNG\r\n\x1a\n", 100)
+    assert encoder._process is not None
+    os.kill(encoder._process.pid, signal.SIGKILL)
+    with pytest.raises(InternalError, match="starts another"):
+        encoder.encode(picture(1), 100)
+    assert np.array_equal(encoder.encode(picture(1), 100)[1], rows)
+    encoder.close()
+    with pytest.raises(InternalError):
+        encoder.encode(picture(1), 100)
+
+
+@needs_library
+def test_a_projector_that_does_not_load_says_why(vocabulary: Path, tmp_path: Path) -> None:
+    broken = make_projector(tmp_path / "mmproj.gguf")
+    broken.write_bytes(broken.read_bytes()[:-1000])
+    for path in (broken, make_projector(tmp_path / "other.gguf", "idefics3")):  # whose tokens the vocabulary lacks
+        encoder = Encoder(path, vocabulary, N_EMBD)
+        with pytest.raises(UsageError, match=r"cannot load it|tokens that the model's vocabulary"):
+            encoder.start()
+        encoder.close()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_every_format_is_read(kind: str) -> None:
+    pixels = pixels_of(picture(1, kind=kind))
+    assert pixels.shape == (30, 40, 3)
+    assert np.abs(pixels.astype(int) - pixels_of(picture(1))).mean() < 30
+
+
+def test_what_shows_through_is_white_and_photographs_stand_upright() -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (3, 2), (9, 9, 9, 0)).save(file, "PNG")
+    assert (pixels_of(file.getvalue()) == 255).all()
+    file, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = 6  # by a quarter
+    Image.new("RGB", (3, 2)).save(file, "JPEG", exif=turned)
+    assert pixels_of(file.getvalue()).shape == (3, 2, 3)
+
+
+def test_a_bomb_is_refused_by_its_header() -> None:
+    file = io.BytesIO()
+    Image.new("1", (8, 8)).save(file, "PNG")
+    side = (int(IMAGE_PIXELS_MAX**0.5) + 1).to_bytes(4, "big")
+    bomb = bytearray(file.getvalue())
+    bomb[16:24] = side + side
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    with pytest.raises(InvalidRequestError, match=f"at most {IMAGE_PIXELS_MAX}"):
+        pixels_of(bytes(bomb))

@@ -1,0 +1,63 @@
+"""Which projectors are served with which models, and one line for each that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import pytest
+
+from relayline.coordinator.model.projectors import PROJECTORS, check_projector
+from relayline.wire.common.errors import RelaylineError, UsageError
+from tests.support.fakes import pipeline_file
+from tests.support.tiny_projectors import make_projector
+
+FILE = msgspec.structs.replace(pipeline_file(1), architecture="llama", n_embd=48)
+
+
+def header(path: Path, architecture: str = "clip", **values: Any) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_bool("clip.has_vision_encoder", values.pop("vision", True))
+    for key, value in values.items():
+        writer.add_string(f"clip.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", PROJECTORS)
+def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
+    assert check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), FILE) == kind
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"projector_type": "qwen2vl_merger"}, "positions on several axes"),
+        ({"projector_type": "gemma3"}, "see each other both ways"),
+        ({"vision.projector_type": "qwen3vl_merger"}, "deepstack"),
+        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl are"),
+        ({"architecture": "llama"}, "not a projector; give the file that its makers call mmproj"),
+        ({"vision": False}, "no encoder for images"),
+    ],
+)
+def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=problem):
+        check_projector(header(tmp_path / "mmproj.gguf", **given), FILE)
+
+
+def test_a_projector_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
+    path = make_projector(tmp_path / "mmproj.gguf", n_embd=40)
+    with pytest.raises(UsageError, match="rows of 40 values, and the model takes 48"):
+        check_projector(path, FILE)
+    with pytest.raises(UsageError, match="architecture gemma3 are not served with images"):
+        check_projector(path, msgspec.structs.replace(FILE, architecture="gemma3"))
+    with pytest.raises(UsageError, match="no such file"):
+        check_projector(tmp_path / "none.gguf", FILE)
+    path.write_bytes(b"no GGUF at all")
+    with pytest.raises(RelaylineError, match=r"mmproj\.gguf"):
+        check_projector(path, FILE)

@@ -1,0 +1,102 @@
+"""Prompts with rows of images: chunks that end at their borders, frames that carry them, envelopes of one kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from relayline.coordinator.engine.connection import check_stages
+from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
+from relayline.coordinator.images.encoded import row_numbers
+from relayline.coordinator.sessions.drafts import Acceptance
+from relayline.coordinator.sessions.generation import GenerationRequest, ImageRows, SamplingParams
+from relayline.coordinator.sessions.readers import sharing_key
+from relayline.coordinator.sessions.request_log import UNKNOWN
+from relayline.coordinator.sessions.session import Session
+from relayline.wire.common.errors import HandshakeError
+from relayline.wire.envelopes.buffers import BufferPool
+from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS, parse
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import WIDTH, pipeline_file
+from tests.support.sessions import chunks_of
+
+ROWS = np.arange(5 * WIDTH, dtype=np.float32).reshape(5, WIDTH)
+NUMBERS = row_numbers(b"image", 5)
+
+
+def request(sampling: SamplingParams | None = None) -> GenerationRequest:
+    """Two tokens, five rows in two images that touch, one token."""
+    images = (ImageRows(2, ROWS[:3]), ImageRows(5, ROWS[3:]))
+    return GenerationRequest("r", (1, 2, *NUMBERS, 3), 8, sampling or SamplingParams(), images=images)
+
+
+def session(number: int = 1, sampling: SamplingParams | None = None) -> Session:
+    return Session(number, request(sampling), lambda _: False)
+
+
+@pytest.mark.parametrize(("rows_max", "sizes"), [(64, [2, 3, 2, 1]), (2, [2, 2, 1, 2, 1])])
+def test_chunks_end_at_the_borders_of_images_again_after_a_loss(rows_max: int, sizes: list[int]) -> None:
+    one = session()
+    for _ in range(2):  # the second time as a replay
+        one.start()
+        frames = [chunk.leave() for chunk in chunks_of(one, rows_max)]
+        assert [len(frame.tokens) for frame in frames] == sizes
+        given = [frame.rows for frame in frames if frame.rows is not None]
+        assert np.array_equal(np.concatenate(given), ROWS)
+        assert all((frame.rows is None) == (frame.tokens[0] < 100) for frame in frames)
+
+
+def test_one_that_goes_on_inside_an_image_sends_the_rest_of_it() -> None:
+    one, other = session(1), session(2)
+    other.start()
+    other.continue_from(one, 4)
+    first = other.next_chunk(64)
+    assert first is not None
+    rows = first.leave().rows
+    assert rows is not None
+    assert np.array_equal(rows, ROWS[2:3])
+
+
+def test_an_envelope_holds_tokens_or_rows() -> None:
+    sessions = [session(number) for number in (1, 2)]
+    frames = [frame.leave() for each in sessions for frame in each.start()]
+    chunks = [chunks_of(each, 64) for each in sessions]
+    for pair in zip(*chunks, strict=True):
+        frames += [chunk.leave() for chunk in pair]
+    envelopes = within_bounds(frames)
+    kinds = [[frame.rows is not None for frame in envelope] for envelope in envelopes]
+    assert kinds == [[False] * 4, [True] * 4, [False] * 2]
+    pools = [BufferPool(DTYPE_TOKENS, 1), BufferPool(DTYPE_F32, WIDTH)]
+    for sequence, envelope in enumerate(envelopes, 1):
+        n_rows = sum(len(frame.tokens) for frame in envelope)
+        buffer = pools[envelope[0].rows is not None].lease(len(envelope), n_rows)
+        view = parse(write_tokens(buffer, envelope, 1, sequence, bytes(25), lambda _: UNKNOWN, 0))
+        if envelope[0].rows is None:
+            assert view.payload[:, 0].tolist() == [token for frame in envelope for token in frame.tokens]
+        else:
+            assert np.array_equal(view.payload, np.concatenate([ROWS[:3], ROWS[:3], ROWS[3:], ROWS[3:]]))
+
+
+def test_no_row_is_penalised_or_guessed() -> None:
+    one = session(sampling=SamplingParams(numbers=(("repetition_penalty", 1.5),)))
+    assert one.opening().read == (1, 2, 3)
+    one.acceptance = Acceptance()
+    one.start()
+    chunks_of(one, 64)
+    one.sampled(8, 1)
+    one.sampled(9, 2)  # like the beginning, behind which the image stands
+    assert one.chances(4) == []
+
+
+def test_equal_images_make_equal_requests_and_rows_are_not_compared() -> None:
+    assert sharing_key(request()) == sharing_key(request())
+    assert hash(sharing_key(request())) == hash(sharing_key(request()))
+
+
+def test_a_stage_that_takes_no_rows_is_refused_where_some_will_come() -> None:
+    facts = [pb.DescribeResponse(pipeline_id="fake", stage_index=0, n_embd=WIDTH)]
+    check_stages(["a:1"], facts, pipeline_file(1))
+    with pytest.raises(HandshakeError, match=r"^a:1 takes no rows of images.*--mmproj"):
+        check_stages(["a:1"], facts, pipeline_file(1), wants_rows=True)
+    facts[0].takes_rows = True
+    check_stages(["a:1"], facts, pipeline_file(1), wants_rows=True)

@@ -1,0 +1,247 @@
+"""Chats with images over real stages: as llama.cpp's own encoder and the whole model answer them, and after losses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.server import start_http
+from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.coordinator.model.projectors import check_projector
+from relayline.coordinator.model.split import split_model
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from tests.end_to_end.test_going_on import cut
+from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
+from tests.support.fleet import CTX, NEAR_TIE, Fleet, fleet
+from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
+from tests.support.tiny_projectors import make_projector, picture
+from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
+
+pytestmark = needs_library
+KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen2", (1, 2))}
+
+
+one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
+
+
+@dataclasses.dataclass
+class Model:
+    """One model in stages, and in one piece."""
+
+    file: PipelineFile
+    paths: list[Path]
+    tokenizer: Path
+    encoder: Encoder
+    whole: WholeWithImages
+
+
+@pytest.fixture(scope="module", name="model")
+def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    directory = tmp_path_factory.mktemp("model")
+    family, cuts = KINDS[request.param]
+    whole = make_tiny(family, directory / "model.gguf", tokenizer=True)
+    projector = make_projector(directory / "mmproj.gguf", request.param)
+    file = split_model(whole, directory / "out", cuts=cuts)
+    paths = [directory / "out" / stage.file for stage in file.stages]
+    tokenizer = directory / "out" / file.tokenizer.file
+    assert check_projector(projector, file) == request.param
+    encoder = Encoder(projector, tokenizer, file.n_embd)
+    with WholeWithImages(whole, projector, CTX) as reference:
+        try:
+            encoder.start()
+            yield Model(file, paths, tokenizer, encoder, reference)
+        finally:
+            encoder.close()
+
+
+class Chats:
+    """A client of one served pipeline."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, running: Fleet) -> None:
+        self._session, self._url, self.running = session, url, running
+
+    async def post(self, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+        async with self._session.post(self._url + path, json=body) as response:
+            found: dict[str, Any] = await response.json()
+            assert response.status == status, found
+            return found
+
+    async def answer(self, *parts: str | bytes, n_tokens: int = 12) -> dict[str, Any]:
+        """Ask with texts and images; returns the answer."""
+        body = {"messages": [{"role": "user", "content": content(*parts)}], "max_tokens": n_tokens, "temperature": 0}
+        more = {"ignore_eos": True, "return_token_ids": True}
+        return await self.post("/v1/chat/completions", body | more)
+
+
+def content(*parts: str | bytes) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
+        for part in parts
+    ]
+
+
+def url_of(file: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+@contextlib.asynccontextmanager
+async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
+    tokenizer = Tokenizer.load(model.tokenizer)
+    template = ChatTemplate(CHAT_TEMPLATE)
+    n_vocab = len(TOKENS)
+    async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
+        borrowed = _Borrowed(model.encoder)
+        app = make_app(running.pipeline, tokenizer, template, "tiny", 1, HttpLimits(), encoder=borrowed)
+        runner, port = await start_http(app, "127.0.0.1", 0)
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield Chats(session, f"http://127.0.0.1:{port}", running)
+        finally:
+            await runner.cleanup()
+            tokenizer.close()
+
+
+class _Borrowed(Encoder):
+    """The module's encoder, which goes on when an application ends."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder, self.n_embd = encoder, encoder.n_embd
+        self.n_asked: list[int] = []
+
+    @property
+    def identity(self) -> bytes:  # type: ignore[override]
+        return self._encoder.identity
+
+    def encode(self, data: bytes, rows_max: int) -> Any:
+        self.n_asked.append(rows_max)
+        return self._encoder.encode(data, rows_max)
+
+    def close(self) -> None:
+        """Keep it."""
+
+
+def assert_as_whole(model: Model, answer: dict[str, Any], *parts: str | bytes) -> None:
+    """Every token of an answer is what the whole model says, and its prompt has as many positions."""
+    text, is_after_text = "", False
+    for part in parts:
+        text += ("\n" if is_after_text else "") + part if isinstance(part, str) else MARKER.decode()
+        is_after_text = isinstance(part, str)
+    rendered = f"<|user|>{text}<|end|><|assistant|>"
+    tokens = answer["choices"][0]["token_ids"]
+    files = [part for part in parts if isinstance(part, bytes)]
+    n_prompt, logits = model.whole.logits_along(rendered, files, tokens)
+    behind = logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
+    assert behind.max() <= NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
+    assert answer["usage"]["prompt_tokens"] == n_prompt
+
+
+@pytest.mark.parametrize("model", KINDS, indirect=True)
+async def test_answers_are_those_of_the_whole_model_alone_and_together(model: Model) -> None:
+    asked = [
+        ("what is in", picture(1), "this?"),
+        (picture(2), picture(1, size=(64, 20)), "compare these"),
+        ("no image at all",),
+        ("the same", "twice", picture(3), picture(3)),
+    ]
+    async with chats(model) as client:
+        alone = [await client.answer(*parts) for parts in asked]
+        together = await asyncio.gather(*(client.answer(*parts) for parts in asked))
+    for parts, one, other in zip(asked, alone, together, strict=True):
+        assert_as_whole(model, one, *parts)
+        assert_as_whole(model, other, *parts)
+    assert -1 in alone[0]["prompt_token_ids"]
+    texts = [model.whole.logits_along(f"<|user|>x{MARKER.decode()}?", [picture(seed)], [0])[1] for seed in (1, 2)]
+    assert np.abs(texts[0] - texts[1]).max() > 100 * NEAR_TIE, "the model does not look at its images"
+
+
+@one_kind
+async def test_the_next_turn_reads_what_is_new_and_no_other_image_is_taken_for_one(model: Model) -> None:
+    said = "look at this with care, and tell all that you see: "
+    async with chats(model, prefix_lanes=4, kv_layout="per-lane") as client:
+        first = await client.answer(said, picture(5))
+        n_prompt = first["usage"]["prompt_tokens"]
+        await until_kept(client.running, 1)
+        before = await rows_of(client.running)
+        again = await client.answer(said, picture(5))
+        n_again = (await rows_of(client.running))[0] - before[0]
+        other = await client.answer(said, picture(6))
+        cached = other["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert n_again < n_prompt, "the same image was read again"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == n_prompt - 1
+    n_text = len(f"<|user|>{said}") - len("<|user|>") + 1
+    assert cached <= n_text, "another image was copied"
+    for answer, seed in ((first, 5), (again, 5), (other, 6)):
+        assert_as_whole(model, answer, said, picture(seed))
+
+
+@one_kind
+async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
+    parts = ("what is in", picture(7), "this?")
+    async with chats(model, proxied=True) as client:
+        asking = asyncio.create_task(client.answer(*parts, n_tokens=60))
+        await _until_running(client)
+        await cut(client.running, 0)
+        client.running.recovering.clear()
+        await client.running.stop(0)
+        async with asyncio.timeout(20):
+            await client.running.recovering.wait()
+        await client.running.start(0)
+        answer = await asking
+    assert len(answer["choices"][0]["token_ids"]) == 60
+    assert_as_whole(model, answer, *parts)
+
+
+async def _until_running(client: Chats) -> None:
+    async with asyncio.timeout(20):
+        while not any(slot.n_generated for slot in client.running.pipeline.slots()):
+            await client.running.pipeline.describe()
+
+
+@one_kind
+async def test_what_cannot_fit_is_refused_before_it_is_encoded(model: Model) -> None:
+    async with chats(model) as client:
+        images = [picture(20 + seed) for seed in range(16)]
+        body = {"messages": [{"role": "user", "content": content(*images, *images, "!")}]}
+        said = await client.post("/v1/chat/completions", body, 400)
+        assert "at most 16 images" in said["error"]["message"]
+        body["messages"][0]["content"] = content("x" * 200, *images[:15])
+        said = await client.post("/v1/chat/completions", body, 400)
+        assert said["error"]["code"] == "context_length_exceeded"
+
+
+@one_kind
+async def test_other_dialects_and_counts(model: Model) -> None:
+    file = picture(8)
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png",
+                                         "data": base64.b64encode(file).decode()}}  # fmt: skip
+    messages = [{"role": "user", "content": [{"type": "text", "text": "see"}, block]}]
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "see"},
+                                          {"type": "input_image", "image_url": url_of(file)}]}]  # fmt: skip
+    async with chats(model) as client:
+        chat = await client.answer("see", file, n_tokens=4)
+        body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+        message = await client.post("/v1/messages", body)
+        counted = await client.post("/v1/messages/count_tokens", body)
+        response = await client.post("/v1/responses", {"input": items, "max_output_tokens": 4, "temperature": 0})
+        n_input = await client.post("/v1/responses/input_tokens", {"input": items})
+    n_prompt = chat["usage"]["prompt_tokens"]
+    assert message["usage"]["input_tokens"] + message["usage"].get("cache_read_input_tokens", 0) == n_prompt
+    assert counted["input_tokens"] == n_input["input_tokens"] == n_prompt
+    assert response["usage"]["input_tokens"] == n_prompt
+    text = chat["choices"][0]["message"]["content"]
+    assert message["content"][0]["text"] == response["output"][0]["content"][0]["text"] == text

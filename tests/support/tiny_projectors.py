@@ -1,0 +1,89 @@
+"""Tiny random projectors, as llama.cpp's image encoder loads them: a few hundred KiB each, always the same."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+
+import gguf
+import numpy as np
+from PIL import Image
+
+from tests.support.tiny_shapes import N_EMBD
+
+WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
+PATCH, IMAGE = 7, 28
+N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4}  # of one square image; pixtral ends lines by a row
+
+
+def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1) -> Path:
+    """Write a projector of a kind, and return its path. Its rows have `n_embd` values."""
+    writer = gguf.GGUFWriter(None, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", kind)
+    writer.add_bool("clip.use_gelu", True)
+    numbers = {"embedding_length": WIDTH, "feed_forward_length": N_FF, "block_count": N_LAYERS,
+               "projection_dim": n_embd, "attention.head_count": N_HEADS, "image_size": IMAGE,
+               "patch_size": PATCH}  # fmt: skip
+    for key, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
+    writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    if kind in ("idefics3", "internvl"):
+        writer.add_uint32("clip.vision.projector.scale_factor", 2)
+    if kind == "idefics3":
+        writer.add_uint32("clip.vision.preproc_image_size", IMAGE)
+    for name, shape in _shapes(kind, n_embd).items():
+        values = np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape).astype(np.float32)
+        is_norm = "ln" in name.split(".")[-2] and name.endswith("weight")
+        scale = 1.0 if len(shape) == 1 else 1.0 / np.sqrt(np.prod(shape[1:]))
+        writer.add_tensor(name, 1 + 0.1 * values if is_norm else (values * scale).astype(np.float32))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
+    n_patches = (IMAGE // PATCH) ** 2
+    shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH)}
+    if kind != "pixtral":
+        has_class = kind in ("mlp", "internvl")
+        shapes["v.position_embd.weight"] = (n_patches + has_class, WIDTH)
+        if has_class:
+            shapes["v.class_embd"] = (WIDTH,)
+    for layer in range(N_LAYERS):
+        block = f"v.blk.{layer}"
+        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            shapes |= {f"{block}.{part}.weight": (WIDTH, WIDTH), f"{block}.{part}.bias": (WIDTH,)}
+        for part in ("ln1", "ln2"):
+            shapes |= {f"{block}.{part}.weight": (WIDTH,), f"{block}.{part}.bias": (WIDTH,)}
+        shapes |= {f"{block}.ffn_up.weight": (N_FF, WIDTH), f"{block}.ffn_up.bias": (N_FF,)}
+        shapes |= {f"{block}.ffn_down.weight": (WIDTH, N_FF), f"{block}.ffn_down.bias": (WIDTH,)}
+    shapes |= {"v.pre_ln.weight": (WIDTH,), "v.pre_ln.bias": (WIDTH,)}
+    if kind == "mlp":
+        shapes |= {"mm.0.weight": (n_embd, WIDTH), "mm.0.bias": (n_embd,)}
+        shapes |= {"mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,)}
+    elif kind == "pixtral":
+        shapes |= {"mm.1.weight": (n_embd, WIDTH), "mm.1.bias": (n_embd,), "mm.2.weight": (n_embd, n_embd)}
+        shapes |= {"mm.2.bias": (n_embd,), "v.token_embd.img_break": (n_embd,)}
+    elif kind == "idefics3":
+        shapes |= {"mm.model.fc.weight": (n_embd, 4 * WIDTH)}
+        shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}
+    else:
+        shapes |= {"mm.model.mlp.0.weight": (4 * WIDTH,), "mm.model.mlp.0.bias": (4 * WIDTH,)}
+        shapes |= {"mm.model.mlp.1.weight": (n_embd, 4 * WIDTH), "mm.model.mlp.1.bias": (n_embd,)}
+        shapes |= {"mm.model.mlp.3.weight": (n_embd, n_embd), "mm.model.mlp.3.bias": (n_embd,)}
+    return shapes
+
+
+def picture(seed: int = 1, *, size: tuple[int, int] = (40, 30), kind: str = "PNG") -> bytes:
+    """Return a file of an image of random blocks."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    found = io.BytesIO()
+    Image.fromarray(blocks).resize(size, Image.Resampling.NEAREST).save(found, kind)
+    return found.getvalue()

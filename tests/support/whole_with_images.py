@@ -1,0 +1,84 @@
+"""The unsplit model with a projector, run by libmtmd's own helpers: what chats with images are compared with.
+
+It shares no code with coordinator/images.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+from llama_cpp import llama_cpp as llama
+
+from relayline.deploy.testing.reference import ReferenceModel
+
+MARKER = b"<__media__>"
+HAS_LIBRARY = importlib.util.find_spec("llama_cpp.mtmd_cpp") is not None and any(
+    (Path(llama_cpp.__file__).parent / "lib").glob("*mtmd.*")
+)
+needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="this llama.cpp was built without libmtmd")
+
+
+class WholeWithImages(ReferenceModel):
+    """One context over a whole GGUF, and its projector."""
+
+    def __init__(self, path: Path, projector: Path, n_ctx: int) -> None:
+        super().__init__(path, n_ctx, 1, max_rows=32)
+        from llama_cpp import mtmd_cpp
+
+        self._mtmd: Any = mtmd_cpp
+        self._log = llama.llama_log_callback(lambda level, text, data: None)
+        mtmd_cpp.mtmd_helper_log_set(self._log, None)
+        params = mtmd_cpp.mtmd_context_params_default()
+        params.use_gpu = params.print_timings = params.warmup = False
+        params.n_threads = 1
+        self._encoder = mtmd_cpp.mtmd_init_from_file(bytes(projector), self._model, params)
+        assert self._encoder, f"{projector} does not load"
+
+    def logits_along(
+        self, rendered: str, files: Sequence[bytes], tokens: Sequence[int]
+    ) -> tuple[int, npt.NDArray[np.float32]]:
+        """Read a rendered chat whose images are markers, then tokens.
+
+        Returns how many positions the chat has, and the logits before each token: f32 [len(tokens), n_vocab].
+        """
+        mtmd = self._mtmd
+        self.drop_from(0, 0)
+        raw = rendered.encode()
+        text = mtmd.mtmd_input_text(raw, len(raw), True, True)
+        options = mtmd.mtmd_helper_init_opt_default()
+        made = [
+            mtmd.mtmd_helper_bitmap_init_from_buf(
+                self._encoder, (ctypes.c_uint8 * len(file)).from_buffer_copy(file), len(file), False, options
+            )
+            for file in files
+        ]
+        bitmaps = [getattr(each, "bitmap", each) for each in made]
+        chunks = mtmd.mtmd_input_chunks_init()
+        code = mtmd.mtmd_tokenize(
+            self._encoder, chunks, ctypes.byref(text), (ctypes.c_void_p * len(files))(*bitmaps), len(files)
+        )
+        assert code == 0, f"mtmd_tokenize gave {code}"
+        end = llama.llama_pos()
+        code = mtmd.mtmd_helper_eval_chunks(self._encoder, self._context, chunks, 0, 0, 32, True, ctypes.byref(end))
+        assert code == 0, f"mtmd_helper_eval_chunks gave {code}"
+        rows = [np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, -1), (self.n_vocab,)).copy()]
+        mtmd.mtmd_input_chunks_free(chunks)
+        for bitmap in bitmaps:
+            mtmd.mtmd_bitmap_free(bitmap)
+        for at, token in enumerate(tokens[:-1]):
+            rows.append(self.decode([token], [end.value + at], [0], [True])[0])
+        return end.value, np.stack(rows)
+
+    def close(self) -> None:
+        if self._encoder:
+            self._mtmd.mtmd_free(self._encoder)
+            self._encoder = None
+        super().close()

@@ -9,7 +9,7 @@
  * alone, wherever their cells lie, and whoever else is in the cache and in the step. What is not computed here stays
  * llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps of many rows of few lanes
  * where few heads share a key (TILED_ROWS, PAIRS).
- * kernels.cmake adds this file, llama.cpp.patch the call. Figures: benches/RESULTS.md, "Attention".
+ * kernels.cmake adds this file, llama.cpp.patch the call. Figures: docs/results/kernels.md.
  */
 #include "cell_order.h"
 #include "ggml-cpu-impl.h"

@@ -99,7 +99,7 @@ function(relayline_compile)
     # The kernels of repacked weights hold more values at once than there are registers, and GCC spills them: scheduled
     # with an eye on registers they take less time, with AVX2 7 % (Q4_0) to 20 % (Q4_K) for four rows and more, with
     # AVX-512, which has twice as many, 9 % (Q4_0, by the second of GCC's two ways to weigh registers; 4 % by the first)
-    # and 16 % (Q4_K) for four and eight. Measured with GCC 12, see benches/RESULTS.md.
+    # and 16 % (Q4_K) for four and eight. Measured with GCC 12, see docs/results/kernels.md.
     set(SCHEDULING "-fschedule-insns;-fsched-pressure")
     if(MACROS MATCHES "__AVX512F__")
         list(APPEND SCHEDULING "--param=sched-pressure-algorithm=2")

@@ -5,8 +5,8 @@
  * products, so that each takes two; they also shuffle rows and weights into one another. Here nibbles are read as
  * unsigned bytes, too large by a constant, eight values of a row are repeated along a register as they are loaded, and
  * that constant times a row's sums is taken off where its dot products begin. Sums of integers are exact and what follows
- * them is llama.cpp's, in its order: the products are the same to the bit in half the time (benches/RESULTS.md,
- * "Products of four bits"). kernels.cmake adds this file where the processor has AVX2, and gives llama.cpp's functions
+ * them is llama.cpp's, in its order: the products are the same to the bit in half the time (docs/results/kernels.md).
+ * kernels.cmake adds this file where the processor has AVX2, and gives llama.cpp's functions
  * other names.
  */
 #include "repack_rows.h"

@@ -3,7 +3,7 @@
  * Its kernels for AVX-512 and those for AVX2 stand in one file, and which of them a build gets is the compiler's macros'
  * choice. On a processor whose instructions of 512 bits are two of 256 (AMD's Zen 4) those for AVX2, compiled with
  * AVX-512's registers and dot products, take less time for four, eight and twelve rows, the others for sixteen; both
- * give the same bits (benches/RESULTS.md, "What the compiler does with the registers"). kernels.cmake adds this file
+ * give the same bits (docs/results/kernels.md). kernels.cmake adds this file
  * on such processors, and compiles llama.cpp's own with the names of its products ending in _wide. Not for Q4_0, MXFP4
  * and Q4_K, which have others (repack_4_bit.cpp, repack_q4_k.cpp).
  */

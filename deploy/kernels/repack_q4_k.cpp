@@ -2,7 +2,7 @@
  *
  * Values of a row are repeated along a register as they are loaded, where llama.cpp's kernels shuffle rows and weights into
  * one another, and two or three rows that fours leave over are multiplied at once: they take a third of the time, fours
- * six to nine tenths (benches/RESULTS.md, "Products of four bits"). Sums of integers are exact, and each block of 256 values
+ * six to nine tenths (docs/results/kernels.md). Sums of integers are exact, and each block of 256 values
  * is added to the product in one step, however many rows there are: one row has the same bits as among others (llama.cpp
  * adds a quarter at a time for four rows and more). kernels.cmake adds this file where the processor has AVX2.
  */

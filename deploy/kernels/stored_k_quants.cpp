@@ -4,8 +4,7 @@
  * Here a block is taken apart once for up to eight rows. As many blocks of rows as the first cache holds meet sixteen
  * rows of weights before the next ones do, and a row of weights is asked for while the one before it is multiplied.
  * Sums of integers are exact and are put together in the order of llama.cpp's product of one row, so that a row has its
- * bits, alone or among others. kernels.cmake adds this file, llama.cpp.patch the calls. Figures: benches/RESULTS.md, "Products of
- * K-quants as they are stored".
+ * bits, alone or among others. kernels.cmake adds this file, llama.cpp.patch the calls. Figures: docs/results/kernels.md.
  */
 #include "add_products.h"
 #include "stored_rows.h"

@@ -5,7 +5,7 @@
  * 128 too large, so that a dot product of unsigned by signed bytes is one instruction; what that is too much is the same for
  * all of them. Sums of integers are exact and are put together in the order of llama.cpp's product of one row, so that a
  * row has its bits, alone or among others. Without such an instruction nothing of this was measured, and llama.cpp's
- * products stay. Figures: benches/RESULTS.md, "Products of Q8_0".
+ * products stay. Figures: docs/results/kernels.md.
  */
 #include "stored_rows.h"
 

@@ -27,6 +27,7 @@ from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.wire.common.errors import (
     RelaylineError,
 )
+from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.envelope import DTYPE_F32
 from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
@@ -219,16 +220,22 @@ async def fleet(
     pipeline.epochs.disconnect = noticed  # type: ignore[method-assign]
     stopping = asyncio.Event()
     run = asyncio.create_task(pipeline.run(stopping))
+    ready = asyncio.create_task(pipeline.ready.wait())
     try:
         async with asyncio.timeout(20):
-            await pipeline.ready.wait()
+            await first_of(ready, run)
+        if run.done():
+            run.result()
         yield made
     finally:
+        ready.cancel()
         stopping.set()
         async with asyncio.timeout(40):
-            await run
-            await proxies.aclose()
-            await made.stop_all()
+            try:
+                await run
+            finally:  # a server that outlives its event loop takes the process with it
+                await proxies.aclose()
+                await made.stop_all()
 
 
 async def tokens_of(stream: SessionStream) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,6 +226,24 @@ async def test_stages_in_the_wrong_order_are_refused_in_one_line(artifacts: Arti
     paths = artifacts([1, 3])
     with pytest.raises(HandshakeError, match=r"wrong order.*is stage 1"):
         await start_only([paths[1], paths[0], paths[2]])
+
+
+async def test_a_fleet_that_is_refused_leaves_no_stage_behind(
+    artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that outlived the event loop of its test would take the process with it."""
+    made: list[Fleet] = []
+
+    class Kept(Fleet):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+    monkeypatch.setattr("tests.support.fleet.Fleet", Kept)
+    with pytest.raises(HandshakeError, match="wrong order"):
+        async with fleet([*reversed(artifacts([2]))]):
+            raise AssertionError("it is never ready")
+    assert [fleet._running for fleet in made] == [{}]
 
 
 def test_stages_that_lay_out_their_cells_differently_are_refused_in_one_line() -> None:

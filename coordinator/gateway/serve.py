@@ -13,6 +13,7 @@ from relayline.coordinator.gateway.app import make_gateway
 from relayline.coordinator.gateway.bounds import BACKENDS_MAX
 from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.http.api_keys import protect_http
+from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.wire.common.bounds import DRAIN_TIMEOUT_S
 from relayline.wire.common.errors import UsageError
@@ -36,6 +37,10 @@ class GatewayConfig:
     """Host names under which web pages may reach it, besides loopback."""
     cors: tuple[str, ...] = ()
     """Origins whose web pages may read it."""
+    protect_metrics: bool = False
+    """Whether /metrics needs a key too."""
+    limits: HttpLimits = dataclasses.field(default_factory=HttpLimits)
+    """Bounds of the HTTP side."""
 
     def __post_init__(self) -> None:
         """Raises UsageError for pipelines that cannot be told apart, or too many."""
@@ -57,11 +62,11 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
     context = _context(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
         links = await stack.enter_async_context(Links(config.backends))
-        app, gateway = make_gateway(links)
+        app, gateway = make_gateway(links, config.limits)
         stack.enter_context(
             protect_http(
-                app, config.host, config.api_keys_file, protect_metrics=False, is_tls=context is not None,
-                allow_hosts=config.allow_hosts, cors=config.cors,
+                app, config.host, config.api_keys_file, protect_metrics=config.protect_metrics,
+                is_tls=context is not None, allow_hosts=config.allow_hosts, cors=config.cors,
             )
         )  # fmt: skip
         gateway.forwarder.checks_keys = config.api_keys_file is not None

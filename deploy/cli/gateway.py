@@ -53,6 +53,7 @@ def gateway_command(**given: Any) -> None:
     again when it answers. `relayline up` with a manifest of kind Gateway starts the pipelines too.
     """
     from relayline.coordinator.gateway.serve import GatewayConfig, serving_gateway
+    from relayline.coordinator.http.limits import HttpLimits
     from relayline.wire.common.process import run
 
     logs.setup("gateway", as_json=given["log_json"], verbose=given["verbose"])
@@ -60,9 +61,11 @@ def gateway_command(**given: Any) -> None:
         watch_stdin()
     backends = tuple(_backend(text, at, given["backend_key"]) for at, text in enumerate(given["backends"]))
     host, port = given["http"]
+    serving = from_parameters(ServingSettings, given)
     config = GatewayConfig(
         backends, host, port, given["api_keys"], http_tls_from(given), tuple(given["allow_hosts"]),
-        origins_of(from_parameters(ServingSettings, given)),
+        origins_of(serving), serving.protect_metrics,
+        HttpLimits(connections_per_address_max=serving.connections_per_address),
     )  # fmt: skip
 
     async def main(stopping: Any) -> None:

@@ -338,8 +338,10 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
         path.chmod(0o600)
     bearer = {"Authorization": f"Bearer {KEY}"}
     async with pipelines(tokenizer, "chat", keys=theirs) as served:
-        async with gateway(served, key=OTHER_KEY, api_keys_file=own) as session:
+        async with gateway(served, key=OTHER_KEY, api_keys_file=own, protect_metrics=True) as session:
             assert (await asked(session, "/v1/chat/completions", chat()))[0] == 401
+            async with session.get("/metrics") as answer:
+                assert answer.status == 401
             assert (await asked(session, "/v1/chat/completions", chat(), headers=bearer))[0] == 200
             assert (await asked(session, "/v1/chat/completions", chat(), headers={"X-Api-Key": KEY}))[0] == 200
         async with gateway(served, key=OTHER_KEY) as session:  # open itself: it lends its key to nobody

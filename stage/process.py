@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.config import StageConfig
@@ -199,6 +200,8 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     server = listener.server
     server.add_generic_rpc_handlers((handlers(lambda: served.service),))
     health = listener.add_health()
+    if config.engine.reflection:
+        listener.add_reflection(rpc.SERVICE, HEALTH_SERVICE)
     try:
         port = listener.add_port(config.host, config.port)
         async with metrics(config, served, listener.guard.revocations) as served.metrics_address:

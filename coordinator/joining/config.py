@@ -160,6 +160,11 @@ class JoinConfig:
         names = [stage.name for stage in self.stages]
         return tuple(names.index(name) for name in self.known.stages)
 
+    @property
+    def reflection(self) -> bool:
+        """Whether the port that stages join at tells tools of its services. One setting for it and for all stages."""
+        return any(stage.engine.reflection for stage in self.stages)
+
     def with_one_layout(self) -> JoinConfig:
         """Return the same with one layout of KV cells for all stages, where each might choose another."""
         gpu_layers = [place.engine.gpu_layers for place in self.stages]

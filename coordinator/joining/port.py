@@ -12,7 +12,7 @@ from relayline.coordinator.engine.membership import Membership, Place
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.enrol import serve_enrolment
-from relayline.coordinator.joining.service import JoinService, MemberService
+from relayline.coordinator.joining.service import SERVICE, JoinService, MemberService
 from relayline.coordinator.joining.survey import SurveyService
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.links.listening import Listener
@@ -69,6 +69,8 @@ async def _served(
     listener = Listener(security, "the coordinator")
     roster.ask_of_revoked(listener.guard.revocations.is_revoked)
     listener.server.add_generic_rpc_handlers((service.handlers(),))
+    if config.reflection:
+        listener.add_reflection(SERVICE)
     try:
         port = listener.add_port(config.host, config.port)
         await listener.server.start()

@@ -21,6 +21,7 @@ from relayline.coordinator.model.pipeline_file import (
 from relayline.stage.joining.client import Member, introduction
 from relayline.wire.links.security import PLAINTEXT
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.settings.table import EngineSettings
 
 NAMES = ("box1", "box2")
 ARTIFACT_BYTES = 3_000_000  # a few chunks
@@ -74,10 +75,13 @@ class JoinPort:
 
 
 @contextlib.asynccontextmanager
-async def join_port(directory: Path, **settings: object) -> AsyncIterator[JoinPort]:
+async def join_port(
+    directory: Path, engine: EngineSettings | None = None, **settings: object
+) -> AsyncIterator[JoinPort]:
     """Run a join port over a split for the length of a with block."""
     file = write_split(directory)
-    config = JoinConfig(tuple(JoiningStage(name) for name in NAMES), **settings)  # type: ignore[arg-type]
+    places = tuple(JoiningStage(name, engine or EngineSettings()) for name in NAMES)
+    config = JoinConfig(places, **settings)  # type: ignore[arg-type]
     roster = make_roster(config)
     async with serve_joining(config, directory, file, roster, PLAINTEXT) as (address, _):
         yield JoinPort(address, roster, config)

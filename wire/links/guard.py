@@ -96,7 +96,8 @@ class Guard:
         if shown is None:
             raise CallerRefusedError(Reason.TOKEN_MISSING)
         token = self._token
-        if proof is Proof.STAGE:
+        is_joined = token is not None and token.role is Role.COORDINATOR  # stages call this port
+        if proof is Proof.STAGE or (proof is Proof.PORT and is_joined):
             identity = role_tokens.joined_identity(self._security.token, shown, self.revocations.generation)
             if token is None or token.role is not Role.COORDINATOR or identity is None:
                 raise CallerRefusedError(Reason.TOKEN_WRONG)

@@ -75,6 +75,12 @@ class Listener:
         health_pb2_grpc.add_HealthServicer_to_server(health, self.server)
         return health
 
+    def add_reflection(self, *services: str) -> None:
+        """Tell tools, to which every other call of this port is open too, of its services and their messages."""
+        from relayline.wire.links.reflection import reflection_handlers
+
+        self.server.add_generic_rpc_handlers(reflection_handlers(services))
+
     def add_port(self, host: str, port: int) -> int:
         """Listen on host:port (0 takes a free port); return the port. For a host "unix:PATH" the port means nothing.
 

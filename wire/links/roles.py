@@ -94,6 +94,8 @@ class Proof(enum.Enum):
     """Made from the caller's key, which the coordinator derives."""
     PASS = "pass"
     """The pass of this epoch, which the coordinator gave to both neighbours."""
+    PORT = "port"
+    """The one that most calls of the port ask for: COORDINATOR at a stage, STAGE at the coordinator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ ANYBODY = frozenset(Role)
 _STAGE_SERVICE, _PIPELINE_SERVICE = "/relayline.v1.StageService/", "/relayline.v1.PipelineService/"
 METRICS = "GET /metrics"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+REFLECTION_METHOD = "ServerReflectionInfo"
 
 CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Describe": Call(_COORDINATOR, Proof.COORDINATOR),
@@ -134,6 +138,10 @@ CALLS: dict[str, Call] = {
     _PIPELINE_SERVICE + "Join": Call(_STAGE, Proof.STAGE, "the name is the credential's, and bound to its holder"),
     _PIPELINE_SERVICE + "Fetch": Call(_STAGE, Proof.STAGE, "the ticket is the caller's own"),
     METRICS: Call(frozenset({Role.MONITOR, Role.COORDINATOR}), Proof.NONE),
+    **{
+        f"/{service}/{REFLECTION_METHOD}": Call(_COORDINATOR | _STAGE, Proof.PORT, "served with --reflection alone")
+        for service in REFLECTION_SERVICES
+    },
 }
 _HEALTH = Call(ANYBODY, Proof.NONE)
 

@@ -257,6 +257,15 @@ class EngineSettings(Settings):
         place="batching.calibrate",
         reader=STAGE,
     )
+    reflection: bool = setting(
+        False,
+        """
+    Whether the gRPC ports of stages, and the port that they join at, tell tools such as grpcurl of their services and
+    messages. It takes the credentials that the other calls of the port take.""",
+        flag="--reflection",
+        place="wire.reflection",
+        reader=STAGE,
+    )
 
     @property
     def layout_used(self) -> str:

@@ -31,7 +31,18 @@ from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.role_tokens import token_for
-from relayline.wire.links.roles import CALLS, METRICS, Credential, Identity, Proof, Role, identity_among, identity_named
+from relayline.wire.links.roles import (
+    CALLS,
+    METRICS,
+    REFLECTION_METHOD,
+    REFLECTION_SERVICES,
+    Credential,
+    Identity,
+    Proof,
+    Role,
+    identity_among,
+    identity_named,
+)
 from relayline.wire.links.security import LinkSecurity, load_security
 from relayline.wire.pb.relayline.v1 import join_pb2, relayline_pb2
 from tests.support.identities import NOW, Identities, make_identities, security_of
@@ -57,7 +68,8 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
 def test_every_method_of_the_contract_has_a_rule():
     services = [*relayline_pb2.DESCRIPTOR.services_by_name.values(), *join_pb2.DESCRIPTOR.services_by_name.values()]
     methods = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
-    assert set(CALLS) == methods | {METRICS}
+    reflection = {f"/{service}/{REFLECTION_METHOD}" for service in REFLECTION_SERVICES}
+    assert set(CALLS) == methods | {METRICS} | reflection
 
 
 def test_messages_of_calls_are_named_as_buf_wants():

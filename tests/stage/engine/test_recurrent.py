@@ -15,16 +15,22 @@ from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config, stage_config
+from relayline.stage.engine import ggml
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.process import load_stage
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, layout_refusal
+from tests.support.tiny_families import N_HEADS, N_KV_HEADS
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES
 
 N_LANES, CTX, MAX_ROWS = 4, 64, 64
+# How far rows of a lane may differ in deviations, where other rows or cells lie beside them. llama.cpp's own flash
+# attention adds up in half precision and in the order of the cells: a row that lies before its lane's others differs by
+# up to 2.6e-3. One wrong row among twenty that were read moves the rows after it by 1e-2 and more.
+CLOSE = 1e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
 CASES = [
     (name, kv_layout)
     for name in HYBRIDS | WIDE_STATES
@@ -113,22 +119,26 @@ def far(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def test_a_lane_goes_on_exactly_from_a_checkpoint_and_a_wrong_state_shows(lanes: Lanes) -> None:
-    expected = lanes.expected(0, (20, 21))
-    lanes.decode((0, 0, 0, 20))
+    """At a multiple of 8, because a checkpoint of deepseek4 puts its window of 8 rows into other cells.
+
+    llama.cpp's own sums go over all cells, eight or more at once. Any other shift moves the last bits.
+    """
+    expected = lanes.expected(0, (24, 25))
+    lanes.decode((0, 0, 0, 24))
     lanes.engine.checkpoint(0)
-    lanes.decode((0, 1, 20, 24))
-    lanes.engine.check_rewind(0, 20)
-    lanes.engine.drop_from(0, 20)
-    assert lanes.engine.lane_tokens(0) == 20
-    assert far(lanes.decode((0, 0, 20, 21))[0], expected) == 0.0
+    lanes.decode((0, 1, 24, 28))
+    lanes.engine.check_rewind(0, 24)
+    lanes.engine.drop_from(0, 24)
+    assert lanes.engine.lane_tokens(0) == 24
+    assert far(lanes.decode((0, 0, 24, 25))[0], expected) == 0.0
     # The planted fault: the state of another text at the same position.
     context = lanes.engine._context
-    lanes.decode((1, 1, 0, 20))
+    lanes.decode((1, 1, 0, 24))
     wrong = read_recurrent(context, 1)
     assert wrong is not None
-    lanes.engine.drop_from(0, 20)
+    lanes.engine.drop_from(0, 24)
     assert write_recurrent(context, 0, wrong)
-    assert far(lanes.decode((0, 0, 20, 21))[0], expected) > 0.05
+    assert far(lanes.decode((0, 0, 24, 25))[0], expected) > 0.05
 
 
 def test_a_lane_cannot_be_taken_back_to_where_it_has_no_checkpoint(few: Lanes) -> None:
@@ -161,8 +171,8 @@ def test_copies_are_exact_whole_and_from_a_checkpoint(lanes: Lanes) -> None:
     lanes.engine.copy_prefix(1, 2, 20)
     assert [lanes.engine.lane_tokens(lane) for lane in range(3)] == [30, 30, 20]
     other = lanes.decode((0, 1, 30, 31))[0]
-    assert far(lanes.decode((1, 0, 30, 31))[0], whole) < 1e-4
-    assert far(lanes.decode((2, 0, 20, 21))[0], beginning) < 1e-4
+    assert far(lanes.decode((1, 0, 30, 31))[0], whole) < CLOSE
+    assert far(lanes.decode((2, 0, 20, 21))[0], beginning) < CLOSE
     assert far(other, whole) > 0.05
     with pytest.raises(PositionGapError):
         lanes.engine.check_rewind(2, 10)
@@ -178,7 +188,7 @@ def test_mixed_steps_equal_lanes_alone(lanes: Lanes) -> None:
     lanes.decode(*((lane, lane, lengths[lane], lengths[lane] + 1) for lane in (1, 2, 0)))
     found = lanes.decode(*((lane, lane, lengths[lane] + 1, lengths[lane] + 4) for lane in (2, 0, 1)))
     for lane, rows in zip((2, 0, 1), found, strict=True):
-        assert far(rows, expected[lane]) < 1e-4
+        assert far(rows, expected[lane]) < CLOSE
 
 
 def test_a_step_that_failed_leaves_its_lanes_empty_and_others_as_they_were(
@@ -198,9 +208,9 @@ def test_a_step_that_failed_leaves_its_lanes_empty_and_others_as_they_were(
         with pytest.raises(NativeError, match="planted"):
             few.decode((0, 0, 20, 24), (1, 1, 20, 24))
     assert [few.engine.lane_tokens(lane) for lane in range(3)] == [0, 20, 20]
-    assert far(few.decode((2, 2, 20, 21))[0], expected) < 1e-4
+    assert far(few.decode((2, 2, 20, 21))[0], expected) < CLOSE
     again = few.decode((1, 1, 20, 24))[0]
-    assert far(again, few.expected(1, (20, 24))) < 1e-4
+    assert far(again, few.expected(1, (20, 24))) < CLOSE
 
 
 def test_a_step_without_room_changes_nothing(few: Lanes) -> None:

@@ -23,7 +23,7 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.checkpoints import REWINDING_ARCHITECTURES
 from relayline.wire.common.errors import PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, asked_layout, layout_refusal
-from tests.stage.engine.test_recurrent import CTX, N_LANES, Lanes, far
+from tests.stage.engine.test_recurrent import CLOSE, CTX, N_LANES, Lanes, far
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES
@@ -33,7 +33,6 @@ ALL = HYBRIDS | WIDE_STATES
 NAMES = [name for name in ALL if ":" not in name and ALL[name].architecture in REWINDING_ARCHITECTURES]
 CASES = [(name, layout) for name in NAMES for layout in LAYOUTS if layout_refusal(layout, name) is None]
 FEW = [case for case in CASES if case[0] in ("qwen35", "lfm2", "nemotron_h", "deepseek4")]
-CLOSE = 1e-4  # deviations: rows of a lane beside others, where attention adds up in another order
 
 
 @pytest.fixture(scope="module")

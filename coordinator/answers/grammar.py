@@ -16,8 +16,9 @@ from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, 
 
 CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on calling for ever
 REFS_MAX = 8  # of schemas that say nothing but where another one stands
-# Between the parts of JSON. Without a bound a small model may go on with blanks for ever.
-JSON_BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"
+# Between the parts of JSON: what pretty printers write, one line's end and an indentation. A small model would go on
+# with blanks for ever, and with more of them a call of two arguments fills hundreds of tokens.
+JSON_BLANKS = r"(?:[\x20\x09]{1,2}|\x20?\x0D?\x0A[\x20\x09]{0,16})"
 ANYTHING = r"/(.|\n)*/"
 _NUMBER = "/[0-9]{1,3}/"
 _KEY = r'/[^<>"=\n]{1,64}/'

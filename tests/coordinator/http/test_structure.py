@@ -216,8 +216,13 @@ def test_a_worker_that_something_else_has_ended_is_started_anew() -> None:
 def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
     """A small model may else go on with them until its tokens are used up."""
     grammar = grammar_of(Shape("json_schema", "json", ("{}",)))
-    assert fits(vocabulary, grammar, "[" + " " * 20 + "]")
-    assert not fits(vocabulary, grammar, "[" + " " * 21 + "]")
+    deep = {"a": [{"b": {"c": 1}}, []], "d": None}
+    for options in ({}, {"separators": (",", ":")}, {"indent": 4}, {"indent": "\t"}, {"separators": (" , ", " : ")}):
+        assert fits(vocabulary, grammar, json.dumps(deep, **options)), options  # type: ignore[arg-type]
+    for text in ("[ \n1, \r\n  2\r\n]", "[  1,  2]", "[" + "\n" + " " * 16 + "]"):
+        assert fits(vocabulary, grammar, text), text
+    for text in ("[   ]", "[\n\n]", "[\n" + " " * 17 + "]", "[1   ,2]", '{"a":   1}'):
+        assert not fits(vocabulary, grammar, text), text
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,32 @@ def is_string(plain: str) -> bool:
     return not any(kind.fullmatch(plain) for kind in (_NULL, _BOOL, _INT, _FLOAT, _SPECIAL_FLOAT))
 
 
+class _Loader(yaml.BaseLoader):
+    """Refuses deep nesting at the first bracket or indent too many.
+
+    PyYAML looks at every open bracket again for each token, so its cost grows with the square of the depth.
+    """
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        """Take a `[` or `{`."""
+        super().fetch_flow_collection_start(token_class)
+        self._check(self.flow_level)
+
+    def add_indent(self, column: int) -> bool:
+        """Take a column; return whether a block begins there."""
+        is_deeper = super().add_indent(column)
+        self._check(len(self.indents))
+        return is_deeper
+
+    def _check(self, depth: int) -> None:
+        if depth > DEPTH_MAX + 1:  # `_Builder` counts the document's own value as 0
+            raise TextError(Complaint(self.line + 1, "values are nested too deeply"))
+
+
 def _compose(text: str) -> yaml.Node:
     try:
         # The base loader keeps every scalar as text. Two documents are enough to know that there are too many.
-        nodes = yaml.compose_all(text, Loader=yaml.BaseLoader)
+        nodes = yaml.compose_all(text, Loader=_Loader)
         first = next(nodes, None)
         second = next(nodes, None) if first is not None else None
     except yaml.MarkedYAMLError as error:

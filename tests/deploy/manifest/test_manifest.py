@@ -185,6 +185,8 @@ def test_anchors_are_fine_in_moderation() -> None:
         (SMALLEST.replace("Pipeline", "Deployment"), 'm.yaml:2: kind is "Deployment"; this relayline reads Pipeline'),
         ("- a\n", "m.yaml:1: a manifest is a mapping with apiVersion, kind, metadata and spec"),
         ("", "m.yaml:1: the file is empty"),
+        (SMALLEST + "x: " + "[" * 100_000, "m.yaml:6: values are nested too deeply"),
+        (SMALLEST + "x:\n  - " + "- " * 100_000, "m.yaml:7: values are nested too deeply"),
         (SMALLEST + "---\na: 1\n", "m.yaml:7: a second YAML document starts here"),
         (SMALLEST + "  context: {lanes: 1}\n  context: {lanes: 2}\n", "'context' is given twice; first in line 6"),
         (SMALLEST + "  context: {lanes: [\n", "m.yaml:7: not YAML"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from relayline.wire.common.errors import UsageError
-from relayline.wire.links.roles import Identity, Role
+from relayline.wire.links.roles import NAME, Identity, Role
 from relayline.wire.links.security import TOKEN_FILE, credential_host
 
 DIRECTORY = click.Path(path_type=Path)
@@ -92,6 +92,26 @@ def issue_command(
         f"made {made.directory} of {made.identity}, for {', '.join(made.names)}, valid until {_day(made.expires)}"
     )
     click.echo(f"copy it to {host} and start its process with: --tls {made.directory.name}")
+
+
+@certs_command.command("invite")
+@click.argument("directory", type=DIRECTORY)
+@click.argument("host")
+@click.option("--stage", required=True, metavar="NAME", help="Which stage HOST may become.")
+def invite_command(directory: Path, host: str, stage: str) -> None:
+    """Print a token with which HOST gets its certificate from a coordinator: relayline join HOST:PORT TOKEN.
+
+    It is good once and for a day; one that was made before for this stage opens nothing any more. The coordinator
+    must use the CA in DIRECTORY (`serve --enrol-listen`, a rendered deployment). `relayline up` makes its own tokens.
+    """
+    from relayline.deploy.launch.certificates import CA_KEY_FILE
+    from relayline.deploy.launch.invitations import can_sign, invite
+
+    if not NAME.fullmatch(stage):
+        raise UsageError(f"--stage {stage!r} is no stage's name: lower-case letters, digits and dashes")
+    if not can_sign(directory):
+        raise UsageError(f"{directory} holds no CA with its key ({CA_KEY_FILE}); `relayline certs init` makes one")
+    click.echo(str(invite(directory, stage, host)))
 
 
 @certs_command.command("revoke")

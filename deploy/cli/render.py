@@ -10,11 +10,13 @@ import click
 
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.render import compose, compose_hosts
 from relayline.deploy.render.cluster import KUSTOMIZATION_FILE, kustomization
 from relayline.deploy.render.inside import notes
 from relayline.deploy.render.observability import DASHBOARDS_DIR
-from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.render.targets import COMPOSE, TARGETS, render
 from relayline.deploy.render.write import write_files
+from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
 
 
@@ -26,15 +28,24 @@ from relayline.wire.common.places import expanded
 )
 @click.option("--force", is_flag=True, help="Replace files in that directory that were not rendered or were edited.")
 def render_command(manifest: Path, target: str, output: Path | None, force: bool) -> None:
-    """Write the pipeline of MANIFEST as files for another engine; they hold no secret, only the names of some."""
+    """Write the pipeline of MANIFEST as files for another engine; they hold no secret, only the names of some.
+
+    compose: every process on one machine. compose-hosts: a file for each host of the manifest, with the ports of the
+    manifest; copy each to its host and run `docker compose up` there. The head of each file says what has to be there.
+    """
+    if target == compose_hosts.TARGET and output is None:
+        raise UsageError("--target compose-hosts writes a file for each host; say where with --output DIR")
     loaded = with_usual_lanes(load_manifest(manifest))
     files = render(loaded, target, models_dir(loaded, output or loaded.directory))
-    for note in notes(loaded, in_kubernetes=target != "compose"):
+    for note in notes(loaded, in_kubernetes=target not in COMPOSE):
         click.echo(f"relayline: note: {note}", err=True)
+    if target == compose.TARGET and compose_hosts.has_several(loaded):
+        several = "the manifest has several hosts and this file is for one; --target compose-hosts makes one for each"
+        click.echo(f"relayline: note: {several}", err=True)
     if output is None:
         click.echo("---\n".join(files.values()), nl=False)
         return
-    if target == "compose":
+    if target in COMPOSE:
         files |= dashboards()
     else:
         namespace = loaded.spec.deployment.namespace

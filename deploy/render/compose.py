@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from collections.abc import Sequence
+
+from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.render import inside, observability
 from relayline.deploy.render.document import Mapping, without_none, yaml_file
-from relayline.deploy.render.inside import Inside, check_names
+from relayline.deploy.render.inside import Inside, Ports, check_names
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import MONITOR_DIR
 from relayline.wire.settings.setting import entry_of
@@ -18,6 +20,7 @@ TLS_SOURCE = "./tls"
 MONITOR_SOURCE = f"{TLS_SOURCE}/{MONITOR_DIR}"
 API_KEYS_SOURCE = "./api-keys"
 TAKEN = frozenset({COORDINATOR, *observability.SERVICES})
+_READER = f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}"
 
 # The health check's program: the image has no curl, but always Python. A stage's port is open exactly while it serves,
 # and accepts connections without a certificate.
@@ -41,15 +44,15 @@ def render(manifest: Manifest, models_dir: str) -> str:
     document: Mapping = {
         "name": manifest.name,
         "services": {
-            COORDINATOR: _coordinator(pipeline, models_dir),
-            **{stage.name: _stage(pipeline, stage) for stage in stages},
+            COORDINATOR: coordinator_service(pipeline, models_dir, stages),
+            **{stage.name: stage_service(pipeline, stage, _command(pipeline, stage)) for stage in stages},
             **observability.services(MONITOR_SOURCE if pipeline.uses_tls else None),
         },
         "configs": {
             "pipeline": {"content": pipeline.manifest_text()},
             **observability.configs(
                 f"{COORDINATOR}:{inside.HTTP_PORT}",
-                [f"{stage.name}:{METRICS_PORT}" for stage in stages],
+                [f"{stage.name}:{Ports().metrics}" for stage in stages],
                 is_tls=pipeline.uses_tls,
             ),
         },
@@ -60,9 +63,14 @@ def render(manifest: Manifest, models_dir: str) -> str:
             **observability.volumes(),
         },
     }
-    for config in document["configs"].values():
-        config["content"] = config["content"].replace("$", "$$")  # Compose would take $NAME for a variable
+    escape_configs(document)
     return yaml_file(TARGET, manifest.name, _explanation(pipeline), [("", document)])
+
+
+def escape_configs(document: Mapping) -> None:
+    """Double the dollars in what is copied into containers: Compose would take $NAME for a variable."""
+    for config in document["configs"].values():
+        config["content"] = config["content"].replace("$", "$$")
 
 
 def _explanation(pipeline: Inside) -> str:
@@ -86,11 +94,11 @@ def _explanation(pipeline: Inside) -> str:
     return "\n".join(lines)
 
 
-def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
-    """Return what coordinator and stages have in common."""
+def _base(pipeline: Inside, name: str, stage: Stage | None, *, is_enrolling: bool = False) -> Mapping:
+    """Return what coordinator and stages have in common. `is_enrolling`: its credential comes into its own state."""
     return {
         "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu").replace("$", "$$"),
-        "user": f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}",
+        "user": None if is_enrolling else _READER,
         # Compose copies a file's `content` into the container, but cannot where that is read-only
         # (docker/compose#12031). So only services without such a config are read-only.
         "read_only": True if stage is not None else None,
@@ -101,11 +109,17 @@ def _base(pipeline: Inside, name: str, stage: Stage | None) -> Mapping:
         "restart": "unless-stopped",
         "environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"},
         "secrets": _secret_mounts(pipeline, name),
-        "volumes": [f"{name}-state:{inside.STATE_DIR}", _credential(pipeline, name)],
+        "volumes": [
+            f"{name}-state:{inside.STATE_DIR}",
+            *([] if is_enrolling else [_credential(pipeline, name)]),
+        ],
     }
 
 
-def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
+def coordinator_service(
+    pipeline: Inside, models_dir: str, beside: Sequence[Stage], *, open_ports: Sequence[int] = ()
+) -> Mapping:
+    """Return the coordinator's service. `beside`: the stages in the same file; `open_ports`: for those elsewhere."""
     spec = pipeline.manifest.spec
     http = spec.coordinator.http
     service = _base(pipeline, COORDINATOR, None)
@@ -118,11 +132,11 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
     )
     service |= {
         "command": pipeline.coordinator_command(),
-        "ports": [published],
-        "expose": [str(JOIN_PORT)],
+        "ports": [published, *published_ports(open_ports)],
+        "expose": None if open_ports else [str(pipeline.join_port)],
         "configs": [{"source": "pipeline", "target": inside.MANIFEST_FILE}],
         # Compose stops dependents first: so the coordinator drains while its stages still run.
-        "depends_on": {stage.name: {"condition": "service_started"} for stage in pipeline.manifest.stages},
+        "depends_on": {stage.name: {"condition": "service_started"} for stage in beside},
         "healthcheck": _healthcheck(_HEALTHY.format(port=inside.HTTP_PORT, path="/health")),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),
@@ -140,22 +154,34 @@ def _coordinator(pipeline: Inside, models_dir: str) -> Mapping:
     return without_none(service)
 
 
-def _stage(pipeline: Inside, stage: Stage) -> Mapping:
-    service = _base(pipeline, stage.name, stage)
-    command = pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
-    threads = entry_of(EngineSettings, "n_threads")
-    if stage.threads == 0:  # all stages share one machine here, and none can measure the others' share
-        command += [threads.flag, f"${{{threads.variable}:-0}}"]
+def _command(pipeline: Inside, stage: Stage) -> list[str]:
+    return pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
+
+
+def stage_service(
+    pipeline: Inside, stage: Stage, command: list[str], *, is_open: bool = False, is_enrolling: bool = False
+) -> Mapping:
+    """Return a stage's service. `is_open`: other hosts reach its ports; `is_enrolling`: it needs no credential."""
+    service = _base(pipeline, stage.name, stage, is_enrolling=is_enrolling)
+    threads, ports = entry_of(EngineSettings, "n_threads"), pipeline.ports_of(stage)
+    if stage.threads == 0:  # stages may share the machine, and none can measure the others' share
+        command = [*command, threads.flag, f"${{{threads.variable}:-0}}"]
     service |= {
         "command": command,
-        "expose": [str(STAGE_PORT), str(METRICS_PORT)],
-        "healthcheck": _healthcheck(_OPEN.format(port=STAGE_PORT)),
+        "ports": published_ports((ports.frames, ports.metrics)) if is_open else None,
+        "expose": None if is_open else [str(ports.frames), str(ports.metrics)],
+        "healthcheck": _healthcheck(_OPEN.format(port=ports.frames)),
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
         "deploy": _resources(stage.memory_gib, threads=stage.threads, n_gpus=stage.n_gpus),
     }
     return without_none(service)
+
+
+def published_ports(ports: Sequence[int]) -> list[str]:
+    """Return ports as published on every address of the machine, under the same numbers as inside."""
+    return [f"{port}:{port}" for port in ports]
 
 
 def _healthcheck(script: str) -> Mapping:

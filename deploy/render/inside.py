@@ -15,6 +15,7 @@ from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Speed, Stage
 from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import address_of
 
 HTTP_PORT = 8_080
 USER_ID = 10_001  # as in deploy/Containerfile
@@ -25,6 +26,7 @@ TOKEN_FILE = f"{TOKEN_DIR}/token"
 API_KEYS_DIR = "/etc/relayline/api-keys"
 API_KEYS_FILE = f"{API_KEYS_DIR}/keys"
 MODELS_DIR = "/models"
+AUTHORITY_DIR = "/etc/relayline/authority"
 STATE_DIR = "/var/lib/relayline"  # XDG_CACHE_HOME of the image: models from the hub, splits, artifacts, cost curves
 CREDENTIAL_FILES = ("ca.pem", "cert.pem", "key.pem", "token")  # of a process with TLS; without, the last alone
 
@@ -32,6 +34,21 @@ COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
 STAGE_GRACE_S = 75  # stages outlive the coordinator's drain
 START_BUDGET_S = 7_200  # a model of hundreds of GB is fetched and split, or an artifact fetched over a slow link
 PROBE_PERIOD_S = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ports:
+    """Where a stage listens in its container. Its neighbours are told this port, so it is also the one published."""
+
+    frames: int = STAGE_PORT
+    """For its neighbours."""
+    metrics: int = METRICS_PORT
+    """For Prometheus."""
+
+
+def _own_network(_: Stage) -> Ports:
+    """Every stage has an address of its own, so all use the same ports."""
+    return Ports()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +61,12 @@ class Inside:
     """Name under which stages reach the coordinator."""
     stage_host: Callable[[Stage], str]
     """Name under which a stage is reached; it is in its certificate."""
+    ports_of: Callable[[Stage], Ports] = _own_network
+    """Where a stage listens."""
+    join_port: int = JOIN_PORT
+    """Where stages join the coordinator."""
+    enrol_port: int = 0
+    """Where hosts get their certificates by a token; 0: nowhere."""
 
     @property
     def uses_tls(self) -> bool:
@@ -70,14 +93,21 @@ class Inside:
 
     def coordinator_command(self) -> list[str]:
         """Return the arguments after the image's entry point."""
-        return ["serve", "--manifest", MANIFEST_FILE, "--join-listen", f"0.0.0.0:{JOIN_PORT}",
-                "--http", f"0.0.0.0:{HTTP_PORT}", *self._link_flags(), "--log-json"]  # fmt: skip
+        enrol = ("--enrol-listen", f"0.0.0.0:{self.enrol_port}", "--authority", AUTHORITY_DIR)
+        return ["serve", "--manifest", MANIFEST_FILE, "--join-listen", f"0.0.0.0:{self.join_port}",
+                *(enrol if self.enrol_port else ()), "--http", f"0.0.0.0:{HTTP_PORT}", *self._link_flags(),
+                "--log-json"]  # fmt: skip
 
-    def stage_command(self, *, join: str, name: str, advertise: str) -> list[str]:
+    def stage_command(self, *, join: str, name: str, advertise: str, ports: Ports = Ports()) -> list[str]:
         """Return the arguments after the image's entry point, of the stage that joins as `name`."""
-        return ["stage", "--join", f"{join}:{JOIN_PORT}", "--name", name, "--listen", f"0.0.0.0:{STAGE_PORT}",
-                "--advertise", advertise, "--metrics", f"0.0.0.0:{METRICS_PORT}",
-                "--cache", f"{STATE_DIR}/artifacts", *self._link_flags(), "--log-json"]  # fmt: skip
+        return ["stage", "--join", address_of(join, self.join_port), *_stage_flags(name, advertise, ports),
+                *self._link_flags(), "--log-json"]  # fmt: skip
+
+    def enrolling_command(self, stage: Stage, token: str) -> list[str]:
+        """Return the arguments of a stage that gets its certificate by a token, and keeps it among its state."""
+        return ["join", address_of(self.coordinator_host, self.enrol_port), token,
+                *_stage_flags(stage.name, self.stage_host(stage), self.ports_of(stage)),
+                "--state", f"{STATE_DIR}/joined", "--log-json"]  # fmt: skip
 
     def _link_flags(self) -> tuple[str, ...]:
         return ("--tls", TLS_DIR) if self.uses_tls else ("--insecure", "--token-file", TOKEN_FILE)
@@ -106,7 +136,7 @@ class Inside:
                         "http": spec.coordinator.http.model_copy(
                             update={"host": "0.0.0.0", "port": HTTP_PORT, "tls": None}
                         ),
-                        "join_port": JOIN_PORT,
+                        "join_port": self.join_port,
                         "api_keys_file": API_KEYS_FILE if self.uses_api_keys else None,
                         "chat_template_file": None,
                     }
@@ -132,14 +162,19 @@ class Inside:
         return stage.model_copy(
             update={
                 "host": self.stage_host(stage),
-                "port": STAGE_PORT,
-                "metrics_port": METRICS_PORT,
+                "port": self.ports_of(stage).frames,
+                "metrics_port": self.ports_of(stage).metrics,
                 "node_selector": {},
                 "tolerations": (),
                 "cores": "auto",
                 "speed": declared,
             }
         )
+
+
+def _stage_flags(name: str, advertise: str, ports: Ports) -> list[str]:
+    return ["--name", name, "--listen", f"0.0.0.0:{ports.frames}", "--advertise", advertise,
+            "--metrics", f"0.0.0.0:{ports.metrics}", "--cache", f"{STATE_DIR}/artifacts"]  # fmt: skip
 
 
 def check_names(manifest: Manifest, taken: frozenset[str]) -> None:

@@ -19,7 +19,8 @@ JAEGER_IMAGE = "cr.jaegertracing.io/jaegertracing/jaeger:2.20.0"
 PROMETHEUS_IMAGE = "prom/prometheus:v3.12.0"
 GRAFANA_IMAGE = "grafana/grafana:12.4.2"
 SERVICES = ("jaeger", "prometheus", "grafana")
-OTLP_ENDPOINT = "http://jaeger:4317"
+OTLP_PORT = 4_317
+OTLP_ENDPOINT = f"http://jaeger:{OTLP_PORT}"
 DASHBOARDS_DIR = "dashboards"
 ALERTS = ("observability", "prometheus", "alerts.yaml")  # below relayline.deploy
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from relayline.deploy.manifest.model import Manifest
-from relayline.deploy.render import compose, kubernetes, leaderworkerset
+from relayline.deploy.render import compose, compose_hosts, kubernetes, leaderworkerset
 from relayline.wire.common.errors import UsageError
 
-TARGETS: Final = (compose.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
+TARGETS: Final = (compose.TARGET, compose_hosts.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
+COMPOSE: Final = frozenset({compose.TARGET, compose_hosts.TARGET})
 
 
 def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, str]:
@@ -21,6 +22,8 @@ def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, 
         raise UsageError("spares stand by where `relayline up` runs the pipeline; leave them out of what is rendered")
     if target == compose.TARGET:
         return {"compose.yaml": compose.render(manifest, models_dir)}
+    if target == compose_hosts.TARGET:
+        return compose_hosts.render(manifest, models_dir)
     if target == kubernetes.TARGET:
         return kubernetes.render(manifest)
     return leaderworkerset.render(manifest)

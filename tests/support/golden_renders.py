@@ -16,6 +16,7 @@ CASES = (
     ("smallest", "compose"),
     ("gpu-and-cpu", "compose"),
     ("one-machine", "compose"),
+    ("several-hosts", "compose-hosts"),
     ("kubernetes", "kubernetes"),
     ("plaintext", "kubernetes"),
     ("gpu-and-cpu", "kubernetes"),

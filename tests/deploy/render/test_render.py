@@ -19,9 +19,9 @@ from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.serving import flag_defaults
 from relayline.deploy.manifest import Manifest, load_manifest, parse_manifest
 from relayline.deploy.manifest.dump import dump_yaml
-from relayline.deploy.render import inside, observability
+from relayline.deploy.render import compose_hosts, inside, observability
 from relayline.deploy.render.inside import notes
-from relayline.deploy.render.targets import TARGETS, render
+from relayline.deploy.render.targets import COMPOSE, TARGETS, render
 from relayline.deploy.render.write import RECORD_FILE, write_files
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import UsageError
@@ -89,13 +89,13 @@ def test_golden_directories_are_all_used() -> None:
 
 
 def test_compose_files_follow_the_compose_specification() -> None:
-    files = [path for case in CASES if case[1] == "compose" for path in golden_dir(*case).iterdir()]
+    files = [path for case in CASES if case[1] in COMPOSE for path in golden_dir(*case).iterdir()]
     done = check_jsonschema("--builtin-schema", "vendor.compose-spec", *files)
     assert files
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] != "compose"], ids="-".join)
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] not in COMPOSE], ids="-".join)
 def test_kubernetes_files_are_valid(case: tuple[str, str]) -> None:
     assert check_kubernetes(rendered(*case)) >= 3
 
@@ -116,9 +116,10 @@ def test_every_example_renders_for_some_target(path: Path, tmp_path: Path) -> No
         except UsageError:
             continue
         n_rendered += 1
-        if target == "compose":
-            (tmp_path / "compose.yaml").write_text(files["compose.yaml"])
-            done = check_jsonschema("--builtin-schema", "vendor.compose-spec", tmp_path / "compose.yaml")
+        if target in COMPOSE:
+            for name, text in files.items():
+                (tmp_path / name).write_text(text)
+            done = check_jsonschema("--builtin-schema", "vendor.compose-spec", *(tmp_path / name for name in files))
             assert done.exit_code == 0, done.output
         else:
             check_kubernetes(files)
@@ -136,7 +137,7 @@ def test_any_manifest_renders_validly_or_is_refused(manifest: Manifest) -> None:
         assert render(manifest, target) == files
         contained = contained_manifest(files)
         assert [s.layers for s in contained.stages] == [s.layers for s in manifest.stages]
-        if target != "compose":
+        if target not in COMPOSE:
             check_kubernetes(files)
 
 
@@ -145,15 +146,16 @@ def test_any_manifest_renders_validly_or_is_refused(manifest: Manifest) -> None:
 
 def contained_manifest(files: dict[str, str]) -> Manifest:
     """The manifest that the rendered coordinator will read."""
-    if "compose.yaml" in files:
-        text = yaml.safe_load(files["compose.yaml"])["configs"]["pipeline"]["content"].replace("$$", "$")
+    first = next(iter(files))
+    if first.startswith("compose."):
+        text = yaml.safe_load(files[first])["configs"]["pipeline"]["content"].replace("$$", "$")
     else:
         (config,) = of_kind(files, "ConfigMap")
         text = config["data"]["pipeline.yaml"]
     return parse_manifest(text.encode(), "contained")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != compose_hosts.TARGET])
 def test_the_coordinator_gets_a_manifest_of_its_own(target: str) -> None:
     contained = contained_manifest(render(parsed(SMALLEST), target))
     assert contained.model_path == Path("/models/model.gguf")
@@ -183,7 +185,7 @@ def commands(value: object) -> Iterator[list[str]]:
     """The arguments of every relayline process anywhere inside."""
     if isinstance(value, dict):
         for key, part in value.items():
-            if key in ("args", "command") and part[0] in ("serve", "stage"):
+            if key in ("args", "command") and part[0] in ("serve", "stage", "join"):
                 yield part
             else:
                 yield from commands(part)

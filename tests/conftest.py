@@ -23,10 +23,11 @@ from relayline.deploy.testing.zygote import Zygote
 
 THREADS_OF_OURS = ("decode",)
 
+# No example has a deadline: on a busy machine any of them can take long.
+hypothesis.settings.register_profile("house", deadline=None)
 # Under sanitizers (deploy/build/check_native.py) everything takes many times as long, and a fuzz follows.
 hypothesis.settings.register_profile("sanitized", max_examples=20, deadline=None)
-if "RELAYLINE_SANITIZED" in os.environ:
-    hypothesis.settings.load_profile("sanitized")
+hypothesis.settings.load_profile("sanitized" if "RELAYLINE_SANITIZED" in os.environ else "house")
 
 # What `relayline up` notes of running pipelines is this run's alone: a user's own are not seen, and not overwritten.
 _STATE = tempfile.TemporaryDirectory(prefix="relayline-state-")

@@ -28,7 +28,7 @@ from tests.support.session_world import EVENTS, ORACLE_VOCAB, World, oracle, pla
 from tests.support.sessions import SAMPLE
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     EVENTS,
     st.integers(1, 3),

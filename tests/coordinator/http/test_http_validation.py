@@ -402,13 +402,13 @@ def check(status: int, body: dict[str, Any]) -> None:
         assert "\n" not in body["error"]["message"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(path=PATHS, body=BODY | JSON)
 def test_no_json_body_is_a_500(post: Post, path: str, body: object) -> None:
     check(*post(path, json.dumps(body).encode()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(path=PATHS, raw=st.binary(max_size=60))
 def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
     status, body = post(path, raw)

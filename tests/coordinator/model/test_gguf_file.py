@@ -189,7 +189,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return path.with_name("mutated.gguf"), path.read_bytes()
 
 
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def parses_or_refuses(path: Path, content: bytes) -> None:

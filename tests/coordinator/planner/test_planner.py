@@ -99,7 +99,7 @@ def rate_of(instance: Instance, edges: Edges) -> float:
     return best_rate(Costs(instance), edges, instance.load.streams)
 
 
-@settings(max_examples=N_EXAMPLES, deadline=None)
+@settings(max_examples=N_EXAMPLES)
 @given(instances())
 def test_no_brute_force_beats_the_planner(instance: Instance) -> None:
     splits = every_split(instance)
@@ -114,7 +114,7 @@ def test_no_brute_force_beats_the_planner(instance: Instance) -> None:
     assert best.rate == SAME(rate_of(instance, best.edges), rel=1e-12)
 
 
-@settings(max_examples=N_EXAMPLES // 2, deadline=None)
+@settings(max_examples=N_EXAMPLES // 2)
 @given(instances(), st.data())
 def test_given_ranges_are_kept(instance: Instance, data: st.DataObject) -> None:
     splits = every_split(instance)
@@ -130,7 +130,7 @@ def test_given_ranges_are_kept(instance: Instance, data: st.DataObject) -> None:
     assert best.rate == SAME(max(rate_of(fixed, edges) for edges in every_split(fixed)), rel=1e-9)
 
 
-@settings(max_examples=N_EXAMPLES // 2, deadline=None)
+@settings(max_examples=N_EXAMPLES // 2)
 @given(instances(), st.data())
 def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.DataObject) -> None:
     before = best_split(instance)
@@ -160,7 +160,7 @@ def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.Da
         assert after.rate >= before.rate * (1 - 1e-9)
 
 
-@settings(max_examples=N_EXAMPLES // 2, deadline=None)
+@settings(max_examples=N_EXAMPLES // 2)
 @given(instances())
 def test_where_nothing_fits_the_remedies_are_true(instance: Instance) -> None:
     if best_split(instance) is not None:

@@ -275,7 +275,7 @@ curves = st.dictionaries(st.integers(1, 64), st.integers(10_000, 10**8), min_siz
 stages = st.lists(st.tuples(curves, curves, st.integers(1, 100)), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(stages, st.integers(0, 300), st.integers(0, 400), st.integers(0, 10**8))
 @example([({1: 10_000}, {1: 10_000}, 3)], 10, 1, 103_334)
 def test_any_plan_is_within_its_caps(

@@ -176,7 +176,7 @@ class World:
 
 @pytest.mark.parametrize("mode", ["auto", "drain"])
 @given(seed=st.integers(0, 2**32), chunk_rows=st.integers(1, 60))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_whoever_leaves_or_begins_again_all_others_are_read_and_nothing_is_copied_too_early(
     mode: str, seed: int, chunk_rows: int
 ) -> None:

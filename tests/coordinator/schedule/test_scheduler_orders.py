@@ -113,7 +113,7 @@ class Machine:
         assert scheduler.take(0) == []
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.sampled_from(["auto", "fixed", "drain"]), st.integers(0, 2**32))
 def test_nothing_is_lost_whatever_the_order(mode: str, seed: int) -> None:
     machine = Machine(mode, seed)

@@ -55,7 +55,7 @@ def read(sessions: list[Session], rule: TileRule, rows_max: int, n_decode: int =
 LENGTHS = st.tuples(st.integers(1, 3 * LONG_PROMPT_ROWS), st.integers(0, 400))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(LENGTHS, min_size=1, max_size=9), st.integers(TILE, 700), st.integers(TILE, 700), st.booleans())
 def test_alone_in_a_crowd_and_again_after_a_loss(
     lengths: list[tuple[int, int]], rows_max: int, other_max: int, is_per_lane: bool
@@ -69,7 +69,7 @@ def test_alone_in_a_crowd_and_again_after_a_loss(
     assert again == alone
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, LONG_PROMPT_ROWS - 1), st.integers(0, 200)), min_size=1, max_size=9))
 def test_short_prompts_beside_streams_are_read_as_they_are_alone(lengths: list[tuple[int, int]]) -> None:
     for rule in (SHARED, PER_LANE):

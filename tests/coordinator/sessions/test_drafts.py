@@ -144,7 +144,7 @@ def test_the_search_is_bounded() -> None:
     assert drafter([1, 2, 3, *noise, 1, 2]).tokens(0, 1) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     history=st.lists(st.integers(0, 3), max_size=30),
     prediction=st.lists(st.integers(0, 3), max_size=20),

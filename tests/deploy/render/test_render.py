@@ -126,7 +126,7 @@ def test_every_example_renders_for_some_target(path: Path, tmp_path: Path) -> No
     assert n_rendered
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(manifest=manifests(stages_max=3))
 def test_any_manifest_renders_validly_or_is_refused(manifest: Manifest) -> None:
     for target in TARGETS:

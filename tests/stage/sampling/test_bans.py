@@ -37,7 +37,7 @@ def plainly(logits: np.ndarray, read: Sequence[int], said: list[int], options: S
     return int(changed.argmax())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     read=st.lists(TOKENS, max_size=8),
     penalty=st.sampled_from([1.0, 1.3, 3.0, 0.5]),

@@ -59,7 +59,7 @@ def drawn_plainly(logits: Floats, temperature: float, keys: tuple[int, int]) -> 
     return int((arrivals - (logits.astype(np.float64) - float(logits.max())) / temperature).argmin())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**31),

@@ -42,7 +42,7 @@ def row(seed: int, spread: float, step: float, n_masked: int) -> np.ndarray:
     return logits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     logits=st.builds(
         row, st.integers(0, 10**6), st.sampled_from([0.0, 0.01, 1.0, 8.0]), st.sampled_from([0.0, 0.5, 2.0]),

@@ -356,7 +356,7 @@ def _frame(event: tuple[object, ...], position: int) -> QueuedFrame:
     return control(session, {"open": Flag.OPEN, "trim": Flag.TRIM, "close": Flag.CLOSE}[str(event[0])], route_id=route)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(EVENTS)
 def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) -> None:
     """Every frame leaves exactly once, in a step or as dropped, and a session's frames leave in their order."""

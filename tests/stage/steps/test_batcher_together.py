@@ -57,7 +57,7 @@ def told(step: Step | None) -> tuple[Any, ...] | None:
 @pytest.mark.parametrize(
     "policy", [DrainPolicy(8, 4), SinglePolicy(8), GroupPolicy(8, CURVE)], ids=lambda p: type(p).__name__
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(EVENTS)
 def test_frames_pushed_together_run_as_those_pushed_one_by_one(policy: Policy, events: list[Any]) -> None:
     together, singly = Batcher(policy), Batcher(policy)

@@ -195,7 +195,7 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 TestLaneMachine = LaneMachine.TestCase
-TestLaneMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLaneMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_what_is_only_kept_goes_before_what_somebody_waits_to_go_on_from() -> None:

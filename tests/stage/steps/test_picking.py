@@ -84,7 +84,7 @@ def test_with_drafts_equals_without(kind: str, n_seeds: int, vocabulary: LLToken
     assert n_accepted > 10 * n_seeds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1 << 30), st.sampled_from([kind for kind in KINDS if "grammar" not in kind]))
 def test_any_guesses_in_any_split(seed: int, kind: str) -> None:
     plain, drafted = DraftWorld(KINDS[kind], seed=seed), DraftWorld(KINDS[kind], seed=seed)

@@ -300,7 +300,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(EVENTS, st.booleans())
 def test_any_order_of_events_keeps_table_and_cache_in_step(events: list[tuple[object, ...]], is_last: bool) -> None:
     """Whatever comes, the table's positions are what the cache holds, and nothing but faults comes of nonsense."""

@@ -68,7 +68,7 @@ def check(read: Any, raw: bytes) -> None:
         assert all(json.loads(item)["id"] == item_id for item_id, item in said.input_items)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(body=BODY | JSON)
 @pytest.mark.parametrize("read", [responses.read, messages.read, messages.read_counted])
 def test_no_json_body_is_an_unforeseen_error(read: Any, body: object) -> None:

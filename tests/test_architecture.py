@@ -145,8 +145,6 @@ COLLABORATORS_MAX = 20  # modules of ours that one module imports from
 LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
     "stage/engine/native.py:NativeEngine": (25, 31, "preallocated arrays of one native context"),
     "coordinator/sessions/request_log.py:SessionRecord": (25, 33, "a table of figures"),
-    "deploy/testing/simulation/audit.py:Audit": (31, 34, "one check an invariant, one count each"),
-    "deploy/testing/cluster/node.py:Node": (25, 26, "one simulated process, and its engine"),
     "deploy/testing/simulation/stage.py:SimStage": (25, 27, "one modelled stage"),
 }
 MANY_COLLABORATORS: dict[str, tuple[int, str]] = {

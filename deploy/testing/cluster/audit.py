@@ -66,7 +66,7 @@ def _check_epoch(coordinator: Coordinator, running: set[int]) -> None:
 
 def check_node(node: Node) -> None:
     """Check that only open sessions have lanes, cells and samplers."""
-    if not node.is_up:
+    if not node.process.is_up:
         return
     node.lanes.check()
     owned = node.lanes._by_session
@@ -124,7 +124,7 @@ def check_end(coordinators: list[Coordinator], nodes: list[Node], excuses: Excus
         for kept in coordinator.conductor.prefixes._kept
     }
     for node in nodes:
-        if not node.is_up:
+        if not node.process.is_up:
             continue
         check_node(node)
         held = {key for key, lane in node.lanes._by_session.items()}
@@ -142,7 +142,7 @@ def _check_layers(coordinator: Coordinator, nodes: list[Node]) -> None:
         raise Violation("a change of layers never ended")
     mover = coordinator.mover
     held = dict(zip(mover.moves.holders, parts(mover.moves.cuts), strict=True))
-    if any(node.is_up and node.part != held.get(node.place, NOTHING) for node in nodes):
+    if any(node.process.is_up and node.part != held.get(node.place, NOTHING) for node in nodes):
         raise Violation("stages have layers that no change gave them")
     if any(mover.pool.is_drained(at) for at in held):
         raise Violation("a stage that was drained holds layers")

@@ -115,8 +115,8 @@ class Coordinator:
         self._lost = None
         self._held, self.links, self._readers = [], [], []
         self.line, self._served = self._wanted()
-        instances = [node.instance for node in self.line]
-        if all(node.answers and node.part == node.ordered for node in self.line):
+        instances = [node.process.instance for node in self.line]
+        if all(node.process.answers and node.part == node.ordered for node in self.line):
             self._configure(len(self.line) - 1, epoch, instances, None)
             self._clock.after(ATTEMPT_NS, self._failed, epoch)
         else:
@@ -166,16 +166,16 @@ class Coordinator:
             gone = functools.partial(node.upstream_left, self.route_id, epoch)
             above = self.line[index - 1] if index else None
             link = self._new_link(
-                lambda message: node.do(functools.partial(receive, message)),
+                lambda message: node.process.do(functools.partial(receive, message)),
                 upstream_lost=functools.partial(self._broken, above, epoch, index),
-                downstream_lost=lambda: node.do(gone),
+                downstream_lost=lambda: node.process.do(gone),
             )
             if index:
                 self._configure(index - 1, epoch, instances, link)
             else:
                 self._connected(link)
 
-        self._clock.after(self._travel_ns(), node.do, lambda: node.configure(order, reply))
+        self._clock.after(self._travel_ns(), node.process.do, lambda: node.configure(order, reply))
 
     def _travel_ns(self) -> int:
         """Return the one-way time of a call; in some histories it is now and then longer than an attempt."""
@@ -199,7 +199,7 @@ class Coordinator:
         if above is None:
             self._lost_at(epoch, error)
         else:
-            above.do(functools.partial(above.link_broke, self.route_id, epoch, error))
+            above.process.do(functools.partial(above.link_broke, self.route_id, epoch, error))
 
     def _connected(self, link: Link) -> None:
         if (self.line, self._served) != self._wanted():  # layers were moved meanwhile
@@ -213,7 +213,7 @@ class Coordinator:
             n_lanes=min(node.lanes.n_lanes for node in self.line),
             ctx_tokens=CTX_TOKENS,
             held=held_by_all(self._held),
-            instances=tuple(f"{node.place}/{node.instance}" for node in self.line),
+            instances=tuple(f"{node.place}/{node.process.instance}" for node in self.line),
             costs=[StageCost(curve, curve, ROWS_MAX) for _ in self.line],
             rewinds=not self.nodes[0].memory.keeps_state,
             keeps_state=self.nodes[0].memory.keeps_state,
@@ -222,7 +222,7 @@ class Coordinator:
         for node in self.line:
             self._silences[node.place].heard()
             self.conductor.availability.heard(node.index, self._clock.now_ns)
-            self.conductor.availability.serves(node.index, str(node.instance))
+            self.conductor.availability.serves(node.index, str(node.process.instance))
         instructions = self.conductor.connected(facts, self._clock.now_ns)
         if self.mover is not None:
             self.mover.stands()
@@ -264,7 +264,7 @@ class Coordinator:
         now_ns, conductor = self._clock.now_ns, self.conductor
         line = self._wanted()[0]
         for index, node in enumerate(line):
-            if node.answers:
+            if node.process.answers:
                 self._silences[node.place].heard()
                 conductor.availability.heard(index, now_ns)
         self.carry(conductor.look(now_ns))
@@ -284,7 +284,7 @@ class Coordinator:
         """Follow coordinator.engine.connection.watch_silence."""
         now_ns, sender = self._clock.now_ns, self._sender
         silent = self._quiet.silent(self.conductor.scheduler.under_way(), now_ns)
-        if not silent or sender is None or not all(node.answers for node in self.line):
+        if not silent or sender is None or not all(node.process.answers for node in self.line):
             return
         works: list[Work] = []
         for node, reader in zip(self.line, self._readers, strict=True):
@@ -336,7 +336,7 @@ class Coordinator:
                         raise Violation("frames leave while no epoch stands")
                     self._sender.send(frames, self._clock.now_ns)
                 case Tell(session_id, event):
-                    silent_ns = [node.silent_since_ns for node in self.line if not node.answers]
+                    silent_ns = [node.process.silent_since_ns for node in self.line if not node.process.answers]
                     self.audiences.tell(session_id, event, silent_ns)
                 case Dispatch():
                     self._clock.after(0, self._dispatch)

@@ -52,7 +52,7 @@ class Mover:
 
     def _watch(self, node: Node) -> None:
         node.on_death, node.on_start = (functools.partial(call, node.place) for call in (self._died, self._started))
-        if node.is_up:
+        if node.process.is_up:
             self.pool.came(node.place, self._clock.now_ns)
 
     def add(self, node: Node) -> None:
@@ -63,7 +63,7 @@ class Mover:
 
     def ask(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> bool:
         """Request other layers; returns whether the change has begun."""
-        if not all(self._nodes[at].is_up for at in holders or self.holders):
+        if not all(self._nodes[at].process.is_up for at in holders or self.holders):
             return False
         try:
             instructions = self.moves.begin(cuts, self._clock.now_ns, holders)
@@ -136,7 +136,7 @@ class Mover:
                 node = self._nodes[at]
                 node.ordered = self._part_of(at)
                 switch = functools.partial(node.switch, number, keeps=kept.get(at, False))
-                self._clock.after(self._travel_ns(), node.do, switch)
+                self._clock.after(self._travel_ns(), node.process.do, switch)
 
     def _part_of(self, place: int) -> Part:
         return self.served[self.holders.index(place)] if place in self.holders else NOTHING
@@ -153,7 +153,7 @@ class Mover:
         self._clock.after(self._travel_ns(), self._left, place)
 
     def _left(self, place: int) -> None:
-        if not self._nodes[place].is_up:
+        if not self._nodes[place].process.is_up:
             self.pool.left(place, self._clock.now_ns)
         self._carry(self.moves.left(place, self._clock.now_ns))
         self._after_failure()
@@ -162,7 +162,7 @@ class Mover:
         self._clock.after(self._travel_ns(), self._came, place)
 
     def _came(self, place: int) -> None:
-        if self._nodes[place].is_up:
+        if self._nodes[place].process.is_up:
             self.pool.came(place, self._clock.now_ns)
 
     # --- instructions -------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Mover:
                     self._prepare(number)
                 case Drop(number):
                     for node in self._nodes:
-                        clock.after(self._travel_ns(), node.do, functools.partial(node.drop, number))
+                        clock.after(self._travel_ns(), node.process.do, functools.partial(node.drop, number))
                 case Settle(after_s):
                     clock.after(round(after_s * S), self.look)
                 case Switch(number):
@@ -205,7 +205,7 @@ class Mover:
             node, (part, keeps) = self._nodes[at], wanted.get(at, (NOTHING, True))
             after_ns = self._travel_ns() + (0 if keeps else self._rng.randrange(LOAD_NS))
             prepare = functools.partial(node.prepare, number, part, functools.partial(self._prepared, number))
-            self._clock.after(after_ns, node.do, prepare)
+            self._clock.after(after_ns, node.process.do, prepare)
 
     def _prepared(self, number: int, place: int) -> None:
         self._clock.after(self._travel_ns(), self._is_prepared, number, place)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.link import Link
 from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.process import Process
 from relayline.stage.engine.tier import Tier
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -136,7 +137,7 @@ class Memory:
 
 
 class Node:
-    """One stage. Everything that reaches its process goes through `do`."""
+    """One stage. Everything that reaches it goes through `process.do`."""
 
     def __init__(
         self, place: int, part: Part, n_lanes: int, policy: str, clock: Clock, rng: random.Random, *,
@@ -149,9 +150,7 @@ class Node:
         """The settings of a process that starts now."""
         self.on_death: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
-        self.instance = 0  # number of starts of its process
-        self.is_up = False
-        self.silent_since_ns = 0  # when it last stopped responding
+        self.process = Process(clock)
         self.factor = 1.0  # factor by which its steps are slower now
         self.on_rows: Callable[[Node, list[QueuedFrame]], bool] = lambda node, frames: False
         """Whether these rows crash the process when they are computed."""
@@ -159,11 +158,9 @@ class Node:
 
     def start(self, n_lanes: int) -> None:
         """Start its process, without the state of the previous one."""
-        if self.is_up:
+        if self.process.is_up:
             return
-        self.instance += 1
-        self.is_up, self.is_hung = True, False
-        self._waiting: list[Callable[[], None]] = []  # messages to a process that hangs
+        self.process.start()
         self._epochs = EpochBook()
         self._load(n_lanes)
         self.on_start()
@@ -193,48 +190,20 @@ class Node:
         """Its layers."""
         return self.part.layers
 
-    @property
-    def answers(self) -> bool:
-        """Whether it answers a request now."""
-        return self.is_up and not self.is_hung
-
-    def do(self, action: Callable[[], None]) -> None:
-        """Deliver an action to the process: it is lost if the process is dead, and waits while it hangs."""
-        if not self.is_up:
-            return
-        if self.is_hung:
-            self._waiting.append(action)
-        else:
-            action()
-
     # --- faults ----------------------------------------------------------------------------------------------
 
     def die(self) -> None:
         """Kill the process: its links break."""
-        if not self.is_up:
+        if not self.process.is_up:
             return
-        if not self.is_hung:
-            self.silent_since_ns = self._clock.now_ns
-        self.is_up, self.step = False, None
+        self.process.die()
+        self.step = None
         self.on_death()
         for route in self.routes.values():
             route.returns.cut()
             if route.downstream is not None:
                 route.downstream.cut()
         self.routes.clear()
-
-    def hang(self) -> None:
-        """Stop the process; its links stay up."""
-        if not self.is_hung:
-            self.is_hung, self.silent_since_ns = True, self._clock.now_ns
-
-    def go_on(self, instance: int) -> None:
-        """Let the process go on after it hung, if it is still the same one."""
-        if self.is_up and self.instance == instance and self.is_hung:
-            self.is_hung = False
-            waiting, self._waiting = self._waiting, []
-            for action in waiting:
-                self.do(action)
 
     def lose_rows(self, n_envelopes: int) -> None:
         """Lose all rows of the next envelopes that have any, as a bug would."""
@@ -248,7 +217,7 @@ class Node:
 
     def _configure(self, order: Order, reply: Reply) -> None:
         try:
-            if order.instance != self.instance:
+            if order.instance != self.process.instance:
                 raise NotReadyError("this stage has been started anew")
             if order.part != self.part:
                 raise HandshakeError("this stage has other layers")
@@ -289,7 +258,7 @@ class Node:
         elif not keeps:
             for route in list(self.routes.values()):
                 self._end(route)
-            self.instance += 1
+            self.process.instance += 1
             between, self._between = self._between, []
             self._load(self.lanes.n_lanes)
             for action in between:  # earlier calls to the engine are answered, by refusing them
@@ -358,11 +327,11 @@ class Node:
         if self.step is None:
             return
         duration_ns = (STEP_NS + ROW_NS * self.step.n_rows) * self.factor * (0.5 + self._rng.random())
-        self._clock.after(round(duration_ns), self._ended, self.instance)
+        self._clock.after(round(duration_ns), self._ended, self.process.instance)
 
     def _ended(self, instance: int) -> None:
-        if instance == self.instance:  # otherwise the result is of a process that is gone
-            self.do(self._finish)
+        if instance == self.process.instance:  # otherwise the result is of a process that is gone
+            self.process.do(self._finish)
 
     def _finish(self) -> None:
         step = self.step

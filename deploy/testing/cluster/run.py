@@ -151,9 +151,9 @@ class Cluster:
                 for coordinator in self.coordinators
             )
             and all(
-                node.answers and node.step is None and not len(node.batcher)
+                node.process.answers and node.step is None and not len(node.batcher)
                 for node in self.nodes
-                if node.is_up or node.ordered != NOTHING
+                if node.process.is_up or node.ordered != NOTHING
             )
             and not any(coordinator.mover and coordinator.mover.moves.is_open for coordinator in self.coordinators)
             and not any(link.n_in_flight or link.is_cut for link in links)  # a cut is only noticed later
@@ -202,9 +202,9 @@ class Cluster:
             case "flaps":
                 for turn in range(3):
                     clock.after(turn * (lasts_ns + COMES_BACK_NS), self._die, node, lasts_ns // 2, node.lanes.n_lanes)
-            case "hangs" if node.is_up:
-                node.hang()
-                clock.after(lasts_ns, node.go_on, node.instance)
+            case "hangs" if node.process.is_up:
+                node.process.hang()
+                clock.after(lasts_ns, node.process.go_on, node.process.instance)
             case "is late":
                 node.factor = 30.0
                 clock.after(lasts_ns, setattr, node, "factor", 1.0)
@@ -236,7 +236,7 @@ class Cluster:
                     clock.after(turn * lasts_ns // 8, self._answer_again, coordinator, trouble.which >> turn)
 
     def _die(self, node: Node, lasts_ns: int, n_lanes: int) -> None:
-        if node.is_up:
+        if node.process.is_up:
             self.excuses.n_deaths += 1
             node.die()
             self.clock.after(lasts_ns, node.start, n_lanes)

@@ -203,7 +203,7 @@ class Simulation:
             self._travel(0, [queued(frame) for frame in envelope])
 
     def _returned(self, message: pb.ReturnResponse, n_frames: int) -> None:
-        self.audit.n_on_links -= n_frames
+        self.audit.frames.n_on_links -= n_frames
         for passed in message.progress:
             self.audit.passed(passed.session_id, passed.position)
             self.scheduler.passed(passed.session_id, passed.position, self.now_ns)
@@ -235,7 +235,7 @@ class Simulation:
 
     def _travel(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         n_row_frames = sum(1 for frame in frames if frame.n_rows)
-        self.audit.n_on_links += n_row_frames
+        self.audit.frames.n_on_links += n_row_frames
         arrives_ns = self._arrives_ns(stage_index)
         if frames:
             self._at(arrives_ns, self._reach, stage_index, frames)
@@ -247,8 +247,8 @@ class Simulation:
 
     def _reach(self, stage_index: int, frames: list[QueuedFrame]) -> None:
         self._touched = stage = self.stages[stage_index]
-        self.audit.n_on_links -= sum(1 for frame in frames if frame.n_rows)
-        self.audit.n_dropped += stage.push(frames, self.now_ns, next(self._envelopes))
+        self.audit.frames.n_on_links -= sum(1 for frame in frames if frame.n_rows)
+        self.audit.frames.n_dropped += stage.push(frames, self.now_ns, next(self._envelopes))
         if not stage.is_busy:
             self._begin(stage)
 
@@ -272,8 +272,8 @@ class Simulation:
             self._travel(stage.index + 1, frames)
         else:
             message, n_gone = stage.answer()
-            self.audit.n_dropped += n_gone
-            self.audit.n_on_links += n_frames - n_gone
+            self.audit.frames.n_dropped += n_gone
+            self.audit.frames.n_on_links += n_frames - n_gone
             arrives_ns = self._arrives_ns(len(self.stages))
             if n_frames > n_gone:
                 self._at(arrives_ns, self._returned, message, n_frames - n_gone)

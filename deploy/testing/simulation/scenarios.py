@@ -176,7 +176,8 @@ def drafting(
     auto, plain = (Simulation(world, setup).run().audit for setup in (AUTO, PLAIN))
     plain_per_s, whole_per_s = plain.figures().tokens_per_s, auto.figures().tokens_per_s
     gain = auto.figures(*auto.common_window()).tokens_per_s / plain.figures(*plain.common_window()).tokens_per_s
-    return Drafting(plain_per_s, gain, whole_per_s / plain_per_s, auto.n_drafted / n_streams, auto.n_guess_flights)
+    drafted = auto.rows.n_drafted / n_streams
+    return Drafting(plain_per_s, gain, whole_per_s / plain_per_s, drafted, auto.flights.n_guess_flights)
 
 
 def drafting_churn(stages: tuple[StageModel, ...], n_requests: int, seed: int, *, link_ns: int = 0) -> World:

@@ -60,7 +60,7 @@ def test_a_stage_that_keeps_its_layers_keeps_what_it_has_loaded() -> None:
     cluster.clock.at(150 * MS, mover.ask, (2, 5))  # layers 0-1, 2-4 and 5 instead of 0-1, 2-3 and 4-5
     outcome = cluster.run()
     assert (outcome.n_moves, outcome.ends) == (1, {"length": 3})
-    assert (mover.n_kept, [node.instance for node in cluster.nodes]) == (1, [1, 2, 2])
+    assert (mover.n_kept, [node.process.instance for node in cluster.nodes]) == (1, [1, 2, 2])
 
 
 def test_a_drained_stage_is_freed_and_gets_layers_again_and_nobody_is_told_of_it() -> None:

@@ -139,7 +139,9 @@ def keeps_rows_of_other_layers(patch: pytest.MonkeyPatch) -> None:
     load = node.Node._load
 
     def keeps(self: node.Node, n_lanes: int) -> None:
-        lanes, executor = (self.lanes, self.executor) if self.instance > 1 and self.is_up else (None, None)
+        lanes, executor = (
+            (self.lanes, self.executor) if self.process.instance > 1 and self.process.is_up else (None, None)
+        )
         load(self, n_lanes)
         if lanes is not None and executor is not None and lanes.n_lanes == n_lanes:
             self.lanes = self.executor.lanes = self.executor.sessions._lanes = lanes

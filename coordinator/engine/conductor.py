@@ -332,7 +332,9 @@ class Conductor:
             return
         logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
         top = tuple((entry.token, entry.logprob) for entry in sample.top)
-        event, frames = session.sampled(sample.position, sample.token, logprob, top, sample.logits, sample.embedding)
+        mu = sample.mirostat_mu if sample.HasField("mirostat_mu") else None
+        more = (sample.logits, sample.embedding, mu)
+        event, frames = session.sampled(sample.position, sample.token, logprob, top, *more)
         if event is not None:
             if session.n_generated == 1:
                 self._out += _progress(session, len(session.request.prompt_tokens))

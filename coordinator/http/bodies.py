@@ -125,8 +125,6 @@ class GenerationBody(_Sampler, kw_only=True):
     grammar: str | None = None
     prediction: Any = None  # read by validation: any error in it concerns the whole field
     # Of other servers; see validation.NEUTRAL.
-    mirostat: Any = None
-    mirostat_mode: Any = None
     dry_sequence_breakers: list[str] | None = None
     dynatemp_range: Any = None
     smoothing_factor: Any = None

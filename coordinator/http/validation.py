@@ -27,8 +27,6 @@ TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
-    "mirostat": (),  # its effect depends on all earlier logits, which no stage has after a loss
-    "mirostat_mode": (),
     "dynatemp_range": (),
     "smoothing_factor": (),
     "truncate_prompt_tokens": (),
@@ -383,7 +381,7 @@ def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
         value = getattr(body, param)
         if value is None or value in field.off:
             continue
-        value = min(value, field.high) if field.is_whole else value
+        value = min(value, field.high) if field.is_whole and not field.is_kind else value
         if not field.low <= value <= field.high or (field.is_whole and value != int(value)):
             kind = "a whole number" if field.is_whole else "a number"
             text = f"must be {kind} between {field.low:g} and {field.high:g}, got {value:g}"
@@ -399,6 +397,9 @@ def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
             found.pop(name, None)
     elif body.dry_penalty_last_n is None:
         found["dry_penalty_last_n"] = REPEAT_LAST_DEFAULT
+    if "mirostat" not in found:
+        found.pop("mirostat_tau", None)
+        found.pop("mirostat_eta", None)
     if "xtc_probability" not in found:
         found.pop("xtc_threshold", None)
     return tuple(sorted(found.items()))

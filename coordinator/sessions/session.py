@@ -93,6 +93,8 @@ class Session:
     replays: int = 0
     n_refused: int = 0  # times that stages had no lane for it
     n_opened: int = 0  # tokens of the history when it was opened last
+    mirostat_mus: tuple[float | None, float | None] = (None, None)
+    """Where mirostat stands behind the last token, and where when it was opened last; None: nothing has said so."""
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
     n_there: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
@@ -201,6 +203,7 @@ class Session:
             n_there, is_there = 0, True  # rows whose scores were lost, or that are pooled, are read again
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
+        self.mirostat_mus = self.mirostat_mus[0], self.mirostat_mus[0]
         self.n_copied = self.copied_from = 0
         # The last row is computed again, because its token may be lost.
         self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
@@ -218,6 +221,7 @@ class Session:
             prompt = self.request.prompt_tokens
             read = [each for each in prompt if each < ROW_TOKEN_MIN] if self.request.images else prompt
             read = read[-bounds.PENALTY_TOKENS_MAX :]
+        sampling = sampling.resumed(self.mirostat_mus[1])
         return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]), tuple(read))
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
@@ -282,6 +286,7 @@ class Session:
         top: tuple[tuple[int, float], ...] = (),
         logits: bytes = b"",
         embedding: bytes = b"",
+        mirostat_mu: float | None = None,
     ) -> tuple[TokenEvent | None, list[OutFrame]]:
         """Take a sampled token. Returns the event for the client and the frames that follow from it.
 
@@ -296,6 +301,7 @@ class Session:
         if self._drafter is None and (self.acceptance is not None or self.request.prediction):
             self._drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
         self.history.append(token)
+        self.mirostat_mus = mirostat_mu, self.mirostat_mus[1]
         is_end = not self.request.ignore_eos and self.is_end(token)
         is_full = self.n_generated >= self.request.max_tokens
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None

@@ -9,6 +9,9 @@ that token is the pick, because the others' noise stays the same.
 Order: biases, penalties and bans (`stage.sampling.penalties`), what the grammar allows (`stage.sampling.constraint`),
 top-n-sigma, top-k, typical-p, top-p, min-p, XTC, temperature, draw. The filters keep what llama.cpp's of the same names
 keep (`stage.sampling.filters`, `stage.sampling.ranked`).
+
+Mirostat stands in place of penalties and filters. It alone has a state that tokens do not tell: it travels with each
+sample, and comes back with the open (`stage.sampling.mirostat`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from relayline.stage.sampling.constraint import Constraint
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
+from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
@@ -79,6 +83,14 @@ class SamplingOptions:
         return Dry.of((multiplier, base, allowed, n_latest), self.dry_breakers, self.dry_sequences, n_vocab)
 
     @property
+    def mirostat(self) -> Mirostat | None:
+        """Return the state of mirostat; None without it, or where the largest logit is picked."""
+        version, tau, eta = map(self.number, ("mirostat", "mirostat_tau", "mirostat_eta"))
+        if not version or self.temperature == 0:
+            return None
+        return Mirostat(int(version), tau, eta, self.temperature, self.numbers.get("mirostat_mu"))
+
+    @property
     def ranked(self) -> Filters | None:
         """The filters that rank tokens, with those before and after them; None where none of them is asked for."""
         sigma, typical = self.number("top_n_sigma"), self.number("typical_p")
@@ -111,6 +123,7 @@ class Sampled(NamedTuple):
     token: int
     logprob: float | None  # None unless n_logprobs >= 0
     top: list[tuple[int, float]]  # (token, logprob), largest first, ties by token id; empty unless n_logprobs > 0
+    mirostat_mu: float | None = None  # behind this token, with mirostat
 
 
 class _Scratch:
@@ -160,6 +173,9 @@ class SessionSampler:
         repetition = Repetition(options.number("repetition_penalty"), int(options.number("repeat_last_n")), [*read])
         frequency, presence, bans = options.frequency_penalty, options.presence_penalty, options.bans(n_vocab)
         dry = options.dry(n_vocab)
+        self._mirostat = options.mirostat
+        if self._mirostat is not None:  # as in llama.cpp, it stands in place of all that looks at earlier tokens
+            frequency, presence, repetition, dry = 0.0, 0.0, Repetition(), None
         is_changed = frequency or presence or options.logit_bias or not repetition.is_neutral
         if is_changed or bans is not None or dry is not None:
             self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
@@ -194,9 +210,10 @@ class SessionSampler:
             raise NumericError(f"the logits for position {position} are not finite")
         token = self._pick(logits, largest, position)
         self.last = (position, token)
+        mu = self._mirostat.mu if self._mirostat is not None else None
         if self.options.n_logprobs < 0:
-            return Sampled(token, None, [])
-        return _with_logprobs(token, logits, largest, self.options.n_logprobs)
+            return Sampled(token, None, [], mu)
+        return _with_logprobs(token, logits, largest, self.options.n_logprobs)._replace(mirostat_mu=mu)
 
     def score(self, logits: npt.NDArray[np.float32], position: int, token: int) -> Sampled:
         """Return the log probabilities at absolute `position` for a token that is already there; nothing is picked.
@@ -234,7 +251,13 @@ class SessionSampler:
         if not self._is_open:
             raise NativeError("the session's sampler is closed")
         scratch, keys = _scratch(self._n_vocab), noise_keys(self.options.seed, position)
-        options = self.options
+        options, mirostat = self.options, self._mirostat
+        if mirostat is not None:
+            tokens = mirostat.kept(logits, position)
+            kept = logits[tokens]
+            token = scratch.draws.draw(kept, float(kept.max()), options.temperature, keys, tokens)
+            mirostat.said(token, tokens, kept)
+            return token
         if self._ranked is not None:
             filters = self._ranked
             if not xtc_acts(options.seed, position, options.number("xtc_probability")):

@@ -87,6 +87,7 @@ def _sampled(frame: QueuedFrame, position: int, sampled: Sampled, logits: bytes 
         logprob=sampled.logprob if sampled.logprob is not None else 0.0,
         top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
         logits=logits,
+        mirostat_mu=sampled.mirostat_mu,
     )
 
 

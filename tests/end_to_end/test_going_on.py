@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest, Samplin
 from relayline.coordinator.sessions.session import Session
 from relayline.coordinator.sessions.suspects import Suspects
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.stage.sampling.mirostat import Mirostat
 from tests.stage.sampling.test_penalties import PENALISED, assert_penalised
 from tests.support.fleet import (
     GREEDY,
@@ -78,6 +80,38 @@ async def test_where_only_links_break_nothing_is_read_again(
             assert_greedy(whole, prompt, tokens)
     # Each loss costs a stream the last row, and those that a stage behind had not computed yet.
     assert max(n_rows) <= sum(len(prompt) + 39 for prompt in prompts) + 2 * len(prompts) * 2
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_mirostat_goes_on_where_it_was(
+    version: int, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is of no stage: the coordinator gives back what the last sample said."""
+    begun, told, begin, said_by = list[float | None](), list[float](), Mirostat.__init__, Mirostat.said
+
+    def note_begin(self: Mirostat, *settings: Any) -> None:
+        begun.append(settings[-1])
+        begin(self, *settings)
+
+    def note_said(self: Mirostat, *picked: Any) -> None:
+        said_by(self, *picked)
+        told.append(self.mu)
+
+    monkeypatch.setattr(Mirostat, "__init__", note_begin)
+    monkeypatch.setattr(Mirostat, "said", note_said)
+    numbers = (("mirostat", float(version)), ("mirostat_eta", 0.8), ("mirostat_tau", 3.0))
+    wanted = request(prompt_of(70, 30), 30, SamplingParams(temperature=1.0, seed=9, numbers=numbers))
+    async with fleet(artifacts([1, 3]), proxied=True, prefix_lanes=0) as running:
+        stream = running.pipeline.open(wanted)
+        said = await read(stream, 7)
+        for where in (1, 2):
+            await cut(running, where)
+            said += await read(stream, 6)
+        said += await tokens_of(stream)
+    assert len(said) == 30
+    assert begun[0] is None
+    assert len(begun) == 3
+    assert set(begun[1:]) <= set(told), "what some sample said"
 
 
 async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, whole: ReferenceModel) -> None:

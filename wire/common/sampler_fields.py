@@ -30,6 +30,8 @@ class SamplerField:
     off: tuple[float, ...] = ()
     """Values outside the bounds that clients send for "not at all"."""
     is_whole: bool = False
+    is_kind: bool = False
+    """Whether each value means another kind: then one above `high` is refused, and not taken as `high`."""
     is_public: bool = True
     """Whether it is an HTTP field; else the coordinator works it out."""
 
@@ -61,6 +63,12 @@ FIELDS = (
         off=(-1.0,),
         is_whole=True,
     ),
+    # Version 1 or 2, in place of the filters and penalties; see stage.sampling.mirostat.
+    SamplerField(name="mirostat", neutral=0, low=0, high=2, aliases=("mirostat_mode",), is_whole=True, is_kind=True),
+    SamplerField(name="mirostat_tau", neutral=5.0, low=0.0, high=100.0),
+    SamplerField(name="mirostat_eta", neutral=0.1, low=0.0, high=1.0),
+    # Where the session stands, as its last sample said; not given before the first.
+    SamplerField(name="mirostat_mu", neutral=0.0, low=-1e6, high=1e6, is_public=False),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),

@@ -202,7 +202,7 @@ PREDICTIONS = [
         (chat_plan, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (chat_plan, {"function_call": {"name": "f"}}, "function_call"),
         (chat_plan, {"audio": {"voice": "x"}}, "audio"),
-        (completion_plan, {"mirostat": 2}, "mirostat"),
+        (completion_plan, {"mirostat": 3}, "mirostat"),
         (completion_plan, {"repeat_penalty": -0.9}, "repeat_penalty"),
         (chat_plan, {"grammar": ["root ::= x"]}, "grammar"),
         (chat_plan, {"guided_choice": [1]}, "guided_choice[0]"),
@@ -428,6 +428,9 @@ def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
         ({"typ_p": 0.9, "top_n_sigma": 1}, {"typical_p": 0.9, "top_n_sigma": 1}),
         ({"xtc_probability": 0.5}, {"xtc_probability": 0.5}),
         ({"xtc_probability": 0.5, "xtc_threshold": 0.2}, {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
+        ({"mirostat": 2, "mirostat_tau": 4}, {"mirostat": 2, "mirostat_tau": 4}),
+        ({"mirostat_mode": 1, "mirostat_tau": 5}, {"mirostat": 1}),
+        ({"mirostat": 0, "mirostat_tau": 4, "mirostat_eta": 0.2}, {}),
     ],
 )
 def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, Any], numbers: dict[str, float]) -> None:
@@ -440,7 +443,8 @@ def test_sampler_fields_go_to_the_stage_as_numbers(make: Any, sent: dict[str, An
         ({"repetition_penalty": 1000}, "repetition_penalty: must be a number between 0.01 and 100, got 1000"),
         ({"repeat_last_n": 1.5}, "repeat_last_n: must be a whole number"),
         ({"typical_p": 1.5}, "typical_p: must be a number"),
-        ({"mirostat": 2}, "mirostat: not supported"),
+        ({"mirostat": 3}, "mirostat: must be a whole number between 0 and 2"),
+        ({"dynatemp_range": 0.5}, "dynatemp_range: not supported"),
         ({"dry_multiplier": -1}, "dry_multiplier: must be a number between 0 and 100"),
         ({"skip_special_tokens": False}, "skip_special_tokens: not supported by this server yet; only true"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: more than max_tokens"),

@@ -107,7 +107,7 @@ def test_a_pick_is_the_keyed_draw_among_what_is_kept(numbers: dict[str, float]) 
     assert "xtc_probability" not in numbers or 15 < n_acted < 45
 
 
-@pytest.mark.parametrize("numbers", [{"typical_p": 2.0}, {"mirostat": 1.0}, {"xtc_probability": float("nan")}])
+@pytest.mark.parametrize("numbers", [{"typical_p": 2.0}, {"mirostat": 3.0}, {"xtc_probability": float("nan")}])
 def test_numbers_that_no_coordinator_sends_are_refused(numbers: dict[str, float]) -> None:
     with pytest.raises(ProtocolError, match=next(iter(numbers))):
         SamplingOptions(numbers=numbers)

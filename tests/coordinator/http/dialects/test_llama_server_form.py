@@ -114,7 +114,7 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": {"other": 1}}, "prompt: must be text"),
         ({"prompt": [[1, None]]}, "prompt: must be text"),
         ({"prompt": "x", "post_sampling_probs": True}, "post_sampling_probs: not supported"),
-        ({"prompt": "x", "mirostat": 2}, "mirostat: not supported"),
+        ({"prompt": "x", "mirostat": 3}, "mirostat: must be a whole number"),
         ({"prompt": "x", "samplers": ["temperature", "top_k"]}, "samplers: only some of"),
         ({"prompt": "x", "samplers": ["infill"]}, "samplers: only some of"),
         ({"prompt": "x", "n_probs": 21}, "n_probs"),

@@ -450,13 +450,14 @@ class Progress(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "embedding")
+    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "mirostat_mu", "embedding")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
+    MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     position: int
@@ -464,8 +465,9 @@ class Sampled(_message.Message):
     logprob: float
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     logits: bytes
+    mirostat_mu: float
     embedding: bytes
-    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., mirostat_mu: _Optional[float] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob")

@@ -1,0 +1,93 @@
+"""Mirostat, versions 1 and 2: which tokens a draw may pick, so that surprise stays near a target. Pure.
+
+As llama.cpp's samplers of these names (Basu et al., 2021). `mu`, the most surprise that a token may have, moves with
+every token that was picked, so it is the one state of a sampler that tokens alone do not tell: each sample says where
+it is now, and the open of a session brings it back. If a position is picked again, the mu before it counts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from relayline.stage.sampling.filters import largest_tokens
+from relayline.wire.common.bounds import PENALTY_TOKENS_MAX
+from relayline.wire.common.errors import InternalError
+
+LEADERS = 100  # tokens from which version 1 estimates how steep the distribution is; llama.cpp's number
+
+Logits = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int32]
+
+
+class Mirostat:
+    """The state of one session."""
+
+    def __init__(self, version: int, tau: float, eta: float, temperature: float, mu: float | None) -> None:
+        """`mu` is None for a session that has picked nothing. `temperature` is above 0."""
+        self._version, self._tau, self._eta, self._temperature = version, tau, eta, temperature
+        self._mus = [_as_f32(2 * tau if mu is None else mu)]  # before each of the latest positions, the next one last
+        self._position: int | None = None  # of the next token; the first pick tells
+
+    @property
+    def mu(self) -> float:
+        """The most surprise, in bits, that the next token may have. An f32."""
+        return self._mus[-1]
+
+    def kept(self, logits: Logits, position: int) -> Tokens:
+        """Return the tokens that may be picked at `position`, at least one. At least one logit is finite.
+
+        Raises InternalError for a position beyond the next one: the tokens before it are not known here.
+        """
+        self._go_to(position)
+        wide = logits.astype(np.float64)
+        wide -= wide.max()
+        wide /= self._temperature
+        surprises = (math.log(np.exp(wide).sum()) - wide) / math.log(2)
+        if self._version == 1:
+            n_kept = self._n_kept(surprises, logits.size)
+            finite = int(np.isfinite(logits).sum())
+            return largest_tokens(logits, min(n_kept, finite))
+        tokens = np.flatnonzero(surprises <= self.mu)
+        return (tokens if tokens.size else np.array([surprises.argmin()])).astype(np.int32)
+
+    def _n_kept(self, surprises: npt.NDArray[np.float64], n_vocab: int) -> int:
+        """Return how many of the likeliest tokens version 1 keeps: as many as a Zipf distribution would need."""
+        finite = surprises[np.isfinite(surprises)]
+        leaders = np.sort(np.partition(finite, min(LEADERS, finite.size) - 1)[:LEADERS])
+        ranks = np.arange(1, leaders.size)
+        steps = np.log((ranks + 1) / ranks)
+        with np.errstate(all="ignore"):
+            drops = np.diff(leaders) * math.log(2)
+            slope = np.float64((steps * drops).sum()) / np.float64((steps * steps).sum())
+            epsilon = slope - 1
+            n_kept = (epsilon * 2.0**self.mu / (1 - float(n_vocab) ** -epsilon)) ** (1 / slope)
+        return min(max(int(n_kept), 1), n_vocab) if math.isfinite(n_kept) else 1
+
+    def said(self, token: int, tokens: Tokens, logits: Logits) -> None:
+        """Record the token picked from those that `kept` returned; `logits` are theirs."""
+        wide = logits.astype(np.float64)
+        wide -= wide.max()
+        wide /= self._temperature
+        at = int(np.flatnonzero(tokens == token)[0])
+        surprise = (math.log(np.exp(wide).sum()) - float(wide[at])) / math.log(2)
+        self._mus.append(_as_f32(self.mu - self._eta * (surprise - self._tau)))
+        if len(self._mus) > 2 * PENALTY_TOKENS_MAX:  # more than ever comes again
+            del self._mus[:PENALTY_TOKENS_MAX]
+        if self._position is not None:
+            self._position += 1
+
+    def _go_to(self, position: int) -> None:
+        n_again = 0 if self._position is None else self._position - position
+        if not 0 <= n_again < len(self._mus):
+            raise InternalError(f"position {position} is sampled, but what was picked before it is not known")
+        if n_again:
+            del self._mus[-n_again:]
+        self._position = position
+
+
+def _as_f32(value: float) -> float:
+    """Return the number as it travels: so a rebuilt session goes on exactly."""
+    return float(np.float32(value))

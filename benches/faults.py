@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -237,7 +238,10 @@ def requests_of(case: Case, n_streams: int) -> list[Request]:
 
 
 def kept(measured: Mapping[str, Any], rows: Sequence[Row], commit: str, date: str) -> dict[str, Any]:
-    """Return the content of faults.json with these rows in place of those of the same cases, or behind all. Pure."""
+    """Return the content of faults.json with these rows in place of those of the same cases, or behind all. Pure.
+
+    Raises SystemExit where two rows would have the same label: a reader of the table could not tell them apart.
+    """
     entries = list(measured["rows"])
     for row in rows:
         row_id = f"{row.case}_{'killed' if row.n_kills else 'crowd'}"
@@ -253,6 +257,9 @@ def kept(measured: Mapping[str, Any], rows: Sequence[Row], commit: str, date: st
             entries.append(new | figures)
         else:
             entries[known] = entries[known] | figures
+    labels = collections.Counter(entry["label"] for entry in entries)
+    if twice := [label for label, n_rows in labels.items() if n_rows > 1]:
+        raise SystemExit(f"benches/results/faults.json: two rows are labelled {twice[0]!r}; give each its own label")
     return {**measured, "rows": entries}
 
 

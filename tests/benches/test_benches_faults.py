@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from typing import Any
 
 import pytest
 
 from benches.faults import CASES, Case, Progress, Row, kept, misses, pause_s, requests_of, row_of
+from benches.tables import RESULTS
 from relayline.deploy.cli.load import Request
 
 S = 1_000_000_000
@@ -91,3 +93,11 @@ def test_figures_take_the_place_of_those_of_their_case_and_of_no_other() -> None
     assert found["rows"] == [rows[0] | figures, rows[1], crowd], "one that was not there comes behind all"
     assert found["command"] == "c"
     assert dataclasses.asdict(fresh[0])["n_kills"] == 9
+
+
+def test_no_two_rows_have_the_same_label() -> None:
+    measured = json.loads((RESULTS / "faults.json").read_text())
+    assert kept(measured, [], "abc", "2026-11-27") == measured
+    by_hand = {"label": "stage killed: greedy", "values": [None]}
+    with pytest.raises(SystemExit, match="two rows are labelled 'stage killed: greedy'; give each its own label"):
+        kept({"rows": [by_hand]}, [Row("greedy", 9, 144, 144, 143, 7.5, (1,), ())], "abc", "2026-11-27")

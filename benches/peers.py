@@ -72,6 +72,8 @@ class Kernels(enum.Enum):
         "stored_k_quants.cpp",
         "stored_q8_0.cpp",
         "attend_own_cells.cpp",
+        "cell_order.cpp",
+        "cell_order.h",
     )
 
 

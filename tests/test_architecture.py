@@ -127,6 +127,7 @@ REACHED = {
     "wire/common/file_hash.py": "remembered hashes have an age; a pipeline's file is read before anything runs",
     "coordinator/observe/pass_traces.py": "the shell around the pure windows of `passes.py`",
 }
+POLLING = "tests/support/polling.py"  # one pause, for tests that look again and again
 WALL_CLOCK = (
     "coordinator/http/",
     "coordinator/serve.py",
@@ -149,6 +150,9 @@ LARGE_CLASSES: dict[str, tuple[int, int, str]] = {
 }
 MANY_COLLABORATORS: dict[str, tuple[int, str]] = {
     "stage/process.py": (31, "puts a stage process together"),
+    "coordinator/serve.py": (22, "puts a coordinator together"),
+    "coordinator/http/app.py": (22, "puts the HTTP application together"),
+    "deploy/cli/up_manifest.py": (23, "one command over manifests, splits, hosts and gateways"),
 }
 LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py", "coordinator/images/projector.py"}
 DECODE_MODULE = "stage/engine/native.py"
@@ -385,7 +389,7 @@ def test_nobody_sleeps_and_nobody_reads_the_wall_clock() -> None:
         if module.package == "tests"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.sleep"
-        if ast.unparse(node.args[0]) != "0"
+        if ast.unparse(node.args[0]) != "0" and module.path != POLLING
     ]
     assert wrong == []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -22,6 +21,7 @@ from relayline.coordinator.images.encoding import (
     read_into,
 )
 from relayline.wire.common.bounds import IMAGE_ENCODE_S, IMAGE_START_S
+from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
 
 Segment = list[int] | int
@@ -47,7 +47,7 @@ class Encoder:
         """
         ours, theirs = socket.socketpair()
         arguments = (str(theirs.fileno()), *self._files, str(self.n_embd))
-        command = [sys.executable, "-m", "relayline.coordinator.images.encoding", *arguments]
+        command = module_command("relayline.coordinator.images.encoding", *arguments)
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._pipe = ours

@@ -141,9 +141,7 @@ class Prefixes:
         if not is_computed or self._n_asked == 0 or not session.request.cache_prompt:
             return []
         # Of a lane with a recurrent state no other than the whole can be copied: guesses behind its end go first.
-        guesses = (
-            [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.may_have_guessed else []
-        )
+        guesses = [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.drafter else []
         on_disk = self.tier.store(session, len(held)) if self.tier.is_on_disk else []
         in_lane = self._keep_lane(session, held)
         return [*guesses, *on_disk, *(self.tier.store(session, len(held)) if in_lane is None else in_lane)]

@@ -114,7 +114,7 @@ class Session:
     started_ns: int = 0  # when it first got a lane; 0: not yet
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
     """Of the prompt's tokens behind the first, as far as they have come; none unless they are asked for."""
-    _drafter: Drafter | None = None
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         """Begin with the prompt."""
@@ -298,8 +298,8 @@ class Session:
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage knows the tokens before it, and will pick this one again
-        if self._drafter is None and (self.acceptance is not None or self.request.prediction):
-            self._drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
+        if self.drafter is None and (self.acceptance is not None or self.request.prediction):
+            self.drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
         self.history.append(token)
         self.mirostat_mus = mirostat_mu, self.mirostat_mus[1]
         is_end = not self.request.ignore_eos and self.is_end(token)
@@ -307,7 +307,7 @@ class Session:
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
         n_cached = self.n_copied if self.n_generated == 1 else 0
         is_drafted = bool(self.ahead) and self.ahead.popleft() == token
-        is_predicted = self._drafter is not None and self._drafter.said(token)
+        is_predicted = self.drafter is not None and self.drafter.said(token)
         scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
         event = dataclasses.replace(event, embedding=embedding) if embedding else event
@@ -321,26 +321,21 @@ class Session:
         self.ahead.clear()
         return event, [OutFrame(self, position, (token,), Flag.WANTS_SAMPLE)]
 
-    @property
-    def may_have_guessed(self) -> bool:
-        """Whether stages may hold rows of guesses behind its end."""
-        return self._drafter is not None
-
     def chances(self, n_tokens: int) -> list[float]:
         """Return for each guess after those under way the probability that all up to it are right: see `guess`.
 
         No guess ends the answer or lies beyond its last token.
         """
         guesses = self._guesses(n_tokens)
-        return self._drafter.chances(len(self.ahead), len(guesses)) if self._drafter and guesses else []
+        return self.drafter.chances(len(self.ahead), len(guesses)) if self.drafter and guesses else []
 
     def _guesses(self, n_tokens: int) -> list[int]:
         n_left = self.request.max_tokens - self.n_generated - 1 - len(self.ahead)
-        if self._drafter is None or self.acceptance is None or self.is_restarted:
+        if self.drafter is None or self.acceptance is None or self.is_restarted:
             return []
         if self.state is not State.DECODE or n_left <= 0:
             return []
-        guesses = self._drafter.tokens(len(self.ahead), min(n_tokens, n_left))
+        guesses = self.drafter.tokens(len(self.ahead), min(n_tokens, n_left))
         if self.request.images:  # no answer goes on with a row of an image
             guesses = list(itertools.takewhile(lambda token: token < ROW_TOKEN_MIN, guesses))
         if self.request.ignore_eos:

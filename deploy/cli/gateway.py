@@ -145,8 +145,7 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
             report.fail(error)
             raise
     elif given["detach"]:
-        from relayline.deploy.cli.setting_flags import again
-        from relayline.deploy.cli.up_manifest import NOT_AGAIN
+        from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
 
         arguments = [str(path.absolute()), "--state-dir", str(directory.path.absolute()), "--name", plan.name]
         start_detached([*arguments, *again(click.get_current_context(), but=NOT_AGAIN)], directory, show)

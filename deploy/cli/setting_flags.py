@@ -87,6 +87,22 @@ def manifest_changes(changed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# Values that the process in the background gets separately: the pipeline's name, its state directory, its way of
+# reporting.
+NOT_AGAIN = (
+    "target",
+    "dry_run",
+    "model",
+    "name",
+    "state_dir",
+    "detach",
+    "report_fd",
+    "as_json",
+    "change",
+    "exit_with_stdin",
+)
+
+
 def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
     """Return the user's arguments of the running command, for another process that runs it once more.
 

@@ -14,7 +14,7 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import check_draft, http_tls_from
-from relayline.deploy.cli.setting_flags import again, manifest_changes
+from relayline.deploy.cli.setting_flags import NOT_AGAIN, again, manifest_changes
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.here import at_home
@@ -34,20 +34,6 @@ from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.settings.setting import entry_of, from_parameters
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
 
-# Values that the process in the background gets separately: the pipeline's name, its state directory, its way of
-# reporting.
-NOT_AGAIN = (
-    "target",
-    "dry_run",
-    "model",
-    "name",
-    "state_dir",
-    "detach",
-    "report_fd",
-    "as_json",
-    "change",
-    "exit_with_stdin",
-)
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
 

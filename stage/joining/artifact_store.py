@@ -87,8 +87,8 @@ class Slot:
         if missing_bytes + DISK_RESERVE_BYTES > free_bytes:
             raise StartError(
                 f"{self.directory.parent} has {free_bytes / GIB:.2f} GiB free, and {self.artifact.file} needs "
-                f"{(missing_bytes + DISK_RESERVE_BYTES) / GIB:.2f} GiB more; free space there or give another "
-                f"directory with --cache"
+                f"{missing_bytes / GIB:.2f} GiB more and {DISK_RESERVE_BYTES / GIB:.2f} GiB to spare; free space "
+                f"there or give another directory with --cache"
             )
 
     def partial_bytes(self) -> int:

@@ -20,6 +20,7 @@ from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML
 from tests.support.http_support import FakeGenerator
+from tests.support.polling import pause
 
 N_LANES = 4
 
@@ -98,4 +99,4 @@ async def until(session: aiohttp.ClientSession, **phases: str) -> None:
                 found = (await answer.json())["pipelines"]
             if found | phases == found:
                 return
-            await asyncio.sleep(0.02)
+            await pause()

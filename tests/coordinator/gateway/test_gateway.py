@@ -24,6 +24,9 @@ from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError
 from tests.support.gateway_world import Pipeline, gateway, pipelines, until
 from tests.support.http_support import WAIT_S, Gate, Step, says, tokens
+from tests.support.polling import pause
+
+LOOKS = 15  # in which nothing is taken, before a stream counts as held back
 
 KEY, OTHER_KEY = "gateway-key-0123456789", "pipeline-key-0123456789"
 
@@ -165,11 +168,12 @@ async def test_a_reader_that_waits_holds_its_pipeline_back(tokenizer: Tokenizer)
         endless = itertools.repeat(TokenEvent(120, None, ()))
         pipeline.generator.script = lambda _: endless
         async with session.post("/v1/completions", json={"prompt": "x", "stream": True}) as answer:
-            n_before = -1
+            n_before, n_same = -1, 0
             (stream,) = pipeline.generator.streams
-            while stream.n_taken != n_before:  # until all buffers on the way are full
+            while n_same < LOOKS:  # until all buffers on the way are full
+                n_same = n_same + 1 if stream.n_taken == n_before else 0
                 n_before = stream.n_taken
-                await asyncio.sleep(0.3)
+                await pause()
             assert n_before > 0
             answer.close()
         await stream.closed.wait()

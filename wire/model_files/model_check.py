@@ -224,9 +224,11 @@ def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[
     scaling = values.get("rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         yield f"{prefix}rope.scaling.type is {scaling[:40]!r}, and can be {', '.join(_ROPE_SCALINGS)}"
+    heads = [n_heads for n_heads in _per_layer(values.get("attention.head_count"), 1) if n_heads > 0]
+    by_default = _largest(values.get("embedding_length")) // min(heads) if heads else None  # as llama.cpp has it
     for suffix in ("", "_swa"):
         n_rotated = values.get(f"rope.dimension_count{suffix}")
-        width = values.get(f"attention.key_length{suffix}") or values.get("attention.key_length")
+        width = values.get(f"attention.key_length{suffix}") or values.get("attention.key_length") or by_default
         if isinstance(n_rotated, int) and n_rotated % 2:
             yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}, which are no pairs"
         latent = values.get("attention.key_length_mla")  # of which only a part is cached and rotated

@@ -201,3 +201,10 @@ def test_what_an_artifact_says_of_itself_is_checked_too(
     artifact = rewritten(split / "stage-1.gguf", valued(key, type_id, value), tmp_path / "stage-1.gguf")
     with pytest.raises(ArtifactError, match=key):
         open_artifact(artifact)
+
+
+def test_no_more_values_are_rotated_than_a_head_has_by_default(tmp_path: Path) -> None:
+    """llama.cpp aborts at the first step. The file says no width of a head, which follows from others then."""
+    model = make_tiny("chatglm", tmp_path / "m.gguf", extra_values={"rope.dimension_count": 1 << 20})
+    with pytest.raises(ModelFileError, match=r"chatglm\.rope\.dimension_count is 1048576 of \d+ values of a head"):
+        inspect_model(model)

@@ -7,12 +7,13 @@ one, caches are cold, and every part takes longer. CLOCK_MONOTONIC is the same i
 both ends can be subtracted.
 
 The parts, which add up to the hop:
-  encode    rows out of the engine -> envelope sealed (decode thread of stage i)
-  send      -> the link's `send` is entered (event loop of stage i)
-  wire      -> the message is in the hands of stage i+1's event loop (gRPC on both ends, loopback)
-  receive   -> checked and turned into frames
-  queue     -> taken by the batcher on the decode thread
-  assembly  -> rows converted and placed, the native step begins
+
+* encode: from rows out of the engine to the sealed envelope, on the decode thread of stage i.
+* send: until the link's `send` is entered, on the event loop of stage i.
+* wire: until the event loop of stage i+1 has the message. gRPC is on both ends, over loopback.
+* receive: until the message is checked and turned into frames.
+* queue: until the batcher takes the frames on the decode thread.
+* assembly: until rows are converted and placed, and the native step begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked before anything is started: names, ports, files, credentials, the context."""
+"""Checks before anything is started: names, ports, files, credentials, the context."""
 
 from __future__ import annotations
 

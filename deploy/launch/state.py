@@ -1,19 +1,18 @@
 """The state directory of one launched pipeline: its lock, its processes, its logs.
 
-Below `~/.local/state`, or XDG_STATE_HOME where it is set.
+It is NAME in `~/.local/state/relayline`, or in `$XDG_STATE_HOME/relayline` where that is set. Beside it, `.elsewhere/`
+has a file for each pipeline that was given another directory. It holds:
 
-    $XDG_STATE_HOME/relayline/.elsewhere/   a file for each pipeline that was given another directory
-    $XDG_STATE_HOME/relayline/NAME/     the directory of one pipeline
-        lock                            held with flock by the supervisor for as long as it lives
-        state.json                      what runs, replaced whole at every change
-        manifest.json                   the manifest with every choice made, which the coordinator reads
-        layers.json                     the layers after a move
-        plan.json                       who got which layers and why
-        more.json                       the manifest with stages that were added while it served
-        keys                            of a gateway: where its file of API keys is
-        tls/                            material of a manifest that needs TLS and names no directory
-        join/                           join tokens that the launcher made
-        logs/PROCESS.log                one rotated log for each process, `up.log` for the supervisor
+* `lock`: held with flock by the supervisor for as long as it lives.
+* `state.json`: what runs. It is replaced whole at every change.
+* `manifest.json`: the manifest with every choice made. The coordinator reads it.
+* `layers.json`: the layers after a move.
+* `plan.json`: who got which layers and why.
+* `more.json`: the manifest with stages that were added while it served.
+* `keys`: of a gateway, where its file of API keys is.
+* `tls/`: material of a manifest that needs TLS and names no directory.
+* `join/`: join tokens that the launcher made.
+* `logs/PROCESS.log`: one rotated log for each process, `up.log` for the supervisor.
 
 A lock that nobody holds is stale, whatever the file's content: the kernel releases it when its holder ends.
 """

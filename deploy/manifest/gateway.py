@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from relayline.deploy.manifest.load import parse_kind
-from relayline.deploy.manifest.model import STAGES_MAX, HttpTls, Metadata
+from relayline.deploy.manifest.model import STAGES_MAX, HttpTls, ManifestFile, Metadata
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Part, Port
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.places import expanded
 
 KIND = "Gateway"
 PIPELINES_MAX = 64
@@ -122,7 +121,7 @@ class Member:
     """In place of the manifest's."""
 
 
-class GatewayManifest(Part):
+class GatewayManifest(ManifestFile):
     """Several pipelines behind one address."""
 
     model_config = ConfigDict(title="relayline gateway manifest")
@@ -136,22 +135,10 @@ class GatewayManifest(Part):
     spec: GatewaySpec
     """The gateway itself."""
 
-    _directory: Path = PrivateAttr(default_factory=Path)
-
     @property
     def name(self) -> str:
         """The gateway's name."""
         return self.metadata.name
-
-    def with_directory(self, directory: Path) -> GatewayManifest:
-        """Return the same manifest with relative paths starting from `directory`."""
-        copy = self.model_copy()
-        copy._directory = directory
-        return copy
-
-    def resolve(self, path: str) -> Path:
-        """Return one of the manifest's paths in full."""
-        return self._directory / expanded(path)
 
     def members(self) -> tuple[Member, ...]:
         """Return every pipeline, replicas behind what they repeat."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
@@ -201,7 +201,28 @@ class Spec(Part):
         return self.stages
 
 
-class Manifest(Part):
+class ManifestFile(Part):
+    """A manifest of any kind. Its relative paths start from the directory of its file."""
+
+    _directory: Path = PrivateAttr(default_factory=Path)
+
+    @property
+    def directory(self) -> Path:
+        """Where relative paths start."""
+        return self._directory
+
+    def with_directory(self, directory: Path) -> Self:
+        """Return the same manifest with relative paths starting from `directory`."""
+        copy = self.model_copy()
+        copy._directory = directory
+        return copy
+
+    def resolve(self, path: str) -> Path:
+        """Return one of the manifest's paths in full: `~` expanded, relative to the manifest's directory."""
+        return self._directory / expanded(path)
+
+
+class Manifest(ManifestFile):
     """A pipeline: one model over stages, its coordinator, and how it is deployed."""
 
     model_config = ConfigDict(title="relayline pipeline manifest")
@@ -215,17 +236,10 @@ class Manifest(Part):
     spec: Spec
     """The pipeline itself."""
 
-    _directory: Path = PrivateAttr(default_factory=Path)
-
     @property
     def name(self) -> str:
         """The pipeline's name."""
         return self.metadata.name
-
-    @property
-    def directory(self) -> Path:
-        """What relative paths start from: the manifest's directory."""
-        return self._directory
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -241,16 +255,6 @@ class Manifest(Part):
     def members(self) -> tuple[Stage, ...]:
         """Every stage that joins: those that hold layers at the start, then the spares."""
         return (*self.stages, *self.spares)
-
-    def with_directory(self, directory: Path) -> Manifest:
-        """Return the same manifest with relative paths starting from `directory`."""
-        copy = self.model_copy()
-        copy._directory = directory
-        return copy
-
-    def resolve(self, path: str) -> Path:
-        """Return one of the manifest's paths in full: `~` expanded, relative to the manifest's directory."""
-        return self._directory / expanded(path)
 
     @property
     def model_path(self) -> Path | None:

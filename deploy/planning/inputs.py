@@ -1,9 +1,12 @@
 """From a manifest to the planner: the model's sizes, this machine, other hosts as declared, links.
 
-The sources of a host's speed, best first: a calibration file of that host, numbers declared in the manifest, the host's
-own measurement when it joined (deploy.planning.known_hosts), a measurement of this very model on this machine
-(`relayline plan --measure`), and last an estimate from this machine's memory bandwidth and arithmetic. Other hosts
-without any of these count as equal to this machine.
+The sources of a host's speed, best first:
+
+* A calibration file of that host.
+* Numbers that the manifest declares.
+* The host's own measurement when it joined (deploy.planning.known_hosts).
+* A measurement of this very model on this machine (`relayline plan --measure`).
+* An estimate from this machine's memory bandwidth and arithmetic. Other hosts count as equal to this machine then.
 """
 
 from __future__ import annotations

@@ -83,9 +83,10 @@ class RelayLink:
         `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
         once the other side gives no sign of life.
 
-        Raises the typed error with which the other side refuses (HandshakeError, StaleEpochError), StageLostError when
-        it cannot be reached within HANDSHAKE_TIMEOUT_S, UnauthenticatedError when certificates or the token are not
-        accepted, UsageError when `security` does not allow this link, ProtocolError when something else answers.
+        Raises the typed error with which the other side refuses: HandshakeError or StaleEpochError. Raises
+        StageLostError when it cannot be reached within HANDSHAKE_TIMEOUT_S. Raises UnauthenticatedError when
+        certificates or the token are not accepted. Raises UsageError when `security` does not allow this link. Raises
+        ProtocolError when something else answers.
         """
         channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)
         try:

@@ -152,7 +152,7 @@ def test_the_search_is_bounded() -> None:
     data=st.data(),
 )
 def test_any_text(history: list[int], prediction: list[int], said: list[int], data: st.DataObject) -> None:
-    """What is drafted is a part of the text, and what was drafted stays so while it is right."""
+    """Drafts are parts of the text, and a draft stays the same while it is right."""
     drafts = drafter(history, prediction)
     expected: list[int] = []
     for token in said:

@@ -144,7 +144,7 @@ def test_a_prefix_is_copied_after_the_rows_that_came_before_it() -> None:
 
 
 def test_a_close_leaves_the_rows_that_others_copy_and_what_is_opened_behind_it_waits() -> None:
-    """Whoever read a beginning for others leaves; its lane is the one that the next open takes."""
+    """A session has read a beginning for others and leaves. The next open takes its lane."""
     batcher = new_batcher()
     source = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)]
     target = [control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 16, argument=1), chunk(2, 16, 4)]

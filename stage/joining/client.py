@@ -165,13 +165,8 @@ class Member:
 
 
 async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str) -> tuple[Any, pb.JoinResponse]:
-    call = channel.stream_stream(JOIN, request_serializer=None, response_deserializer=None)()
     try:
-        try:
-            await call.write(rpc.serialize(pb.JoinRequest(hello=hello)))
-        except asyncio.InvalidStateError:
-            pass  # the call has ended already; reading says why
-        data = await call.read()
+        call, data = await rpc.first_reply(channel, JOIN, rpc.serialize(pb.JoinRequest(hello=hello)))
         if not isinstance(data, bytes):
             raise StageLostError(f"{peer} ended the membership")
         return call, messages.read(pb.JoinResponse, data, "order", bytes_max=bounds.ORDER_BYTES_MAX, who=peer)

@@ -15,6 +15,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.envelopes import envelope
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import (
     EPOCH,
     WIDTH,
@@ -115,9 +116,9 @@ async def test_credit_comes_back_for_what_was_decoded_and_for_what_was_dropped(m
         await one.start()
         await one.send(*prompt(1, n_rows=8))
         async with asyncio.timeout(20):
-            assert (await one.call.read()).credit_bytes == 8 * row_bytes
+            assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
             await one.send(*prompt(2, n_rows=4), rows_frame(77, 0, 4))
-            assert (await one.call.read()).credit_bytes == 8 * row_bytes
+            assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
 
 
 async def test_a_lost_downstream_is_told_to_the_coordinator() -> None:

@@ -26,7 +26,6 @@ from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.links import rpc
-from relayline.wire.links.relay_link import HANDSHAKE_TRIES
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -147,19 +146,11 @@ class Coordinator:
     async def first_message(self, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> pb.LinkAccepted:
         """Open a stream with these bytes. Raises the typed refusal."""
         self.n_sent = 0
-        for n_left in reversed(range(HANDSHAKE_TRIES)):
-            self.call = self.channel.stream_stream(
-                rpc.method("Relay"), request_serializer=None, response_deserializer=rpc.parser(pb.RelayResponse)
-            )(metadata=metadata)
-            try:
-                await self.call.write(message)
-                reply = await self.call.read()
-            except grpc.aio.AioRpcError as error:
-                if n_left and rpc.was_cut_short(error):
-                    continue
-                raise rpc.typed(error, "stage") from error
-            return reply.accepted
-        raise AssertionError("the last try returns or raises")
+        try:
+            self.call, data = await rpc.first_reply(self.channel, rpc.method("Relay"), message, metadata)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.typed(error, "stage") from error
+        return rpc.parser(pb.RelayResponse)(data).accepted
 
     async def start(self, **changes: Any) -> Coordinator:
         """Configure, listen and connect."""
@@ -186,7 +177,7 @@ class Coordinator:
         """The typed error with which the stage ends the upstream link."""
         async with asyncio.timeout(20):
             try:
-                while isinstance(await self.call.read(), pb.RelayResponse):
+                while isinstance(await self.call.read(), bytes):
                     pass
             except grpc.aio.AioRpcError as error:
                 return rpc.typed(error, "stage")

@@ -32,8 +32,6 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 OnLost = Callable[[RelaylineError], None]
 
-HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
-
 
 class RelayLink:
     """One established link. Make it with `RelayLink.open`."""
@@ -202,32 +200,13 @@ class RelayLink:
         await self._channel.close()
 
 
-async def _say(
-    channel: grpc.aio.Channel, message: bytes, metadata: tuple[tuple[str, str], ...]
-) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], object]:
-    # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
-    open_call = channel.stream_stream(rpc.method("Relay"), request_serializer=None, response_deserializer=None)
-    call = open_call(metadata=metadata)
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        pass  # the call has ended already; reading says why
-    return call, await call.read()
-
-
 async def _shake_hands(
     channel: grpc.aio.Channel, address: str, hello: pb.LinkOpen, shown_pass: str
 ) -> tuple[grpc.aio.StreamStreamCall[bytes, bytes], pb.LinkAccepted]:
     message = rpc.serialize(pb.RelayRequest(open=hello))
     metadata = rpc.route_metadata(hello.route_id, hello.epoch) + rpc.pass_metadata(shown_pass)
     try:
-        for n_left in reversed(range(HANDSHAKE_TRIES)):
-            try:
-                call, data = await _say(channel, message, metadata)
-                break
-            except grpc.aio.AioRpcError as error:  # nothing has been accepted yet: asked once more, it says why
-                if not (n_left and rpc.was_cut_short(error)):
-                    raise
+        call, data = await rpc.first_reply(channel, rpc.method("Relay"), message, metadata)
         if not isinstance(data, bytes):
             detail = printable(await call.details() or "no reason given")
             raise StageLostError(f"{address} closed the link: {detail}")

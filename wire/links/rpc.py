@@ -34,6 +34,7 @@ _LABEL_KEY = "relayline-error"
 PASS_KEY = "relayline-pass"  # metadata of a Relay call: the coordinator's pass for both neighbours
 _ROUTE_KEY = "relayline-route"
 _ROUTE_FORM = re.compile("([0-9a-f]{16})-([0-9a-f]{8})")
+HANDSHAKE_TRIES = 3  # where gRPC loses the reason for which the other side ended the call at once
 _CALL_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _KEEPALIVE: tuple[tuple[str, int], ...] = (
@@ -211,6 +212,29 @@ def typed(error: grpc.aio.AioRpcError, peer: str) -> RelaylineError:
 def was_cut_short(error: grpc.aio.AioRpcError) -> bool:
     """Return whether the other side ended a call just as this one wrote to it: grpc.aio then loses the reason."""
     return error.code() is grpc.StatusCode.INTERNAL and "execute_batch" in (error.debug_error_string() or "")
+
+
+async def first_reply(
+    channel: grpc.aio.Channel, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()
+) -> tuple[Any, Any]:
+    """Open a two-way stream, say its first message and read the first reply: (call, its bytes or grpc.aio.EOF).
+
+    Where the other side ends the call at once, gRPC may lose the reason. The first message is then said again, up to
+    HANDSHAKE_TRIES times: nothing has been accepted yet. Raises grpc.aio.AioRpcError.
+    """
+    for n_left in reversed(range(HANDSHAKE_TRIES)):
+        # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
+        call = channel.stream_stream(path, request_serializer=None, response_deserializer=None)(metadata=metadata)
+        try:
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:
+                pass  # the call has ended already; reading says why
+            return call, await call.read()
+        except grpc.aio.AioRpcError as error:
+            if not (n_left and was_cut_short(error)):
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def task_is_cancelled() -> bool:

@@ -36,6 +36,7 @@ from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.cut_short import CutShort
 from tests.support.identities import NOW, Identities, make_identities, security_of
 
 WAIT_S = 20
@@ -348,28 +349,6 @@ async def test_a_missing_or_wrong_token(sent: str, to_client: str, to_server: st
             await channel.close()
         assert lines.lines == [f"stage 1 refused 127.0.0.1: {to_server}"]  # said once
         assert server.metadata == []
-
-
-class CutShort:
-    """A channel whose first calls end as they are written to: grpc.aio says so of a call refused in that moment."""
-
-    def __init__(self, channel: grpc.aio.Channel, n_calls: int) -> None:
-        self._channel, self.n_left = channel, n_calls
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        call = self._channel.stream_stream(*args, **options)
-        if self.n_left == 0:
-            return call
-        self.n_left -= 1
-        return lambda **_: self
-
-    async def write(self, _: bytes) -> None:
-        reason = 'Failed "execute_batch": (<grpc._cython.cygrpc.SendMessageOperation object at 0x7f5b>,)'
-        nothing = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, "Internal error from Core", reason)
 
 
 @pytest.mark.parametrize(("n_calls", "expected"), [(2, UnauthenticatedError), (3, StageLostError)])

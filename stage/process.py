@@ -22,7 +22,7 @@ from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.engine.open_tier import open_tier
-from relayline.stage.engine.place import place_of
+from relayline.stage.engine.place import idle_gpus, place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
@@ -97,6 +97,8 @@ def _load(
     config = dataclasses.replace(config, engine=settings)
     if settings.gpu_layers and not llama.llama_supports_gpu_offload():
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
+    elif not settings.gpu_layers and (idle := idle_gpus()):
+        log.warning("%s is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there", idle[0])
     # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
     spare_lanes = 1 if settings.layout_used == "unified" else 0
     wanted_max = min(settings.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, settings.max_rows)

@@ -89,17 +89,21 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
 
     Raises UsageError, and for a model of the hub what loading it raises.
     """
+    from relayline.deploy.launch.gpus import with_usual_gpu
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.launch.model_source import resolve_model
     from relayline.deploy.launch.target import manifest_of
     from relayline.deploy.manifest import load_manifest
-    from relayline.deploy.manifest.smallest import smallest_manifest, with_hosts
+    from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
 
     path = manifest_of(target, Path.cwd())
     if path is None:
         manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
-        return at_home(with_hosts(manifest, hosts) if hosts else manifest)
+        if hosts:
+            return at_home(with_hosts(manifest, hosts))
+        flags = with_usual_gpu(manifest, StageFlags())
+        return with_stages(manifest, flags, 0) if flags.says_something else manifest
     if hosts:
         raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
     return at_home(with_usual_lanes(load_manifest(path)))

@@ -73,7 +73,8 @@ def up_command(**given: Any) -> None:
     other host the command to run there. See also `relayline status`, `logs`, `top` and `down`.
 
     MODEL is a .gguf file (of shards any), a directory or pattern of shards, hf://ORG/REPO/FILE.gguf, or
-    ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine unless flags say otherwise.
+    ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine, or as one on its GPU,
+    unless flags say otherwise.
 
     MANIFEST is a .yaml file: of a pipeline, or of a gateway before several. Without MODEL and MANIFEST the only
     manifest of this folder is taken.

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
-from relayline.coordinator.model.cuts import check_cuts
-from relayline.coordinator.model.inspection import inspect_model
 from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import check_draft, http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again, manifest_changes
+from relayline.deploy.cli.stage_flags import with_stage_flags
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.here import at_home
@@ -22,17 +21,17 @@ from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.model_source import resolve_model
-from relayline.deploy.launch.prepare import find_model, override
+from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.run import Launch, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
-from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
+from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.wire.common.errors import RelaylineError, UsageError
-from relayline.wire.settings.setting import entry_of, from_parameters
-from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
@@ -117,7 +116,7 @@ def _launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[
     if given["name"]:
         manifest = named(manifest, given["name"])
     check_draft(manifest.serving, manifest.engine.policy)
-    manifest = _with_stage_flags(manifest, given, changed)
+    manifest = with_stage_flags(manifest, given, changed)
     is_again = given["report_fd"] is not None
     return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)
 
@@ -137,29 +136,6 @@ def named(manifest: Manifest, name: str) -> Manifest:
 def _http_of(given: dict[str, Any]) -> dict[str, Any]:
     """Return where the API of a model without a manifest listens: the flag's own default is one too."""
     return changes_of({"http": given["http"]})
-
-
-def _with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[str, Any]) -> Manifest:
-    flags = StageFlags(
-        n_stages=given["n_stages"],
-        cuts=given["cuts"],
-        n_threads=given["threads"] if "threads" in changed else None,
-        gpu_layers=given["gpu_layers"] if "gpu_layers" in changed else None,
-        devices={
-            name: given[parameter]
-            for name in DEVICE_SETTINGS
-            if (parameter := entry_of(EngineSettings, name).parameter) in changed
-        },
-        pin=not given["no_pin"],
-    )
-    if flags.cuts is not None and flags.n_stages is not None:
-        raise UsageError("give either --stages or --cuts, not both")
-    n_layers = 0
-    if flags.cuts is not None:
-        facts = inspect_model(find_model(manifest))
-        check_cuts(facts, flags.cuts)
-        n_layers = facts.n_layers
-    return with_stages(manifest, flags, n_layers) if flags.says_something else manifest
 
 
 def _detach(what: Launch, directory: StateDir, given: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 
-N_STAGES = 2
+N_STAGES = 2  # on processors; stages on one GPU would take turns
 MEMORY_SHARE = 0.8  # of the machine, for all its stages; the rest is the system's and the coordinator's
 
 
@@ -40,15 +40,14 @@ def pipeline_name(model_path: str) -> str:
 
 
 def starter_text(machine: MachineFacts, model: ModelChoice, schema: str) -> str:
-    """Return the manifest's text: two stages on this machine, everything else as a comment with its default.
+    """Return the manifest's text: the stages of this machine, everything else as a comment with its default.
 
-    `schema` is where an editor finds the JSON Schema.
+    There are two stages, or one with a GPU. `schema` is where an editor finds the JSON Schema.
     """
-    n_threads = max(1, machine.n_cores // N_STAGES)
-    memory_gib = max(0.5, round(MEMORY_SHARE * machine.memory_gib / N_STAGES * 2) / 2)
-    stages = "".join(
-        _stage(index, n_threads, memory_gib, on_gpu=machine.has_gpu_build and index == 0) for index in range(N_STAGES)
-    )
+    n_stages = 1 if machine.has_gpu_build else N_STAGES
+    n_threads = max(1, machine.n_cores // n_stages)
+    memory_gib = max(0.5, round(MEMORY_SHARE * machine.memory_gib / n_stages * 2) / 2)
+    stages = "".join(_stage(index, n_threads, memory_gib, on_gpu=machine.has_gpu_build) for index in range(n_stages))
     return _TEMPLATE.format(
         schema=schema,
         n_cores=machine.n_cores,

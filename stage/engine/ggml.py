@@ -173,6 +173,11 @@ class Device(NamedTuple):
         return self.kind == _GPU_OF_HOST
 
     @property
+    def has_own_memory(self) -> bool:
+        """Whether it is a GPU with memory of its own."""
+        return self.kind == _GPU
+
+    @property
     def text(self) -> str:
         """Name and model."""
         return f"{self.name}: {self.description}"

@@ -44,3 +44,8 @@ def host_id() -> str:
     except OSError:
         said = hex(uuid.getnode())
     return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def idle_gpus() -> tuple[str, ...]:
+    """Return name and model of the GPUs with memory of their own, which a stage without layers on a GPU leaves idle."""
+    return tuple(device.text for device in ggml.list_devices() if device.has_own_memory)

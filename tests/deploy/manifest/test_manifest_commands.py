@@ -81,7 +81,7 @@ def test_every_machine_gets_a_manifest_that_loads(
     text = starter_text(MachineFacts(n_cores, memory_gib, has_gpu_build), ModelChoice(path, "about: it"), "schema.json")
     manifest = parse_manifest(text.encode(), "new")
     assert manifest.spec.model.path == path
-    assert [stage.device for stage in manifest.stages] == (["gpu", "cpu"] if has_gpu_build else ["cpu", "cpu"])
+    assert [stage.device for stage in manifest.stages] == (["gpu"] if has_gpu_build else ["cpu", "cpu"])
     assert manifest.all_local
 
 

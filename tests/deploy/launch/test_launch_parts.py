@@ -125,7 +125,7 @@ def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkey
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: told.extend(arguments))
     flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state"), "--allow-host", "a.example",
              "--allow-host", "b.example", "--no-share", "--http", "127.0.0.1:0", "--cuts", "4"]  # fmt: skip
-    monkeypatch.setattr("relayline.deploy.cli.up_manifest._with_stage_flags", lambda manifest, *_: manifest)
+    monkeypatch.setattr("relayline.deploy.cli.up_manifest.with_stage_flags", lambda manifest, *_: manifest)
     up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", said, *flags], standalone_mode=False)
     again = up_command.make_context("up", told).params
     assert (again["draft"], again["no_share"], again["http"], again["cuts"], again["target"], again["name"]) == (

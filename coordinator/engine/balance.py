@@ -29,15 +29,25 @@ class Balance:
         """Tells in how many seconds layers move by themselves; None: never."""
 
     def refresh(self, scheduler: Scheduler, file: PipelineFile) -> Callable[[list[StageCost], list[Held]], None]:
-        """Return what takes fresh costs for one epoch's scheduler; layers may have moved since the epoch before."""
+        """Return what takes fresh costs for one epoch's scheduler.
+
+        Since the epoch before, layers may have moved, and stages may have been started again.
+        """
         edges = tuple((stage.layer_start, stage.layer_end) for stage in file.stages)
         if edges != self._edges:
             self._edges, self._watch = edges, ImbalanceWatch(edges)
+        else:
+            self._watch.restarted()
+        n_seen = scheduler.n_decode_landed
 
         def refresh(costs: list[StageCost], held: list[Held]) -> None:
+            nonlocal n_seen
             scheduler.refresh(costs, held)
+            n_steps, n_seen = scheduler.n_decode_landed - n_seen, scheduler.n_decode_landed
             overhead_ns, now_ns = scheduler.planner.overhead_ns, time.monotonic_ns()
-            found = self._watch.look(costs, scheduler.n_decoding, overhead_ns=overhead_ns, now_ns=now_ns)
+            found = self._watch.look(
+                costs, scheduler.n_decoding, n_steps=n_steps, overhead_ns=overhead_ns, now_ns=now_ns
+            )
             if found is not None:
                 log.warning("%s", found.words(self._stage_names()))
             if (reported := self._watch.reported) is not None:

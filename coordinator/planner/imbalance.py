@@ -5,6 +5,9 @@ look compares the running cut with the cut that fits the present steps. Each is 
 suits it best, by the cycle of `coordinator.schedule.groups`: the busiest stage's work on all flights, or one flight's
 way if that is longer. An imbalance is reported once the gain has been large for a while, and until it has become small.
 
+A stage begins with figures from its calibration, while others may have used the host. So an imbalance counts only once
+enough real steps have replaced them, and only looks between which steps ran count.
+
 Memory and legal cuts are not known here. `relayline move` refuses a cut that is not legal or does not fit.
 """
 
@@ -22,6 +25,7 @@ GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is wo
 GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
 HOLD_NS = 60_000_000_000  # for which the gain must have been large
 GROUPS_PER_STAGE = 2  # groups that are tried, per stage
+STEPS_MIN = 60  # decode steps of every stage, after which a curve is what they took: it moves by a seventh with each
 LOOKS_APART_NS = 10_000_000_000  # between polls; a longer pause restarts the minute, because nothing was measured
 
 
@@ -64,6 +68,7 @@ class ImbalanceWatch:
         self._edges = edges
         self._seen: Imbalance | None = None
         self._looked_ns = 0
+        self._n_steps = 0  # of every stage, since the epoch began
         self._is_reported = False
 
     @property
@@ -71,12 +76,21 @@ class ImbalanceWatch:
         """The imbalance that has lasted long enough; None while there is none."""
         return self._seen if self._is_reported else None
 
-    def look(self, costs: Sequence[StageCost], n_streams: int, *, overhead_ns: float, now_ns: int) -> Imbalance | None:
+    def restarted(self) -> None:
+        """Another epoch has begun: stages may have been started again, and know no more than their calibration."""
+        self._n_steps = 0
+
+    def look(
+        self, costs: Sequence[StageCost], n_streams: int, *, n_steps: int, overhead_ns: float, now_ns: int
+    ) -> Imbalance | None:
         """Compare the running cut with the best one. Returns an imbalance once, when it has lasted long enough.
 
-        `costs`: of each stage, as measured now. `n_streams`: that decode now. `overhead_ns`: time of a round trip
-        beyond its steps.
+        `costs`: of each stage, as measured now. `n_streams`: that decode now. `n_steps`: decode steps of every
+        stage since the last look. `overhead_ns`: time of a round trip beyond its steps.
         """
+        self._n_steps += n_steps
+        if not n_steps or self._n_steps < STEPS_MIN:
+            return None
         found = self._compare(costs, max(1, n_streams), overhead_ns, now_ns)
         is_apart = now_ns - self._looked_ns > LOOKS_APART_NS
         self._looked_ns = now_ns

@@ -64,6 +64,8 @@ class Scheduler:
         self._plans = PlanChoice(config, planner, self._pool, self._prompts, self._flights)
         self._tile_pace = TilePace()
         self._slowest_flight_ns = 0  # of those that have landed
+        self.n_decode_landed = 0
+        """Decode flights that have landed: each was a step of every stage."""
 
     @property
     def n_decoding(self) -> int:
@@ -103,6 +105,7 @@ class Scheduler:
         if flight is None:
             return
         if flight.kind is Kind.DECODE:
+            self.n_decode_landed += 1
             self._plans.decode_landed(flight, now_ns)
         took_ns = now_ns - flight.sent_ns
         self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)

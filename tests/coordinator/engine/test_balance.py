@@ -37,6 +37,7 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     with caplog.at_level(logging.WARNING, "relayline.coordinator"):
         for _ in range(2 * HOLD_NS // 1_000_000_000):
             now["ns"] += 1_000_000_000
+            scheduler.n_decode_landed += 30
             refresh([cost(10), cost(30)], [])
     assert scheduler.planner.step_ns(8) == 30e6
     (line,) = caplog.messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relayline.coordinator.planner import imbalance
-from relayline.coordinator.planner.imbalance import HOLD_NS, Imbalance, ImbalanceWatch
+from relayline.coordinator.planner.imbalance import HOLD_NS, STEPS_MIN, Imbalance, ImbalanceWatch
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
 
@@ -27,11 +27,13 @@ class Looks:
         self.watch = ImbalanceWatch(EDGES)
         self.now_ns = 5 * S
 
-    def take(self, seconds: int, *steps_ms: float, overhead_ms: float = 0.0) -> list[Imbalance]:
+    def take(
+        self, seconds: int, *steps_ms: float, overhead_ms: float = 0.0, n_steps: int = STEPS_MIN
+    ) -> list[Imbalance]:
         told = []
         for _ in range(seconds):
             costs = [cost(ms) for ms in steps_ms]
-            found = self.watch.look(costs, 16, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
+            found = self.watch.look(costs, 16, n_steps=n_steps, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
             told += [found] if found is not None else []
             self.now_ns += S
         return told
@@ -51,6 +53,19 @@ def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
     assert told.words(["desk", "laptop"]).startswith(
         "laptop holds the others up: with layers 0-14, 15-19 the pipeline would make about 100% more tokens"
     )
+
+
+def test_figures_of_the_start_are_not_believed_until_steps_have_replaced_them() -> None:
+    looks = Looks()
+    assert looks.take(600, 10, 30, n_steps=0) == [], "nothing decodes: all that is known was measured at the start"
+    assert looks.take(1, 10, 30, n_steps=STEPS_MIN - 1) == []
+    assert looks.take(HOLD_NS // S, 10, 30, n_steps=1) == [], "the minute began with the first look that counted"
+    assert len(looks.take(2, 10, 30, n_steps=1)) == 1
+    looks.watch.restarted()
+    assert looks.take(STEPS_MIN - 1, 10, 10, n_steps=1) == []
+    assert looks.watch.reported is not None, "a stage that was started again says nothing yet"
+    looks.take(1, 10, 10, n_steps=1)
+    assert looks.watch.reported is None
 
 
 def test_it_is_over_when_the_neighbour_is_quiet_again() -> None:
@@ -88,5 +103,5 @@ def test_where_round_trips_take_the_time_another_cut_gains_little() -> None:
 def test_nothing_is_told_without_curves_or_neighbours() -> None:
     watch = ImbalanceWatch(EDGES)
     bare = StageCost(CostCurve(), CostCurve(), 32)
-    assert watch.look([bare, cost(5)], 16, overhead_ns=0.0, now_ns=S) is None
-    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 16, overhead_ns=0.0, now_ns=S) is None
+    assert watch.look([bare, cost(5)], 16, n_steps=STEPS_MIN, overhead_ns=0.0, now_ns=S) is None
+    assert ImbalanceWatch(((0, 20),)).look([cost(5)], 16, n_steps=STEPS_MIN, overhead_ns=0.0, now_ns=S) is None

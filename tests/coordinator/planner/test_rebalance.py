@@ -40,7 +40,7 @@ class World:
             layer_ms = self.layer_ms(self.now_ns / 1e9)
             steps_ms = [ms * (end - start) for ms, (start, end) in zip(layer_ms, self.edges, strict=True)]
             costs = [_cost(ms) for ms in steps_ms]
-            self.watch.look(costs, 16, overhead_ns=0.0, now_ns=self.now_ns)
+            self.watch.look(costs, 16, n_steps=60, overhead_ns=0.0, now_ns=self.now_ns)
             wanted = self.rebalancer.wanted(self.watch.reported, self.cuts, self.now_ns)
             if wanted:
                 self.rebalancer.moved(self.cuts, wanted, self.now_ns, is_own=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from relayline.deploy.manifest.stage import Stage
+
+STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
+METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
 
 class StageError(ValueError):
@@ -16,20 +19,24 @@ class StageError(ValueError):
         self.index, self.field = index, field
 
 
-def check_stages(stages: Sequence[Stage], http_port: int) -> None:
-    """Raise StageError if two stages share a name, or a port on one host, or one here has the coordinator's."""
+def check_stages(stages: Sequence[Stage], coordinator_ports: Mapping[int, str], coordinator_host: str) -> None:
+    """Raise StageError if two stages share a name, or a port on one host, or one beside the coordinator has its port.
+
+    `coordinator_ports`: the use of each port that is known before the start.
+    """
     names: dict[str, int] = {}
     ports: dict[tuple[str, int], str] = {}
     for index, stage in enumerate(stages):
         if stage.name in names:
             raise StageError(index, "name", f"stage name {stage.name!r} is taken by stage {names[stage.name]}")
         names[stage.name] = index
-        for field, port in (("port", stage.port), ("metricsPort", stage.metrics_port)):
+        listen, metrics = listen_port(stages, stage), metrics_port(stages, stage)
+        for field, port in (("port", listen), ("metricsPort", metrics)):
             owner = ports.setdefault((stage.host, port), stage.name)
-            if port and (owner != stage.name or (field == "metricsPort" and port == stage.port)):
+            if port and (owner != stage.name or (field == "metricsPort" and port == listen)):
                 raise StageError(index, field, f"port {port} on {stage.host} is taken by stage {owner!r}")
-            if port and port == http_port and stage.is_local:
-                raise StageError(index, field, f"port {port} is taken by the coordinator's http")
+            if port in coordinator_ports and (stage.is_local or stage.host == coordinator_host):
+                raise StageError(index, field, f"port {port} is taken by the coordinator's {coordinator_ports[port]}")
         if stage.gpu_layers is not None and stage.device == "cpu":
             raise StageError(index, "gpuLayers", "gpuLayers needs `device: gpu`")
 
@@ -77,6 +84,16 @@ def fixed_cuts(stages: Sequence[Stage]) -> tuple[int | None, ...]:
         else:
             cuts.append(None if left.layer_range is None else left.layer_range[1])
     return tuple(cuts)
+
+
+def listen_port(stages: Sequence[Stage], stage: Stage) -> int:
+    """Return the port a stage listens on; 0 means chosen by the system."""
+    return stage.port if stage.port or stage.is_local else STAGE_PORT + place_on_host(stages, stage)
+
+
+def metrics_port(stages: Sequence[Stage], stage: Stage) -> int:
+    """Return the port of a stage's Prometheus endpoint; 0 means chosen by the system."""
+    return stage.metrics_port if stage.metrics_port or stage.is_local else METRICS_PORT + place_on_host(stages, stage)
 
 
 def place_on_host(stages: Sequence[Stage], stage: Stage) -> int:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
+from relayline.deploy.manifest import layout
 from relayline.deploy.manifest.deployment import HF_FILE, Deployment
-from relayline.deploy.manifest.layout import check_layers, check_spares, check_stages, fixed_cuts, place_on_host
+from relayline.deploy.manifest.layout import METRICS_PORT as METRICS_PORT
+from relayline.deploy.manifest.layout import STAGE_PORT as STAGE_PORT
+from relayline.deploy.manifest.layout import check_layers, check_spares, check_stages, fixed_cuts
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Labels, Part, Port, Sha256, is_local
 from relayline.deploy.manifest.settings import declare_settings, read_settings
 from relayline.deploy.manifest.stage import LayerRange, Link, Speed, Stage
@@ -22,10 +26,8 @@ API_VERSION = "relayline.dev/v1alpha1"
 KIND = "Pipeline"
 STAGES_MAX = 64
 ALLOWED_HOSTS_MAX = 64
-STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
 ENROL_PORT = 50_049  # of the coordinator, where other hosts get their certificates
 JOIN_PORT = 50_050  # of the coordinator, where other hosts have to find it
-METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
 __all__ = ["LayerRange", "Link", "Manifest", "Spec", "Speed", "Stage"]
 
@@ -177,10 +179,21 @@ class Spec(Part):
 
     @model_validator(mode="after")
     def _stages_fit_together(self) -> Spec:
-        check_stages((*self.stage_list, *self.spares), self.coordinator.http.port)
+        members = (*self.stage_list, *self.spares)
+        check_stages(members, self._coordinator_ports(members), self.coordinator.host)
         check_spares(self.spares)
         check_layers(self.stage_list)
         return self
+
+    def _coordinator_ports(self, members: Sequence[Stage]) -> dict[int, str]:
+        own = self.coordinator
+        is_apart = not (is_local(own.host) and all(stage.is_local for stage in members))
+        ports = {
+            own.http.port: "http",
+            own.join_port or is_apart * JOIN_PORT: "joinPort",
+            own.enrol_port or is_apart * ENROL_PORT: "enrolPort",
+        }
+        return {port: use for port, use in ports.items() if port}
 
     @model_validator(mode="after")
     def _filled_volume_holds_the_model(self) -> Spec:
@@ -299,15 +312,11 @@ class Manifest(ManifestFile):
 
     def listen_port(self, stage: Stage) -> int:
         """Return the port a stage listens on; 0 means chosen by the system."""
-        if stage.port or stage.is_local:
-            return stage.port
-        return STAGE_PORT + place_on_host(self.members, stage)
+        return layout.listen_port(self.members, stage)
 
     def metrics_port(self, stage: Stage) -> int:
         """Return the port of a stage's Prometheus endpoint; 0 means chosen by the system."""
-        if stage.metrics_port or stage.is_local:
-            return stage.metrics_port
-        return METRICS_PORT + place_on_host(self.members, stage)
+        return layout.metrics_port(self.members, stage)
 
     def fixed_cuts(self) -> tuple[int | None, ...]:
         """Return the first layer of every stage but the first; None where the planner decides."""

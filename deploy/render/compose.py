@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 
 from relayline.deploy.manifest.model import Manifest
@@ -40,12 +42,15 @@ def render(manifest: Manifest, models_dir: str) -> str:
         raise UsageError("deployment.replicas needs --target leaderworkerset; Compose runs one pipeline")
     check_names(manifest, TAKEN)
     pipeline = Inside(manifest, COORDINATOR, lambda stage: stage.name)
-    stages = manifest.stages
+    stages, gpus = manifest.stages, gpu_ids(manifest.stages)
     document: Mapping = {
         "name": manifest.name,
         "services": {
             COORDINATOR: coordinator_service(pipeline, models_dir, stages),
-            **{stage.name: stage_service(pipeline, stage, _command(pipeline, stage)) for stage in stages},
+            **{
+                stage.name: stage_service(pipeline, stage, _command(pipeline, stage), gpus[stage.name])
+                for stage in stages
+            },
             **observability.services(MONITOR_SOURCE if pipeline.uses_tls else None),
         },
         "configs": {
@@ -140,7 +145,7 @@ def coordinator_service(
         "healthcheck": _healthcheck(_HEALTHY.format(port=inside.HTTP_PORT, path="/health")),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),
-        "deploy": _resources(spec.coordinator.memory_gib, threads=0, n_gpus=0),
+        "deploy": _resources(spec.coordinator.memory_gib, threads=0, gpus=()),
     }
     if pipeline.mounts_models:
         if "}" in models_dir:  # it would end the variable, and Compose has no way to write it there
@@ -159,9 +164,17 @@ def _command(pipeline: Inside, stage: Stage) -> list[str]:
 
 
 def stage_service(
-    pipeline: Inside, stage: Stage, command: list[str], *, is_open: bool = False, is_enrolling: bool = False
+    pipeline: Inside,
+    stage: Stage,
+    command: list[str],
+    gpus: Sequence[str],
+    *,
+    is_open: bool = False,
+    is_enrolling: bool = False,
 ) -> Mapping:
-    """Return a stage's service. `is_open`: other hosts reach its ports; `is_enrolling`: it needs no credential."""
+    """Return a stage's service. `gpus`: its own of the host's, see `gpu_ids`; `is_open`: other hosts reach its ports;
+    `is_enrolling`: it needs no credential.
+    """
     service = _base(pipeline, stage.name, stage, is_enrolling=is_enrolling)
     threads, ports = entry_of(EngineSettings, "n_threads"), pipeline.ports_of(stage)
     if stage.threads == 0:  # stages may share the machine, and none can measure the others' share
@@ -174,9 +187,31 @@ def stage_service(
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
-        "deploy": _resources(stage.memory_gib, threads=stage.threads, n_gpus=stage.n_gpus),
+        "deploy": _resources(stage.memory_gib, threads=stage.threads, gpus=gpus),
     }
     return without_none(service)
+
+
+def gpu_ids(stages: Sequence[Stage]) -> dict[str, list[str]]:
+    """Return the numbers of the GPUs that each of a host's stages gets, by the stage's name.
+
+    Devices that are named by number, such as CUDA1, are numbers of the host: a container then has all up to the
+    highest, so that names mean the same inside. Other stages share out the rest, in stage order.
+    """
+    named = {stage.name: _numbers(stage) for stage in stages}
+    taken, found = {number for numbers in named.values() for number in numbers}, dict[str, list[str]]()
+    free = (number for number in itertools.count() if number not in taken)
+    for stage in stages:
+        numbers = named[stage.name]
+        own = range(max(numbers) + 1) if numbers else itertools.islice(free, stage.n_gpus)
+        found[stage.name] = [str(number) for number in own]
+    return found
+
+
+def _numbers(stage: Stage) -> list[int]:
+    """Return the numbers at the ends of the devices that a stage on a GPU names."""
+    ends = [re.search(r"\d+$", name) for name in stage.named_devices] if stage.n_gpus else []
+    return [int(end[0]) for end in ends if end is not None]
 
 
 def published_ports(ports: Sequence[int]) -> list[str]:
@@ -195,15 +230,16 @@ def _healthcheck(script: str) -> Mapping:
     }
 
 
-def _resources(memory_gib: float | None, *, threads: int, n_gpus: int) -> Mapping | None:
+def _resources(memory_gib: float | None, *, threads: int, gpus: Sequence[str]) -> Mapping | None:
     limits = without_none(
         {
             "cpus": str(threads) if threads else None,
             "memory": None if memory_gib is None else f"{round(memory_gib * 1024)}m",
         }
     )
-    gpu = {"driver": "nvidia", "count": n_gpus, "capabilities": ["gpu"]}
-    resources = without_none({"limits": limits, "reservations": {"devices": [gpu]} if n_gpus else None})
+    # By their numbers: with a count every container would get the first ones.
+    gpu = {"driver": "nvidia", "device_ids": list(gpus), "capabilities": ["gpu"]}
+    resources = without_none({"limits": limits, "reservations": {"devices": [gpu]} if gpus else None})
     return {"resources": resources} if resources else None
 
 

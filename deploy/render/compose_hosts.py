@@ -7,7 +7,7 @@ stage tells its neighbours the port on which it listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.scalars import is_local
@@ -21,6 +21,7 @@ from relayline.deploy.render.compose import (
     TLS_SOURCE,
     coordinator_service,
     escape_configs,
+    gpu_ids,
     stage_service,
 )
 from relayline.deploy.render.document import Mapping, yaml_file
@@ -125,11 +126,12 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
         f"{observability.OTLP_PORT}:{observability.OTLP_PORT}",
     ]  # of other hosts' spans
     metrics = [address_of(stage.host, pipeline.ports_of(stage).metrics) for stage in manifest.stages]
+    gpus = gpu_ids(beside)
     document: Mapping = {
         "name": manifest.name,
         "services": {
             COORDINATOR: coordinator,
-            **{stage.name: _credentialed(pipeline, stage) for stage in beside},
+            **{stage.name: _credentialed(pipeline, stage, gpus[stage.name]) for stage in beside},
             **monitoring,
         },
         "configs": {
@@ -148,13 +150,15 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
 
 
 def _host_file(pipeline: Inside, host: str, beside: list[Stage]) -> str:
-    services = {}
+    services, gpus = {}, gpu_ids(beside)
     for stage in beside:
         if pipeline.enrol_port:
             command = pipeline.enrolling_command(stage, f"${{{token_variable(stage)}:-}}")
-            services[stage.name] = stage_service(pipeline, stage, command, is_open=True, is_enrolling=True)
+            services[stage.name] = stage_service(
+                pipeline, stage, command, gpus[stage.name], is_open=True, is_enrolling=True
+            )
         else:
-            services[stage.name] = _credentialed(pipeline, stage)
+            services[stage.name] = _credentialed(pipeline, stage, gpus[stage.name])
     document: Mapping = {
         "name": pipeline.manifest.name,
         "services": services,
@@ -163,12 +167,12 @@ def _host_file(pipeline: Inside, host: str, beside: list[Stage]) -> str:
     return yaml_file(TARGET, pipeline.manifest.name, _host_explanation(pipeline, host, beside), [("", document)])
 
 
-def _credentialed(pipeline: Inside, stage: Stage) -> Mapping:
+def _credentialed(pipeline: Inside, stage: Stage, gpus: Sequence[str]) -> Mapping:
     """Return the service of a stage whose credential is in a directory beside the file."""
     command = pipeline.stage_command(
         join=pipeline.coordinator_host, name=stage.name, advertise=stage.host, ports=pipeline.ports_of(stage)
     )
-    return stage_service(pipeline, stage, command, is_open=True)
+    return stage_service(pipeline, stage, command, gpus, is_open=True)
 
 
 def token_variable(stage: Stage) -> str:

@@ -133,7 +133,7 @@ def test_an_address_of_ipv6_is_bracketed_and_names_a_file() -> None:
         (TWO_HOSTS.replace("there,", "jaeger,"), "stage name 'jaeger' is taken"),
         (
             with_stages("name: a, host: h, port: 50052", "name: b, host: h") + "  coordinator: {host: g}\n",
-            "port 50052 on h is taken by stage 'a'; give stage 'b' another port",
+            "port 50052 on h is taken by stage 'a'",
         ),
         (TWO_HOSTS.replace("name: here", "name: here, port: 50050"), "taken by the coordinator's joinPort"),
         (

@@ -258,7 +258,13 @@ def test_a_gpu_stage_asks_for_a_gpu() -> None:
 def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
     text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")
     services = yaml.safe_load(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
-    assert [services[n]["deploy"]["resources"]["reservations"]["devices"][0]["count"] for n in "ab"] == [2, 3]
+    asked = [services[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "ab"]
+    assert asked == [["0", "1"], ["2", "3", "4"]], "no device belongs to two of them"
+    text = with_stages("name: a, device: gpu", "name: b, device: gpu, devices: CUDA1", "name: c, device: gpu")
+    beside = yaml.safe_load(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
+    asked = [beside[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "abc"]
+    assert asked == [["0"], ["0", "1"], ["2"]], "b uses CUDA1 alone, and the name has to mean the same inside"
+    text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")
     sets = of_kind(render(parsed(text), "kubernetes", "m.yaml"), "StatefulSet")
     limits = [s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for s in sets]
     assert sorted(each.get("nvidia.com/gpu", "0") for each in limits)[-2:] == ["2", "3"]

@@ -23,7 +23,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.joining.config import JoinConfig, PoolState
-from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, rebalancer_of
+from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, TellAgain, rebalancer_of
 from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.model.projectors import check_projector
@@ -75,6 +75,8 @@ class ServeConfig:
     """Gets what the stages' steps cost with the layers that they have, once all serve; on a thread of its own."""
     planned: dict[str, Any] | None = None
     """Who got which layers and why, as GET /v1/pipeline tells it; None: nobody has said."""
+    tell_again: TellAgain | None = None
+    """Returns that again once layers have moved; on a thread of its own."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
@@ -205,6 +207,7 @@ def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
         takeover_s=config.pipeline.serving.takeover_s,
         known=config.join.known if config.join is not None else None,
         on_moved=config.on_moved or (lambda state: None),
+        tell_again=config.tell_again or (lambda state: None),
     )
 
 

@@ -27,6 +27,8 @@ log = logging.getLogger("relayline.coordinator")
 
 CutModel = Callable[[tuple[int, ...]], Awaitable[Path]]
 """Splits the model that is served at these layers, and returns where. Raises RelaylineError."""
+TellAgain = Callable[[PoolState], dict[str, Any] | None]
+"""Returns why those that hold layers now have theirs; None where that is not known."""
 
 
 def rebalancer_of(serving: ServingSettings, *, can_move: bool) -> Rebalancer | None:
@@ -54,15 +56,16 @@ class LayerMover:
         takeover_s: float = 0.0,
         known: PoolState | None = None,
         on_moved: Callable[[PoolState], None] = lambda state: None,
+        tell_again: TellAgain = lambda state: None,
     ) -> None:
         """Without `cut_model` no change can be begun: this process does not know the model that was split.
 
         With a `rebalancer` layers move by themselves too. With `read_shape` others take over from stages that are
         drained, or lost for longer than `takeover_s` (0: never); `known` is who held layers before this process.
-        `on_moved` gets who holds what after each change, off the event loop.
+        `on_moved` gets who holds what after each change, and `tell_again` returns why, both off the event loop.
         """
         self._pipeline, self.moves, self._cut_model = pipeline, pipeline.moves, cut_model
-        self._on_moved = on_moved
+        self._on_moved, self._tell_again = on_moved, tell_again
         self._read_shape, self._takeover_s, self._known = read_shape, takeover_s, known
         self._hosts: Hosts | None = None
         self._keeping = asyncio.Lock()  # what is kept last is what holds
@@ -124,6 +127,7 @@ class LayerMover:
     async def _keep(self, state: PoolState) -> None:
         async with self._keeping:
             await asyncio.to_thread(self._on_moved, state)
+            self._pipeline.planned = await asyncio.to_thread(self._tell_again, state)
 
     def move(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> None:
         """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.

@@ -73,20 +73,21 @@ def _status_text(facts: dict[str, Any]) -> str:
         lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
         lines.append(f"  requests: {facts['problem']}")
-    stages = [entry for entry in facts["processes"] if entry["role"] == "stage"]
-    if unequal := unequal_line({"imbalance": facts["imbalance"], "stages": stages}):
+    if facts["stages"] and (unequal := unequal_line({"imbalance": facts["imbalance"], "stages": facts["stages"]})):
         lines.append(f"  {unequal}")
     if facts["planned"] is not None and facts["planned"].get("from") == "measured":
         from relayline.deploy.planning.told import lines_of
 
         lines += [f"  {line}" for line in lines_of(facts["planned"])]
-    rows = [("process", "state", "pid", "up", "restarts", "heard", "address", "")]
+    rows = [("process", "state", "layers", "pid", "up", "restarts", "heard", "address", "")]
     for entry in facts["processes"]:
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
         pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
         heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
         restarts = str(entry["n_restarts"])
-        rows.append((entry["name"], entry["state"], pid, up, restarts, heard, entry["address"], entry["detail"]))
+        layers = "{}-{}".format(entry["layers"][0], entry["layers"][1] - 1) if entry["layers"] else ""
+        said = (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
+        rows.append(said)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -17,14 +17,17 @@ from relayline.deploy.cli.options import given_settings, security_from
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
-from relayline.deploy.launch.survey import Planned, survey_and_plan
+from relayline.deploy.launch.survey import Planned, is_about, survey_and_plan, told_anew
 from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import host_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from relayline.coordinator.engine.stage_curves import StageCurves
+    from relayline.coordinator.joining.config import PoolState
     from relayline.deploy.manifest import Manifest
 
 Announce = Callable[[dict[str, Any]], None]
@@ -81,7 +84,29 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
 
 def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
     """Return what the coordinator's configuration says of the plan: what is shown, and what refines the next one."""
-    return {"planned": read_plan(given["plan_file"]), "on_curves": refiner(given["manifest"])}
+    return {
+        "planned": read_plan(given["plan_file"]),
+        "tell_again": teller(given["manifest"], given["plan_file"]),
+        "on_curves": refiner(given["manifest"]),
+    }
+
+
+def teller(manifest: Manifest | None, plan_file: Path | None) -> Callable[[PoolState], dict[str, Any] | None]:
+    """Return what tells why stages have their layers once these have moved, and keeps it in the place of the plan."""
+    model = manifest.model_path if manifest is not None else None
+
+    def tell(state: PoolState) -> dict[str, Any] | None:
+        if manifest is None or model is None or plan_file is None:
+            return None
+        before = read_plan(plan_file)
+        said = before if before is not None and is_about(before, state) else told_anew(manifest, model, state)
+        if said is not None:
+            write_plan(plan_file, said)
+        else:
+            plan_file.unlink(missing_ok=True)
+        return said
+
+    return tell
 
 
 def refiner(manifest: Manifest | None) -> Callable[[Sequence[StageCurves]], None] | None:

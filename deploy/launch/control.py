@@ -124,11 +124,26 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "pid": state.supervisor_pid if running else None,
         "uptime_s": round(age_s(state.supervisor), 1) if running else None,
         "imbalance": live.get("imbalance") if live is not None else None,
-        "planned": read_plan(pipeline.directory.plan),
+        "planned": _planned(read_plan(pipeline.directory.plan), live),
+        "stages": [_held(stage) for stage in live["stages"]] if live is not None else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
         "problem": problem,
         "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],
     }
+
+
+def _held(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return which layers a stage holds."""
+    return {"name": stage.get("name"), "layers": stage.get("layers")}
+
+
+def _planned(kept: dict[str, Any] | None, live: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return who got which layers and why, if it is about what runs; None for a plan that layers moved away from."""
+    said = (live.get("planned") if live is not None else None) or kept
+    if said is None or live is None:
+        return said
+    running = [_held(stage) for stage in live["stages"]]
+    return said if [_held(stage) for stage in said["stages"]] == running else None
 
 
 def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: bool) -> tuple[Phase, float | None]:
@@ -152,6 +167,7 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
     entry = cast(dict[str, Any], msgspec.to_builtins(record))
     del entry["start_ticks"]
     entry["uptime_s"] = round(age_s(process), 1) if process is not None and lives else None
+    entry["layers"] = live.get("layers") if live is not None else None
     entry["last_heard_s"] = live.get("last_heard_s") if live is not None else None
     if not lives:
         entry["pid"] = None

@@ -25,12 +25,12 @@ from relayline.deploy.planning.inputs import best_for, instance_of, is_declared
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, remember_hosts
 from relayline.deploy.planning.measure import slices_for
 from relayline.deploy.planning.told import lines_of, told
-from relayline.wire.common.errors import ArtifactError
+from relayline.wire.common.errors import ArtifactError, RelaylineError
 from relayline.wire.common.process import first_of
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 if TYPE_CHECKING:
-    from relayline.coordinator.joining.config import JoinConfig
+    from relayline.coordinator.joining.config import JoinConfig, PoolState
     from relayline.coordinator.joining.survey import HostReport
     from relayline.deploy.manifest import Manifest
     from relayline.wire.links.security import LinkSecurity
@@ -173,6 +173,28 @@ async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tel
     if error := await split_apart(str(model), *where):
         raise ArtifactError(error)
     return directory
+
+
+def is_about(said: dict[str, Any], state: PoolState) -> bool:
+    """Return whether a description is about these layers of these stages."""
+    stages = said["stages"]
+    cuts = tuple(stage["layers"][0] for stage in stages[1:])
+    return cuts == state.cuts and tuple(stage["name"] for stage in stages) == state.stages
+
+
+def told_anew(manifest: Manifest, model: Path, state: PoolState) -> dict[str, Any] | None:
+    """Return the description of layers that have moved; None where nothing is known of a stage that holds some."""
+    members = {stage.name: stage for stage in manifest.members}
+    if not members.keys() >= set(state.stages):
+        return None  # one that has joined since the start
+    held = ranges(inspect_model(model).n_layers, state.cuts)
+    stages = [members[name].model_copy(update={"layers": edge}) for name, edge in zip(state.stages, held, strict=True)]
+    spec = manifest.spec.model_copy(update={"stages": tuple(stages), "spares": ()})
+    try:
+        said = told_of(manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory), model)
+    except RelaylineError:
+        return None
+    return said | {"is_moved": True}
 
 
 def told_of(manifest: Manifest, model: Path) -> dict[str, Any]:

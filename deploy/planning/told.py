@@ -96,8 +96,9 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
     """Return what `told` returned as lines."""
     stages = planned["stages"]
     paces = ", ".join(f"{stage['name']} {stage['relative_speed']:.1f}x" for stage in stages)
-    how = {"measured": "planned from measured hosts", "declared": "planned from declared speeds"}
-    lines = [f"{how.get(planned['from'], 'planned from estimates')}: {paces}"]
+    how = {"measured": "measured hosts", "declared": "declared speeds"}
+    began = "layers have moved since the start; by" if planned.get("is_moved") else "planned from"
+    lines = [f"{began} {how.get(planned['from'], 'estimates')}: {paces}"]
     width = max(len(stage["name"]) for stage in stages)
     for stage in stages:
         first, end = stage["layers"]

@@ -23,6 +23,7 @@ from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LogReader, LogWriter, last_lines
+from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
 from relayline.deploy.testing.processes import relayline
@@ -343,7 +344,7 @@ def coordinator() -> Iterator[str]:
 def described(tmp_path: Path, url: str) -> dict[str, Any]:
     """What `status` tells of a pipeline whose supervisor sees nothing wrong."""
     directory = StateDir(tmp_path / "small")
-    directory.path.mkdir()
+    directory.path.mkdir(exist_ok=True)
     board = board_of(directory, me())
     for record in board.state.processes:
         board.set_process(record.name, state=HostState.READY)
@@ -375,6 +376,30 @@ def test_status_says_what_clients_get(tmp_path: Path, coordinator: str, phase: P
         assert row.endswith("has not answered for 12 s")
     else:
         assert "an API key is needed" in text
+
+
+def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, coordinator: str) -> None:
+    def planned(*layers: int) -> dict[str, Any]:
+        stage = {"name": "stage-0", "layers": list(layers), "relative_speed": 1.0, "memory_bytes": 1, "is_full": False}
+        stage |= {"memory_limit_bytes": None, "speed_source": "measured"}
+        told = {"streams": 1, "tok_s": 7.5, "equal_tok_s": None, "limit": "", "stages": [stage]}
+        return {"from": "measured", **told, "is_moved": layers == (0, 5)}
+
+    live = {"phase": "ready", "phase_s": 1.0, "running": 0, "waiting": 0, "imbalance": None}
+    live |= {"stages": [{"name": "stage-0", "layers": [0, 5]}], "idle": [{"name": "stage-1", "state": "spare"}]}
+    Answers.said = {"/v1/pipeline": (200, live)}
+    write_plan(StateDir(tmp_path / "small").plan, planned(0, 8))
+    facts = described(tmp_path, coordinator)
+    assert facts["planned"] is None
+    assert facts["stages"] == [{"name": "stage-0", "layers": [0, 5]}]
+    text = _status_text(facts)
+    assert "planned" not in text
+    (row,) = (line for line in text.splitlines() if line.startswith("  stage-0"))
+    assert row.split()[2] == "0-4"
+    Answers.said = {"/v1/pipeline": (200, live | {"planned": planned(0, 5)})}
+    pipeline = find("small", tmp_path / "small")
+    assert pipeline is not None
+    assert "layers have moved since the start; by measured hosts: stage-0 1.0x" in _status_text(describe(pipeline))
 
 
 def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:

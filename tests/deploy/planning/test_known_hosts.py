@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.engine.membership import Introduction
+from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.joining.survey import HostReport
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.memory import HEADROOM, stage_memory
 from relayline.coordinator.planner.speed import Sample
+from relayline.deploy.cli.survey import teller
+from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.survey import told_of, unknown_hosts, wants_survey
 from relayline.deploy.manifest import Manifest, parse_manifest
@@ -160,6 +163,27 @@ def test_what_stages_measure_with_their_own_layers_makes_the_next_plan_better() 
     assert before is not None
     assert after is not None
     assert after.layer_ns(4) == pytest.approx(2 * before.layer_ns(4), rel=0.01)
+
+
+def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
+    remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
+    whole = settled(manifest(), DEMO_MODEL, [(0, 2), (2, 8)])
+    plan_file = tmp_path / "plan.json"
+    write_plan(plan_file, said := told_of(whole, DEMO_MODEL))
+    tell = teller(whole, plan_file)
+    assert tell(PoolState((2,), ("laptop", "server"), ("laptop",))) == said, "drained, and nothing has moved yet"
+    moved = tell(PoolState((5,), ("laptop", "server")))
+    assert moved is not None
+    assert [stage["layers"] for stage in moved["stages"]] == [[0, 5], [5, 8]]
+    assert moved["tok_s"] < said["tok_s"], "the slow one has most of them now"
+    assert lines_of(moved)[0] == "layers have moved since the start; by measured hosts: laptop 1.0x, server 4.0x"
+    assert read_plan(plan_file) == moved
+    alone = tell(PoolState((), ("server",)))
+    assert alone is not None
+    assert [(stage["name"], stage["layers"]) for stage in alone["stages"]] == [("server", [0, 8])]
+    assert tell(PoolState((4,), ("server", "fifth"), (), ("fifth",))) is None, "it was never measured"
+    assert not plan_file.exists()
+    assert teller(None, plan_file)(PoolState((5,), ("laptop", "server"))) is None
 
 
 def test_what_a_busy_host_measured_makes_one_plan_and_is_not_kept() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import gc
 import graphlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -158,8 +160,14 @@ LLAMA_IN_COORDINATOR = {"coordinator/text/tokenizer.py", "coordinator/images/pro
 DECODE_MODULE = "stage/engine/native.py"
 
 
+Node = TypeVar("Node", bound=ast.AST)
+Imports = tuple[tuple[str, int], ...]  # every imported module by its full name, with its line
+
+
 @dataclasses.dataclass(frozen=True)
 class Module:
+    """Every test asks about the same nodes, so a module is read and walked once."""
+
     path: str  # relative to the repository
     tree: ast.Module
 
@@ -171,22 +179,58 @@ class Module:
     def name(self) -> str:
         return f"{PACKAGE}." + self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
+    @functools.cached_property
+    def _nodes(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in ast.walk(self.tree):
+            found.setdefault(type(node), []).append(node)
+        return found
+
+    def nodes(self, *kinds: type[Node]) -> Iterator[Node]:
+        """Every node of these kinds, wherever it stands."""
+        for kind in kinds:
+            for node in self._nodes.get(kind, ()):
+                assert isinstance(node, kind)
+                yield node
+
+    @functools.cached_property
+    def imports(self) -> Imports:
+        return tuple(imports_of(self.tree))
+
+    @functools.cached_property
+    def imports_at_run_time(self) -> Imports:
+        return tuple(imports_of(_without_types(self.tree)))
+
 
 @functools.cache
 def modules() -> tuple[Module, ...]:
     """Every hand-written module of the packages and of the tests."""
     found = []
-    for package in (*FLOORS, "tests"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            if name.startswith("wire/pb/") or "/demo/" in name:
-                continue
-            found.append(Module(name, ast.parse(path.read_text())))
+    gc.disable()  # a million nodes that stay: looking through them for garbage takes three times as long as parsing
+    try:
+        for package in (*FLOORS, "tests"):
+            for path in sorted((ROOT / package).rglob("*.py")):
+                name = path.relative_to(ROOT).as_posix()
+                if name.startswith("wire/pb/") or "/demo/" in name:
+                    continue
+                found.append(Module(name, ast.parse(path.read_text())))
+    finally:
+        gc.freeze()
+        gc.enable()
     return tuple(found)
 
 
-def product() -> list[Module]:
-    return [module for module in modules() if module.package != "tests"]
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_at_the_end() -> Iterator[None]:
+    """The tests that follow in this process are not slowed by what these read."""
+    yield
+    for table in (modules, product, by_name, _by_path, ours_at_run_time):
+        table.cache_clear()
+
+
+@functools.cache
+def product() -> tuple[Module, ...]:
+    return tuple(module for module in modules() if module.package != "tests")
 
 
 @functools.cache
@@ -206,10 +250,10 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def ours(module: Module) -> dict[str, int]:
+def ours(module: Module, imports: Imports | None = None) -> dict[str, int]:
     """Modules of the packages that one module imports from, by path, with a line. Not the __init__ on their way."""
     found: dict[str, int] = {}
-    for name, line in imports_of(module.tree):
+    for name, line in module.imports if imports is None else imports:
         known = by_name().get(name)
         if known is not None and known.path != module.path and not known.path.endswith("/__init__.py"):
             found[known.path] = line
@@ -229,11 +273,14 @@ def floor_of(path: str) -> tuple[str, int]:
     return package, max(fits)[1]
 
 
-def calls_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every call as dotted text with its line."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node.lineno
+def calls_of(module: Module, *names: str) -> Iterator[tuple[str, ast.Call]]:
+    """Every call of a function with one of these dotted names."""
+    last = {name.rpartition(".")[2] for name in names}
+    for node in module.nodes(ast.Call):
+        if isinstance(node.func, ast.Attribute) and node.func.attr in last:  # to write every call as text takes long
+            name = ast.unparse(node.func)
+            if name in names:
+                yield name, node
 
 
 def test_the_modules_are_found() -> None:
@@ -263,7 +310,7 @@ def test_imports_go_down(package: str) -> None:
                 wrong.append(f"{module.path}:{line} imports {path}")
         wrong += [
             f"{module.path}:{line} imports {name}"
-            for name, line in imports_of(module.tree)
+            for name, line in module.imports
             if name.split(".")[0] in {"tests", "benches", *FLOORS}
         ]
     assert wrong == []
@@ -285,7 +332,7 @@ def test_tests_of_the_product_do_not_import_benches() -> None:
         f"{module.path}:{line} imports {name}"
         for module in modules()
         if module.package == "tests" and not module.path.startswith("tests/benches/")
-        for name, line in imports_of(module.tree)
+        for name, line in module.imports
         if name.split(".")[0] == "benches"
     ]
     assert wrong == []
@@ -300,7 +347,7 @@ def test_only_one_module_decodes() -> None:
     users = {
         module.path
         for module in product()
-        for node in ast.walk(module.tree)
+        for node in module.nodes(ast.Attribute, ast.Name)
         if (isinstance(node, ast.Attribute) and node.attr in ("llama_decode", "llama_encode"))
         or (isinstance(node, ast.Name) and node.id in ("llama_decode", "llama_encode"))
         if module.package == "stage"
@@ -313,7 +360,7 @@ def test_the_coordinator_meets_llama_cpp_in_its_tokenizer_and_its_projector_only
         module.path
         for module in product()
         if module.package == "coordinator"
-        for name, _ in imports_of(module.tree)
+        for name, _ in module.imports
         if name.split(".")[0] == "llama_cpp"
     }
     assert users == LLAMA_IN_COORDINATOR
@@ -324,7 +371,7 @@ def test_the_wire_knows_no_model() -> None:
         module.path
         for module in product()
         if module.package == "wire"
-        for name, _ in imports_of(module.tree)
+        for name, _ in module.imports
         if name.split(".")[0] in ("llama_cpp", "gguf", "aiohttp")
     }
     assert users == set()
@@ -350,7 +397,8 @@ def _by_path() -> Mapping[str, Module]:
 
 @functools.cache
 def ours_at_run_time(path: str) -> tuple[str, ...]:
-    return tuple(ours(Module(path, _without_types(_by_path()[path].tree))))
+    module = _by_path()[path]
+    return tuple(ours(module, module.imports_at_run_time))
 
 
 def _without_types(tree: ast.Module) -> ast.Module:
@@ -362,10 +410,10 @@ def _without_types(tree: ast.Module) -> ast.Module:
 @pytest.mark.parametrize("path", PURE_CORES)
 def test_pure_cores_do_no_io_and_read_no_clock(path: str) -> None:
     module = _by_path()[path]
-    wrong = [f"{name} in line {line}" for name, line in imports_of(module.tree) if name.split(".")[0] in IMPURE]
-    wrong += [f"await in line {node.lineno}" for node in ast.walk(module.tree) if isinstance(node, ast.Await)]
+    wrong = [f"{name} in line {line}" for name, line in module.imports if name.split(".")[0] in IMPURE]
+    wrong += [f"await in line {node.lineno}" for node in module.nodes(ast.Await)]
     for other, through in reached_from(module).items():
-        names = {name.split(".")[0] for name, _ in imports_of(_without_types(_by_path()[other].tree))}
+        names = {name.split(".")[0] for name, _ in _by_path()[other].imports_at_run_time}
         if names & IMPURE and other not in REACHED:
             wrong.append(f"{', '.join(sorted(names & IMPURE))} by way of {other}, imported by {through}")
     assert wrong == []
@@ -378,18 +426,17 @@ def test_nobody_sleeps_and_nobody_reads_the_wall_clock() -> None:
     What is remembered in files has an age that outlives processes and boots.
     """
     wrong = [
-        f"{module.path}:{line} {name}"
+        f"{module.path}:{node.lineno} {name}"
         for module in modules()
-        for name, line in calls_of(module.tree)
-        if name == "time.sleep" or (name in ("time.time", "time.time_ns") and not module.path.startswith(WALL_CLOCK))
+        for name, node in calls_of(module, "time.sleep", "time.time", "time.time_ns")
+        if name == "time.sleep" or not module.path.startswith(WALL_CLOCK)
     ]
     wrong += [
-        f"{module.path}:{node.lineno} asyncio.sleep"
+        f"{module.path}:{node.lineno} {name}"
         for module in modules()
-        if module.package == "tests"
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.sleep"
-        if ast.unparse(node.args[0]) != "0" and module.path != POLLING
+        if module.package == "tests" and module.path != POLLING
+        for name, node in calls_of(module, "asyncio.sleep")
+        if ast.unparse(node.args[0]) != "0"
     ]
     assert wrong == []
 
@@ -398,10 +445,8 @@ def test_functions_are_short() -> None:
     wrong = [
         f"{module.path}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
         for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.end_lineno is not None
-        and node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
+        for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+        if node.end_lineno is not None and node.end_lineno - node.lineno + 1 > FUNCTION_LINES_MAX
     ]
     assert wrong == []
 
@@ -425,10 +470,7 @@ def _size_of(node: ast.ClassDef) -> tuple[int, int]:
 def test_classes_are_small() -> None:
     """A table of fields, such as a request body, is not counted: it has no methods that share them."""
     sizes = {
-        f"{module.path}:{node.name}": _size_of(node)
-        for module in product()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ClassDef)
+        f"{module.path}:{node.name}": _size_of(node) for module in product() for node in module.nodes(ast.ClassDef)
     }
     wrong = []
     for name, (n_methods, n_attributes) in sizes.items():

@@ -40,8 +40,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     directory = tmp_path_factory.mktemp("split")
     flags = ("--stages", "3", "--split-dir", directory, "--http", "127.0.0.1:0", "--json", "--ctx", "1024", "--lanes",
              "16", "--threads", "1", "--kv-layout", request.param)  # fmt: skip
-    begun = own_processes() if request.param == "auto" else contextlib.nullcontext()  # once as a user's are
-    with begun, running("up", DEMO, *flags) as process:
+    # Once as a user's are. Each costs seconds of processor time, so no other process of this file is one.
+    begun = own_processes() if request.param == "auto" else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        with begun:
+            process = stack.enter_context(running("up", DEMO, *flags))
         process.event["asked"] = request.param
         yield process
 

@@ -29,6 +29,16 @@ Schema = Mapping[str, Any]
 _ANNOTATIONS = {"title", "description", "default", "examples", "example", "deprecated", "$comment", "$schema", "$id"}
 _NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _SCHEMA_LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
+_BESIDE_PROPERTIES = {
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "if",
+    "not",
+    "dependentSchemas",
+    "patternProperties",
+    "unevaluatedProperties",
+}
 _SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"}
 
 
@@ -128,21 +138,50 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
     yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
 
 
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects have no properties but those that they name, unless they say otherwise.
+
+    Else an answer may go on with properties that nobody asked for, and with the same one again: no grammar can forbid
+    that. A schema that is put together of several for one object stays as it is: each would forbid what another names.
+    """
+    parts: list[Schema] = []
+
+    def noted(part: Schema) -> Schema:
+        parts.append(part)
+        return part
+
+    _changed(schema, noted)
+    if any("allOf" in part or ("properties" in part and _BESIDE_PROPERTIES & part.keys()) for part in parts):
+        return schema
+    return _changed(schema, _closed)
+
+
+def _closed(part: Schema) -> Schema:
+    names, required = part.get("properties"), part.get("required", [])
+    if not isinstance(names, Mapping) or not names or not isinstance(required, list):
+        return part
+    is_met = all(isinstance(name, str) and name in names for name in required) and "minProperties" not in part
+    return {"additionalProperties": False, **part} if is_met else part
+
+
 def _without(schema: Any, is_out: Callable[[str, Any], bool]) -> Any:
     """Return a schema without some of its keywords, here and in the schemas inside it."""
+    return _changed(schema, lambda part: {key: value for key, value in part.items() if not is_out(key, value)})
+
+
+def _changed(schema: Any, change: Callable[[Schema], Schema]) -> Any:
+    """Return a schema with a change made to it and to the schemas inside it, the inner ones first."""
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if is_out(key, value):
-            continue
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: _without(each, is_out) for name, each in value.items()}
+            found[key] = {name: _changed(each, change) for name, each in value.items()}
         elif key in _SCHEMA_LISTS | _SCHEMAS and isinstance(value, list):
-            found[key] = [_without(each, is_out) for each in value]
+            found[key] = [_changed(each, change) for each in value]
         else:
-            found[key] = _without(value, is_out) if key in _SCHEMAS else value
-    return found
+            found[key] = _changed(value, change) if key in _SCHEMAS else value
+    return change(found)
 
 
 def thought_of(rules: Rules, thinking: Thinking | None, *, is_open: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 import uuid
 
@@ -45,8 +46,9 @@ class Handlers:
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        names = dict.fromkeys((self._service.model_id, *self._service.limits.model_aliases))
-        return json_response(shapes.encode(shapes.ModelList([self._model(name) for name in names])))
+        names = [*dict.fromkeys((self._service.model_id, *self._service.limits.model_aliases))]
+        found = shapes.ModelList([self._model(name) for name in names], first_id=names[0], last_id=names[-1])
+        return json_response(shapes.encode(found))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
@@ -175,7 +177,8 @@ class Handlers:
 
     def _model(self, name: str) -> shapes.Model:
         service = self._service
-        model = shapes.Model(name, service.created, root=service.model_id)
+        created_at = datetime.datetime.fromtimestamp(service.created, datetime.UTC).isoformat()
+        model = shapes.Model(name, service.created, root=service.model_id, display_name=name, created_at=created_at)
         if ctx_tokens := service.generator.ctx_tokens:
             model.max_model_len = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)

@@ -266,6 +266,11 @@ class Model(Struct):
     max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
     meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
     architecture: ModelArchitecture | UnsetType = UNSET  # left out where the model takes text alone
+    # Anthropic's fields, of which its clients require all
+    type: Literal["model"] = "model"
+    display_name: str = ""
+    created_at: str = ""  # RFC 3339
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(Struct):
@@ -273,3 +278,7 @@ class ModelList(Struct):
 
     data: list[Model]
     object: Literal["list"] = "list"
+    # Anthropic's fields: one page holds all
+    first_id: str = ""
+    last_id: str = ""
+    has_more: bool = False

@@ -14,7 +14,7 @@ from typing import Literal
 
 from llguidance import LLMatcher
 
-from relayline.coordinator.answers.grammar import JSON_BLANKS, weaker
+from relayline.coordinator.answers.grammar import JSON_BLANKS, closed, weaker
 from relayline.coordinator.http.bodies import GenerationBody, Json
 from relayline.coordinator.text.grammar_check import checker
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
@@ -23,6 +23,7 @@ from relayline.wire.common.errors import InvalidRequestError
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 ANY_OBJECT = '{"type":"object"}'
+CLOSED_CHARS_MAX = GRAMMAR_BYTES_MAX // 2  # of a schema; closing adds to it, and a longer one might not fit any more
 ERROR_CHARS_MAX = 400  # of llguidance's reason
 
 
@@ -102,16 +103,19 @@ def in_a_line(reason: str) -> str:
 
 
 def _ways(shape: Shape) -> Iterator[Shape]:
-    """Yield the shape, then its replacements where it cannot be followed."""
-    yield shape
+    """Yield the shape, a schema's objects closed; then its replacements where it cannot be followed."""
     if shape.kind != "json":
+        yield shape
         return
     try:
         schema = json.loads(shape.texts[0])
-        for each in weaker(schema, is_strict=shape.is_strict):
-            yield dataclasses.replace(shape, texts=(json.dumps(each),))
-    except (ValueError, RecursionError):  # `_checked` has said so
+        if len(shape.texts[0]) <= CLOSED_CHARS_MAX:
+            schema = closed(schema)
+    except (ValueError, RecursionError):  # `_checked` says so
+        yield shape
         return
+    for each in (schema, *weaker(schema, is_strict=shape.is_strict)):
+        yield dataclasses.replace(shape, texts=(json.dumps(each),))
 
 
 def _checked(shape: Shape) -> tuple[str, str]:

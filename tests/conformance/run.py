@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from relayline.deploy.launch.demo_run import MODEL
 from relayline.deploy.launch.local import running
@@ -53,13 +55,17 @@ def _last(suite: Suite) -> Result:
 
 
 @contextlib.asynccontextmanager
-async def served(url: str | None) -> AsyncIterator[tuple[str, str]]:
+async def served(url: str | None, settings: Mapping[str, Any]) -> AsyncIterator[tuple[str, str]]:
     """Serve the demo model on a free loopback port, unless a server is named; yield its address and its model."""
     if url is not None:
         yield url.rstrip("/"), MODEL.stem
         return
-    async with running(smallest_manifest(MODEL, "conformance", ctx_tokens=CTX_TOKENS)) as (_, ready):
+    async with running(smallest_manifest(MODEL, "conformance", **{"ctx_tokens": CTX_TOKENS, **settings})) as (_, ready):
         yield ready["url"], ready["model"]
+
+
+def _settings(suite: Suite) -> tuple[tuple[str, Any], ...]:
+    return tuple(suite.settings.items())
 
 
 async def main() -> int:
@@ -73,14 +79,14 @@ async def main() -> int:
         OUT.write_text(written([_last(suite) for suite in SUITES]))
         return 0
     suites = [suite for suite in SUITES if args.only in (None, suite.name)]
-    results = []
-    async with served(args.url) as (url, model):
-        for suite in suites:
-            print(f"{suite.name}: {suite.what}", flush=True)
-            results.append(await asyncio.to_thread(run_suite, suite, url, model))
-            print(
-                f"  {results[-1].n_passed} passed, {len(results[-1].failures)} failed {results[-1].skipped}", flush=True
-            )
+    found = {}
+    for settings, alike in itertools.groupby(sorted(suites, key=_settings), _settings):
+        async with served(args.url, dict(settings)) as (url, model):
+            for suite in alike:
+                print(f"{suite.name}: {suite.what}", flush=True)
+                result = found[suite.name] = await asyncio.to_thread(run_suite, suite, url, model)
+                print(f"  {result.n_passed} passed, {len(result.failures)} failed {result.skipped}", flush=True)
+    results = [found[suite.name] for suite in suites]
     page = written(results)
     if args.only:
         print(page)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 _PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout")
 _STAINLESS = (*_PYTEST, "pytest-xdist", "respx", "dirty-equals", "time-machine", "rich")
@@ -23,6 +24,9 @@ class Suite:
     build_needs: tuple[str, ...] = ("hatchling", "hatch-fancy-pypi-readme")  # what pip needs to read the archive
     select: str = ""  # pytest's -k
     base_path: str = ""  # of the API, after the host
+    settings: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # of a pipeline of its own; else one serves all
 
 
 SUITES = (
@@ -128,6 +132,7 @@ SUITES = (
         source="llama_cpp_python",
         sources_dir="vendor/llama.cpp/tools/server/tests",
         build_needs=("scikit-build-core",),
+        settings={"ctx_tokens": 256, "n_lanes": 2, "any_model_name": True},  # as its presets start llama-server
     ),
     Suite(
         "npm-openai",

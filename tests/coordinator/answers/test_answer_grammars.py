@@ -16,6 +16,7 @@ from relayline.coordinator.answers.grammar import (
     Wanted,
     after_thoughts,
     calls_grammar,
+    closed,
     lean,
     resolved,
 )
@@ -347,3 +348,38 @@ def test_annotations_of_other_kinds_are_no_schemas() -> None:
     assert [lean(schema) for schema in odd[:4]] == odd[:4]
     assert lean({"items": [True]}) == {"items": [True]}
     assert lean({"anyOf": 5}) == {"anyOf": 5}
+
+
+def test_a_closed_schema_has_no_properties_but_those_that_it_names() -> None:
+    inner = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"items": inner}, "c": {"$ref": "#/$defs/C"}},
+        "$defs": {"C": inner},
+    }
+    ends = {"additionalProperties": False}
+    assert closed(schema) == {
+        **ends,
+        **schema,
+        "properties": {"a": {"items": {**ends, **inner}}, "c": {"$ref": "#/$defs/C"}},
+        "$defs": {"C": {**ends, **inner}},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "object"},
+        {"properties": {}},
+        {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+        {"properties": {"a": {}}, "required": ["b"]},
+        {"properties": {"a": {}}, "required": [[]]},
+        {"properties": {"a": {}}, "minProperties": 2},
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["a"]}]},
+        {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {}}}], "$defs": {"A": {"properties": {"a": {}}}}},
+        {"$ref": "#/$defs/A", "properties": {"b": {}}, "$defs": {"A": {"properties": {"a": {}}}}},
+    ],
+)
+def test_schemas_that_closing_leaves_as_they_are(schema: Any) -> None:
+    assert closed(schema) == schema

@@ -61,13 +61,15 @@ async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
     entry = {
         "id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model", "root": MODEL,
         "max_model_len": 512, "meta": {"n_ctx": 512, "n_vocab": tokenizer.n_vocab},
+        "type": "model", "display_name": MODEL, "created_at": "2026-09-21T14:13:20+00:00", "lifecycle": "active",
     }  # fmt: skip
+    gpt, tiny = (entry | {"id": name, "display_name": name} for name in ("gpt-4o", "tiny"))
+    page = {"has_more": False, "first_id": MODEL, "last_id": "tiny"}
     async with session_of(tokenizer, model_aliases=("gpt-4o", "tiny")) as (session, served):
         async with session.get("/v1/models") as reply:
-            entries = [entry, entry | {"id": "gpt-4o"}, entry | {"id": "tiny"}]
-            assert await reply.json() == {"data": entries, "object": "list"}
+            assert await reply.json() == {"data": [entry, gpt, tiny], "object": "list", **page}
         async with session.get("/v1/models/tiny") as reply:
-            assert await reply.json() == entry | {"id": "tiny"}
+            assert await reply.json() == tiny
         async with session.post("/v1/completions", json={"prompt": "x", "model": "gpt-4o"}) as reply:
             assert (await reply.json())["model"] == "gpt-4o"
         async with session.post("/v1/completions", json={"prompt": "x", "model": "gpt-4"}) as reply:

@@ -55,6 +55,9 @@ CHOICES = ["yes", 'no "n"\\', "é\n🎉"], ["ye", "yesno", ""]
 LETTERS = ["aab", "b"], ["aa", "ba", "c"]
 MANY = [f"choice {number}" for number in range(2 * bounds.GRAMMAR_ITEMS_MAX)], ["choice", "choice 5000"]
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": PERSON}}
+LOOSE = {key: value for key, value in PERSON.items() if key != "additionalProperties"}
+FREE = {**LOOSE, "additionalProperties": {"type": "integer"}}
+MORE = '{"name":"","age":1,"height":2}'
 GBNF = 'root ::= "a"* end\nend ::= "b"'
 
 
@@ -65,6 +68,8 @@ GBNF = 'root ::= "a"* end\nend ::= "b"'
         ({"response_format": {"type": "json_object"}}, "response_format", OBJECTS),
         ({"response_format": {"type": "json_object", "schema": PERSON}}, "response_format.schema", PEOPLE),
         ({"json_schema": PERSON}, "json_schema", PEOPLE),
+        ({"json_schema": LOOSE}, "json_schema", (PEOPLE[0], [*PEOPLE[1], MORE])),
+        ({"json_schema": FREE}, "json_schema", ([*PEOPLE[0], MORE], PEOPLE[1])),
         ({"json_schema": True}, "json_schema", (["5", '{"a":1}', '"x"', "null"], ["x", ""])),
         ({"guided_json": PERSON}, "guided_json", PEOPLE),
         ({"guided_json": json.dumps(PERSON)}, "guided_json", PEOPLE),

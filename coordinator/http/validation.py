@@ -138,6 +138,9 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if body.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
         text = "the last message must be the assistant's, with text and without calls"
         raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
+    if body.continue_final_message and body.add_generation_prompt:
+        text = "not together with continue_final_message, which begins no new turn; send one of them"
+        raise InvalidRequestError(f"add_generation_prompt: {text}", param="add_generation_prompt")
     if body.reasoning_format not in (None, *REASONING_FORMATS):
         names = ", ".join(REASONING_FORMATS)
         raise InvalidRequestError(f"reasoning_format: must be one of {names}", param="reasoning_format")

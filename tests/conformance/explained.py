@@ -40,5 +40,122 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
         r"(container|mcp_servers|inference_geo|tools\[\d+\]|messages\[\d+\]).*(not supported|served)",
         "Hosted tools, containers and the like are not served.",
     ),
+    (
+        "anthropic-sdk",
+        r"test_deprecated_model_warning",
+        "The test asks for each of Anthropic's retired models by name; this server has one model.",
+    ),
+    (
+        "llama-server",
+        r"test_chat_completion\[|test_chat_completion::test_chat_completion_with_openai|test_completion_with_openai_library",
+        "The test expects llama.cpp's build number as the fingerprint, and what the model stories260K writes.",
+    ),
+    (
+        "llama-server",
+        r"match_regex\('|test_completion::test_completion(_stream)?\[|_stops: |stream_vs_non_stream|response_fields"
+        r"|prompt_cache:|cached_tokens: assert|usage_(single|multiple)|tokenize_with_bos",
+        "The test expects the text, the seed or the token counts of the model stories260K, which cannot be had here.",
+    ),
+    (
+        "llama-server",
+        r"completion_stream\[|timings_per_token: |logprobs_stream: |without_tool_call_fast",
+        "The first event of a stream has an empty text, as OpenAI's has; llama-server's has null.",
+    ),
+    (
+        "llama-server",
+        r"__verbose",
+        "`__verbose` is llama-server's own look inside; here `return_token_ids` and the spans show the prompt.",
+    ),
+    (
+        "llama-server",
+        r"test_template::|test_apply_chat_template",
+        "The test starts llama-server with another model's chat template.",
+    ),
+    (
+        "llama-server",
+        r"test_(server_multiple_addresses|server_slots|server_model|metrics_disabled|cors_|local_media_file|no_ui)"
+        r"|incorrect_api_key|pooling_none|test_metrics_generation_rate",
+        "The test starts llama-server with flags of its own, and runs here against a server that is up.",
+    ),
+    (
+        "llama-server",
+        r"test_server_props",
+        "The path of a file on the server is not told to its clients.",
+    ),
+    (
+        "llama-server",
+        r"correct_api_key",
+        "Routes without `/v1` are OpenAI's here; llama-server's own form is at `/completion`.",
+    ),
+    (
+        "llama-server",
+        r"test_invalid_chat_completion_req",
+        "Several last turns of the assistant are continued one after the other; llama-server refuses them.",
+    ),
+    (
+        "llama-server",
+        r"context_size_exceeded|prompt_too_long",
+        "A prompt over the context is told in OpenAI's words, with its code `context_length_exceeded`.",
+    ),
+    (
+        "llama-server",
+        r"return_progress|prompt_progress|llama_telemetry",
+        "Progress follows the steps of this pipeline, whose batches have other bounds than llama-server's.",
+    ),
+    (
+        "llama-server",
+        r"token_count: assert 404",
+        "`/v1/chat/completions/input_tokens` is llama-server's own; `/tokenize` with messages counts them here.",
+    ),
+    (
+        "llama-server",
+        r"with_image|vision_",
+        "The demo model reads text only: 400 as in Anthropic's API; llama-server says 500. One test fetches a picture.",
+    ),
+    (
+        "llama-server",
+        r"anthropic_empty_messages",
+        "A conversation without a message is refused, as Anthropic's API refuses it.",
+    ),
+    (
+        "llama-server",
+        r"thinking_history|thinking_with_reasoning",
+        "The demo model's template has no place for thoughts.",
+    ),
+    (
+        "llama-server",
+        r"post_sampling|post_backend_sampling",
+        "`post_sampling_probs` is refused: probabilities are told as they are before sampling.",
+    ),
+    (
+        "llama-server",
+        r"test_completion::test_logit_bias",
+        "A bias on a text of several tokens is refused, since it would fall on each of them alone.",
+    ),
+    (
+        "llama-server",
+        r"embedding_multiple_with_fa",
+        "The inputs are longer than the context that this suite's pipeline has.",
+    ),
+    (
+        "llama-server",
+        r"embedding_mixed_input|content_text_same",
+        "`input` is a text, tokens or a list of either, as OpenAI has it; llama-server mixes them, and takes parts.",
+    ),
+    (
+        "llama-server",
+        r"test_infill",
+        "The demo model's vocabulary has no tokens around a gap: 501.",
+    ),
+    (
+        "llama-server",
+        r"test_metrics_",
+        "Metrics have relayline's names; llama-server has other names, and headers beside them.",
+    ),
+    (
+        "llama-server",
+        r"static_assets|proxy_only",
+        "Files of llama-server's own web page, and its proxy for tools.",
+    ),
     ("langchain", r"image|audio|pdf|media", "The demo model reads text only."),
 )

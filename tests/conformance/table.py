@@ -23,6 +23,7 @@ class Suite:
     sources_dir: str = ""  # of the tests within that archive; else its root
     build_needs: tuple[str, ...] = ("hatchling", "hatch-fancy-pypi-readme")  # what pip needs to read the archive
     select: str = ""  # pytest's -k
+    marked: str = ""  # pytest's -m
     base_path: str = ""  # of the API, after the host
     settings: Mapping[str, Any] = dataclasses.field(
         default_factory=dict
@@ -132,6 +133,7 @@ SUITES = (
         source="llama_cpp_python",
         sources_dir="vendor/llama.cpp/tools/server/tests",
         build_needs=("scikit-build-core",),
+        marked="not slow",  # as llama.cpp runs them by default; the others need large models
         settings={"ctx_tokens": 256, "n_lanes": 2, "any_model_name": True},  # as its presets start llama-server
     ),
     Suite(

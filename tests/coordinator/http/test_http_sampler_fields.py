@@ -122,6 +122,13 @@ async def test_a_turn_that_cannot_be_continued_is_refused(tokenizer: Tokenizer) 
         assert (reply.status, (await reply.json())["error"]["param"]) == (400, "continue_final_message")
 
 
+async def test_a_turn_cannot_go_on_and_a_new_one_begin(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Once"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    async with session_of(tokenizer) as (session, _), session.post("/v1/chat/completions", json=body) as reply:
+        assert (reply.status, (await reply.json())["error"]["param"]) == (400, "add_generation_prompt")
+
+
 async def test_tokens_in_the_form_of_vllm(tokenizer: Tokenizer) -> None:
     async with session_of(tokenizer) as (session, _):
         async with session.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}) as reply:

@@ -173,9 +173,7 @@ def _turn(turn: Turn, where: str) -> list[Fields]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     blocks = each_checked(turn.content, f"{where}.content", lambda block, at: _block(block, at, turn.role))
-    said: Any = "\n".join([block["text"] for block in blocks if "text" in block])
-    if any("image" in block for block in blocks):
-        said = [_part(block) for block in blocks if "text" in block or "image" in block]
+    said = _joined(blocks)
     results = [block["result"] for block in blocks if "result" in block]
     calls = [block["call"] for block in blocks if "call" in block]
     thoughts = "\n".join([block["thought"] for block in blocks if "thought" in block])
@@ -193,9 +191,8 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
     if kind == "text":
         return {"text": text_in(block, "text", where)}
     if kind == "tool_result" and role == "user":
-        content = block.get("content") or ""
-        text = content if isinstance(content, str) else _text(content, f"{where}.content")
-        return {"result": {"role": "tool", "tool_call_id": text_in(block, "tool_use_id", where), "content": text}}
+        content = _shown(block.get("content") or "", f"{where}.content")
+        return {"result": {"role": "tool", "tool_call_id": text_in(block, "tool_use_id", where), "content": content}}
     if kind == "tool_use" and role == "assistant":
         if not isinstance(block.get("input", {}), Mapping):
             raise InvalidRequestError(f"{where}.input: must be an object", f"{where}.input")
@@ -213,6 +210,28 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
             return {"text": text_in(source, "data", f"{where}.source")}
     text = f"blocks of type {str(kind)[:40]!r} are not served here in a turn of the {role}; send text"
     raise InvalidRequestError(f"{where}: {text}", where)
+
+
+def _joined(blocks: Sequence[Fields]) -> str | list[Fields]:
+    """Return the texts among blocks as one; with an image among them, as parts of a chat's message."""
+    if any("image" in block for block in blocks):
+        return [_part(block) for block in blocks if "text" in block or "image" in block]
+    return "\n".join([block["text"] for block in blocks if "text" in block])
+
+
+def _shown(content: Any, where: str) -> str | list[Fields]:
+    """Return the content of a tool's result as a chat has it."""
+    if not isinstance(content, list) or not any(_is_image(block) for block in content):
+        return content if isinstance(content, str) else _text(content, where)
+
+    def shown(block: Mapping[str, Any], at: str) -> Fields:
+        return {"image": _image(block, at)} if _is_image(block) else {"text": _text([block], where)}
+
+    return _joined(each_checked(content, where, shown))
+
+
+def _is_image(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
 
 
 def _part(block: Mapping[str, Any]) -> Fields:

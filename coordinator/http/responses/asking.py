@@ -221,8 +221,8 @@ def _call(item: Mapping[str, Any], where: str) -> Fields:
 
 
 def _result(item: Mapping[str, Any], where: str) -> Fields:
-    text = _text(item.get("output"), f"{where}.output")
-    return {"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": text}
+    content = _content(item.get("output"), f"{where}.output")
+    return {"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": content}
 
 
 def _content(content: Any, where: str) -> str | list[Fields]:

@@ -149,6 +149,38 @@ async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:
     assert "see<__media__>" in shown["prompt"]
 
 
+async def test_what_a_tool_gives_back_may_be_an_image(tokenizer: Tokenizer) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG + b"1").decode()}
+    blocks = [{"type": "text", "text": "seen:"}, {"type": "image", "source": source}]
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}
+    turns = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": blocks}]},
+    ]
+    output = [{"type": "input_text", "text": "seen:"}, {"type": "input_image", "image_url": url_of(b"1")}]
+    items = [
+        {"role": "user", "content": "look"},
+        {"type": "function_call", "call_id": "t1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "t1", "output": output},
+    ]
+    generator = FakeGenerator()
+    async with serving(tokenizer, generator, encoder=FakeEncoder()) as served:
+        await post(served, "/v1/messages", {"messages": turns, "max_tokens": 1})
+        await post(served, "/v1/responses", {"input": items})
+        blocks[1] = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "!"}}
+        broken = await post(served, "/v1/messages", {"messages": turns, "max_tokens": 1}, 400)
+        blocks[1] = {"type": "document"}
+        other = await post(served, "/v1/messages", {"messages": turns, "max_tokens": 1}, 400)
+    message, response = generator.requests
+    assert [each.end - each.start for each in message.images] == [N_ROWS]
+    start = message.images[0].start
+    assert tokenizer.decode(message.prompt_tokens[: start - 1]).endswith("seen:")
+    assert message.prompt_tokens == response.prompt_tokens
+    assert "it is not base64" in broken["error"]["message"]
+    assert "'document' are not served here" in other["error"]["message"]
+
+
 async def test_without_a_projector_chats_are_text_alone(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as served:
         said = await post(served, "/v1/chat/completions", chat(b"1"), 400)

@@ -43,6 +43,7 @@ class Tab:
         self._loaded = asyncio.Event()
         self.problems: list[str] = []
         self.requests: list[str] = []
+        self.choosers: asyncio.Queue[int] = asyncio.Queue()  # inputs whose file chooser was to open
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -61,6 +62,8 @@ class Tab:
                     self.problems.append(" ".join(str(each.get("value")) for each in given["args"]))
                 case "Log.entryAdded" if given["entry"]["level"] in ("error", "warning"):
                     self.problems.append(f"{given['entry']['text']} {given['entry'].get('url', '')}")
+                case "Page.fileChooserOpened":
+                    self.choosers.put_nowait(given["backendNodeId"])
                 case "Network.requestWillBeSent":
                     self.requests.append(given["request"]["url"])
 
@@ -106,6 +109,19 @@ class Tab:
         if "loaderId" in await self.ask("Page.navigate", url=url):  # else only the fragment changes
             async with asyncio.timeout(WAIT_S):
                 await self._loaded.wait()
+
+    async def press(self, key: str) -> None:
+        """Press a key as a person does; "Enter" and "Tab" among others."""
+        code = {"Enter": 13, "Tab": 9}[key]
+        given = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        await self.ask("Input.dispatchKeyEvent", type="keyDown", text="\r" if key == "Enter" else "", **given)
+        await self.ask("Input.dispatchKeyEvent", type="keyUp", **given)
+
+    async def choose(self, paths: list[str]) -> None:
+        """Give files to the next file chooser that opens. Enable `Page.setInterceptFileChooserDialog` before."""
+        async with asyncio.timeout(WAIT_S):
+            node = await self.choosers.get()
+        await self.ask("DOM.setFileInputFiles", files=paths, backendNodeId=node)
 
     async def picture(self, *, whole: bool = False) -> bytes:
         """Return a picture of the visible part as PNG; `whole`: of the whole page."""

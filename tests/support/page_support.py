@@ -17,6 +17,7 @@ from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -93,12 +94,14 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def served(tokenizer: Tokenizer, keys: Path | None = None) -> AsyncIterator[World]:
+async def served(
+    tokenizer: Tokenizer, keys: Path | None = None, *, encoder: Encoder | None = None
+) -> AsyncIterator[World]:
     stage, generator = FakeStage(), Described()
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(Observer(), lambda: [stage])
-    app = make_app(generator, tokenizer, chat, MODEL, CREATED, control=control)
+    app = make_app(generator, tokenizer, chat, MODEL, CREATED, control=control, encoder=encoder)
     with protect_http(app, "127.0.0.1", keys, protect_metrics=False):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:

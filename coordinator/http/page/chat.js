@@ -1,6 +1,7 @@
 // A chat with the model, over the same API that every tool uses.
 
 import { apiKey, ask, count, fixed, h, ms, say } from "./dom.js";
+import { Attachments, thumbs } from "./attach.js";
 import { feed } from "./feed.js";
 import { prose } from "./prose.js";
 
@@ -34,21 +35,37 @@ class Turn {
   constructor(role) {
     this.role = role;
     this.text = "";
+    this.images = []; // as attach.js makes them
     this.thought = "";
     this.calls = [];
     this.tokens = [];
     this.by = h(".by");
     this.thinking = h("div");
     this.fold = h("details", { hidden: true }, h("summary", null, "Thoughts"), this.thinking);
+    this.seen = h(".seen", { hidden: true });
     this.body = h(".text");
     this.called = h("div");
     this.below = h("div");
-    this.element = h(".turn", null, this.by, this.fold, this.body, this.called, this.below);
+    this.element = h(".turn", null, this.by, this.fold, this.seen, this.body, this.called, this.below);
     this.says([]);
   }
 
   says(parts) {
     this.by.replaceChildren(h("b", null, this.role === "user" ? "You" : feed.facts.model_id || "Model"), ...parts);
+  }
+
+  shows(images) {
+    this.images = images;
+    this.seen.hidden = !images.length;
+    this.seen.replaceChildren(...thumbs(images));
+  }
+
+  // As a message of the API.
+  get message() {
+    if (!this.images.length) return { role: this.role, content: this.text };
+    const parts = this.images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
+    if (this.text) parts.push({ type: "text", text: this.text });
+    return { role: this.role, content: parts };
   }
 
   draw(isRunning, showTokens) {
@@ -110,12 +127,14 @@ export function chatView() {
   const wrong = h("p.bad", { role: "alert" });
   const clear = h("button.quiet", { type: "button", onclick: () => {
     if (running) running.abort();
-    turns.splice(0);
+    for (const turn of turns.splice(0)) turn.images.forEach((image) => URL.revokeObjectURL(image.shown));
     log.replaceChildren(hint);
     again.disabled = true;
     say(wrong, "");
   } }, "New chat");
-  const compose = h("form.compose", null, input, h(".row", null, stop, again, send));
+  const attached = new Attachments(input, () => turns.reduce((sum, turn) => sum + turn.images.length, 0), (text) => say(wrong, text));
+  const compose = h("form.compose", null, attached.element, input, h(".row", null, attached.button, stop, again, send));
+  let isSending = false; // images are still being read
   wantsTokens.addEventListener("change", () => {
     for (const turn of turns) turn.draw(false, wantsTokens.checked);
   });
@@ -125,13 +144,18 @@ export function chatView() {
       compose.requestSubmit();
     }
   });
-  compose.addEventListener("submit", (event) => {
+  compose.addEventListener("submit", async (event) => {
     event.preventDefault();
+    if (running || isSending) return;
+    isSending = true;
+    await attached.reading;
+    isSending = false;
     const text = input.value.trim();
-    if (!text || running) return;
+    if (!text && !attached.images.length) return;
     input.value = "";
     const turn = new Turn("user");
     turn.text = text;
+    turn.shows(attached.sent());
     turn.draw(false, false);
     if (!turns.length) log.replaceChildren();
     turns.push(turn);
@@ -146,7 +170,7 @@ export function chatView() {
   }
 
   function body() {
-    const messages = turns.map((turn) => ({ role: turn.role, content: turn.text }));
+    const messages = turns.map((turn) => turn.message);
     if (system.input.value.trim()) messages.unshift({ role: "system", content: system.input.value });
     const asked = { model: feed.facts.model_id, messages, stream: true, stream_options: { include_usage: true } };
     const numbers = { temperature, top_p: topP, max_tokens: most, seed };
@@ -256,9 +280,11 @@ export function chatView() {
   const settings = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,
     system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
     h("label.check", null, wantsTokens, "Token probabilities"), h("div", null, clear)));
+  const talk = h("div", null, log, wrong, compose);
+  attached.dropOn(talk);
   return {
-    element: h(".chat", null, settings, h("div", null, log, wrong, compose)),
+    element: h(".chat", null, settings, talk),
     show: () => matchMedia("(pointer: fine)").matches && input.focus({ preventScroll: true }), // else a keyboard would cover the page
-    update() {},
+    update: () => attached.update(),
   };
 }

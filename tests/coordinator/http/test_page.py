@@ -66,7 +66,8 @@ async def test_every_file_is_locked_down_and_kept_by_its_tag(tokenizer: Tokenize
             assert (status, body) == (200, file.body), path
             rules = dict(rule.strip().split(" ", 1) for rule in headers["Content-Security-Policy"].split(";"))
             assert rules["default-src"] == "'none'"
-            assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == rules["img-src"] == "'self'"
+            assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+            assert rules["img-src"] == "'self' blob:"
             assert rules["frame-ancestors"] == rules["base-uri"] == "'none'"
             assert "unsafe" not in headers["Content-Security-Policy"]
             assert headers["X-Content-Type-Options"] == "nosniff"

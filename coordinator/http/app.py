@@ -31,7 +31,6 @@ from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.bounds import IMAGES_PER_REQUEST_MAX
 
 TEMPLATE_FAULT = web.AppKey("template_fault", str)  # why the chat template cannot be used, or empty
 
@@ -80,7 +79,7 @@ def make_app(
     files = read_files()
     facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
     if images is not None:
-        facts["images_max"] = IMAGES_PER_REQUEST_MAX
+        facts["images_max"] = images.per_request_max
     feed = LiveFeed(generator, control, facts)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits

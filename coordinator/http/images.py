@@ -10,11 +10,14 @@ from relayline.coordinator.http.fair_line import FairLine, Ticket
 from relayline.coordinator.images.encoded import Encoded, EncodedImages, Filled, n_tokens_of, put_in
 from relayline.coordinator.images.encoder import Encoder, Segment
 from relayline.coordinator.images.parts import Picture
+from relayline.wire.common.bounds import IMAGES_PER_REQUEST_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 
 class Images:
     """The images of one application. Event loop only; encoding itself runs elsewhere, one image at a time."""
+
+    per_request_max = IMAGES_PER_REQUEST_MAX
 
     def __init__(self, encoder: Encoder) -> None:
         """The encoder has been started."""

@@ -23,8 +23,8 @@ _INDEX = "index.html"
 _BREAKS = re.compile(r"[;,]")
 
 HEADERS = {
-    # Nothing but files of this server runs, draws or is asked, and no other page may hold this one in a frame. A blob is
-    # an image that the user attached.
+    # Nothing but files of this server runs, draws or is asked, and no other page may hold this one in a frame. A blob
+    # is an image that the user attached.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",

@@ -92,6 +92,7 @@ class Observer:
         session.session_id, session.request_id = session_id, request.request_id
         session.n_prompt = len(request.prompt_tokens)
         session.looks_for_prefix = request.cache_prompt
+        session.is_embedding = bool(request.sampling.number("pooling"))
         session.admitted_ns = now_ns
         session.origin = self._stream(session, request, now_ns, record)
         if record is not None and record.span is not None:
@@ -162,16 +163,17 @@ class Observer:
         *,
         is_drafted: bool = False,
     ) -> None:
-        """The token for `position` has arrived. The last one has a finish reason."""
+        """The token for `position` has arrived, or an embedding has. The last one has a finish reason."""
         if finish_reason is not None:
             session.finish_reason = finish_reason
-        self.n_tokens += 1
+        self.n_tokens += not session.is_embedding
         if is_drafted:
             session.n_accepted += 1
             self.n_accepted += 1
             self.metrics.accepted.inc()
         gap_ns = session.token(position, now_ns)
-        self.metrics.token(gap_ns)
+        if not session.is_embedding:
+            self.metrics.token(gap_ns)
         if gap_ns is None:
             self.n_prompt_tokens += session.n_prompt
             self.n_copied_tokens += session.n_copied

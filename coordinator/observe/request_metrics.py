@@ -87,12 +87,13 @@ class RequestMetrics:
         self._finished[reason if reason in self._finished else "error"].inc()
         session = stream.session
         first_ns = max(session.first_token_ns, stream.opened_ns) if session.first_token_ns else 0
-        if first_ns:
+        if first_ns and not session.is_embedding:
             self._ttft.observe((first_ns - stream.opened_ns) * S)
         if reason in ("stop", "length"):
             self._e2e.observe((stream.ended_ns - stream.opened_ns) * S)
             self._prompt.observe(session.n_prompt)
-            self._generation.observe(stream.n_tokens)
+            if not session.is_embedding:
+                self._generation.observe(stream.n_tokens)
 
     def session_ended(self, session: SessionRecord) -> None:
         """Observe the phases of a session that ended, as far as it got."""

@@ -118,10 +118,11 @@ class SessionRecord:
     origin: StreamRecord | None = None  # the stream that opened it
     prefill_span: Span | None = None
     decode_span: Span | None = None
+    is_embedding: bool = False  # its only answer is no token
 
     def token(self, position: int, now_ns: int) -> int | None:
         """Note the token for `position`; returns the time since the one before it, None for the first."""
-        self.n_tokens += 1
+        self.n_tokens += not self.is_embedding
         if self.chunks and not self.chunks[-1].answered_ns:
             self.answered(position, now_ns)
         gap_ns = None

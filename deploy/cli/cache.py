@@ -44,9 +44,13 @@ def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_
         _show(entry, _outcome(entry, kind) if clear else entry.state, as_json=as_json)
     if not as_json:
         counts = {name: sum(each.kind == name for each in entries) for name in KINDS}
-        listed = ", ".join(f"{counts[name]} {name}" for name in ((kind,) if kind else KINDS) if directory is None)
-        what = listed or f"{directory}: {len(entries)} artifacts"
+        listed = ", ".join(_counted(counts[name], name) for name in ((kind,) if kind else KINDS) if directory is None)
+        what = listed or f"{directory}: {_counted(len(entries), 'artifacts')}"
         print(f"{what}, {sum(entry.size_bytes for entry in entries) / MIB:,.1f} MiB")
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind.removesuffix('s') if count == 1 else kind}"
 
 
 def _entries(kind: str | None, directory: Path | None) -> list[Kept]:

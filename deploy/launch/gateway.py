@@ -30,6 +30,7 @@ from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
 from relayline.deploy.manifest.model import ENROL_PORT, JOIN_PORT
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.process import first_of, run
 from relayline.wire.links.security import address_of
@@ -210,7 +211,7 @@ class _Keeper:
         if models:
             facts |= {"model": models[0], "chat": events[0].get("chat", True)}
         self._emit(facts)
-        log.info("ready: %s", url)
+        log.info("ready: %s", url, extra=PRINTED)
 
     def _child(self, pipeline: LocalPipeline) -> Child:
         writer = LogWriter(self._directory.log(pipeline.name))

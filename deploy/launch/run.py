@@ -35,6 +35,7 @@ from relayline.deploy.launch.supervisor import Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.planning.shared import gpu_sharing
 from relayline.wire.common.errors import RelaylineError, StartError
+from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.process import first_of
 
 log = logging.getLogger("relayline.up")
@@ -206,7 +207,7 @@ async def supervise(supervisor: Supervisor, stopping: asyncio.Event, emit: Emit)
             return
         ready: dict[str, Any] = starting.result()
         emit(ready)
-        log.info("ready: %s", ready["url"])
+        log.info("ready: %s", ready["url"], extra=PRINTED)
         await first_of(stop, supervisor.failed)
         if supervisor.failed.done():
             supervisor.failed.result()

@@ -85,10 +85,18 @@ class _ClientFaults(logging.Filter):
 _CLIENT_FAULTS = _ClientFaults()
 
 
+PRINTED = {"is_printed": True}
+
+
 def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
-    """Send this process's logs to stderr. Call once, before anything logs."""
+    """Send this process's logs to stderr. Call once, before anything logs.
+
+    A record of which the user gets to see a line of its own (`extra=PRINTED`) is for log files.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(role) if as_json else _HumanFormatter())
+    if not as_json:  # else something collects these lines apart from what is printed
+        handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -100,7 +100,9 @@ async def test_a_person_attaches_images_and_asks_about_them(tokenizer: Tokenizer
         await tab.until(f"{N_SHOWN} === 2")
         await give(tab, "drop", ("large.png", large), ("notes.txt", b"not an image"))
         await tab.until(f"{N_SHOWN} === 3")
-        assert await tab.value("document.querySelector('.compose [role=status]').textContent") == "large.png is attached"
+        assert (
+            await tab.value("document.querySelector('.compose [role=status]').textContent") == "large.png is attached"
+        )
         await tab.value("document.querySelector('[aria-label=\"Take out pasted.png\"]').click()")
         await tab.until(f"{N_SHOWN} === 2")
         await give(tab, "drop", ("broken.png", b"no image"))

@@ -63,9 +63,17 @@ class World:
         self.observer.received(record, headers)
         return record
 
-    def open(self, record: RequestRecord, at_ns: int = 2_000, choice: int = 0, *, cache_prompt: bool = True) -> Opened:
+    def open(
+        self,
+        record: RequestRecord,
+        at_ns: int = 2_000,
+        choice: int = 0,
+        *,
+        cache_prompt: bool = True,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  (frozen)
+    ) -> Opened:
         name = f"{record.completion_id}-{choice}"
-        request = GenerationRequest(name, (1, 2, 3), 8, SamplingParams(), cache_prompt=cache_prompt)
+        request = GenerationRequest(name, (1, 2, 3), 8, sampling, cache_prompt=cache_prompt)
         self.n_sessions += 1
         session = Opened(self.n_sessions, request)
         self.observer.admitted(session.record, session.session_id, request, at_ns, record)
@@ -104,6 +112,21 @@ def times_of(span: ReadableSpan) -> tuple[int, int]:
     assert span.start_time is not None
     assert span.end_time is not None
     return span.start_time - OFFSET_NS, span.end_time - OFFSET_NS
+
+
+def test_an_embedding_is_no_generated_token() -> None:
+    world = World()
+    record = world.receive()
+    session = world.open(record, sampling=SamplingParams(0.0, numbers=(("pooling", 1.0),)))
+    world.run(session, n_tokens=1)
+    world.observer.left(record.streams[0], 3_400)
+    figures = world.figures()
+    assert figures[f"{names.METRIC_GENERATION_TOKENS}_total",] == 0
+    assert figures[f"{names.METRIC_TTFT}_count",] == figures[f"{names.METRIC_REQUEST_GENERATION}_count",] == 0
+    assert figures[f"{names.METRIC_REQUEST_PROMPT}_count",] == 1
+    told = world.observer.figures()
+    assert (told["generated_tokens"], told["prompt_tokens"]) == (0, 3)
+    assert record.streams[0].n_tokens == 0
 
 
 def test_one_request_is_one_trace_with_its_phases() -> None:

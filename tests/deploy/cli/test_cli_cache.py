@@ -33,6 +33,7 @@ def test_the_cache_is_listed_oldest_first_and_cleared(tmp_path: Path) -> None:
         ("new.gguf", 10, "whole"),
     ]
     assert "2 artifacts" in relayline("cache", "--cache", tmp_path).stdout
+    assert ": 1 artifact," in relayline("cache", "--cache", tmp_path, "--unused-days", "1").stdout
     assert relayline("cache", "--cache", tmp_path, "--clear").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -10,6 +10,7 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.speed.curves import Curves
 from relayline.wire.common import bounds
+from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -57,6 +58,7 @@ class StageFacts:
             name=self.name,
             place=self.place,
             takes_rows=artifact.takes_rows,
+            options=sorted(OPTIONS),
         )
         self.curves.tell(message)
         return message

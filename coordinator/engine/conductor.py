@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 from relayline.coordinator.engine.availability import Availability
 from relayline.coordinator.engine.instructions import (
@@ -36,6 +36,7 @@ from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
+from relayline.coordinator.sessions.abilities import refusal
 from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore
@@ -56,6 +57,7 @@ from relayline.wire.common.errors import (
     from_wire,
 )
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -94,6 +96,8 @@ class EpochFacts:
     """How many rejected draft tokens of a step every stage can drop, where `rewinds` is false."""
     tier: TierFacts = NO_TIER
     """What their tiers hold."""
+    options: Set[str] = OPTIONS
+    """The options that the last stage's sampler knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class Conductor:
         self._acceptance = Acceptance() if drafts else None
         self.epoch = 0  # the epoch that is connected or connecting; events of any other epoch are ignored
         self._is_connected = False
+        self._options: Set[str] = OPTIONS
         self.is_held = False
         """Whether nothing leaves until the next epoch: see coordinator.engine.moves."""
         self._is_trying = self._is_dispatching = False
@@ -143,6 +148,8 @@ class Conductor:
     def open(self, request: GenerationRequest, now_ns: int) -> tuple[Opened, list[Instruction]]:
         """Admit a request, or raise its refusal, which changes nothing: see Generator.open."""
         self.availability.check(now_ns)
+        if (error := refusal(request, self._options)) is not None:
+            raise error
         key = sharing_key(request) if self._config.share else request.request_id
         if (session := self.readers.join(key)) is not None:
             return Opened(session.session_id, is_joined=True), self._instructions()
@@ -203,6 +210,10 @@ class Conductor:
         admission.resize(facts.n_lanes, facts.ctx_tokens)
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
+        self._options = facts.options
+        for session in [*admission.running.values(), *admission.waiting]:
+            if (reason := refusal(session.request, self._options)) is not None:
+                self._fail(session, reason, now_ns)
         self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
         self._is_connected, self.is_held = True, False
         self.availability.enter(Phase.READY, now_ns)

@@ -24,6 +24,7 @@ from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError
+from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.common.tasks import end_task
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.revocation import Revocations
@@ -84,6 +85,11 @@ class Connection:
     def keeps_state(self) -> bool:
         """Whether some stage can take a lane back to checkpoints alone."""
         return any(facts.keeps_state for facts in self.facts)
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The options that the last stage's sampler knows."""
+        return frozenset(self.facts[-1].options) & OPTIONS
 
     @property
     def tier(self) -> TierFacts:

@@ -264,4 +264,5 @@ def facts_of(connection: Connection) -> EpochFacts:
         keeps_state=connection.keeps_state,
         rewind_rows=connection.rewind_rows,
         tier=connection.tier,
+        options=connection.options,
     )

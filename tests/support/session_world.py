@@ -27,6 +27,7 @@ from relayline.wire.common.errors import (
     RelaylineError,
     StageLostError,
 )
+from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.envelopes.envelope import DTYPE_F16
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -192,7 +193,13 @@ class World:
         self.n_starts += stages.n_behind < 0
         instances = (f"started {self.n_starts} times",)
         connection = pipeline.epochs.connection = mock.Mock(
-            n_lanes=stages.n_lanes, ctx_tokens=CTX, held=held, instances=instances, keeps_state=False, tier=NO_TIER
+            n_lanes=stages.n_lanes,
+            ctx_tokens=CTX,
+            held=held,
+            instances=instances,
+            keeps_state=False,
+            tier=NO_TIER,
+            options=OPTIONS,
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages, so that guesses can fill one
         connection.sharing = lambda names: ()

@@ -27,7 +27,14 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.wire.common.curve import CostCurve
-from relayline.wire.common.errors import NotReadyError, OverloadedError, ProtocolError, RelaylineError, StageLostError
+from relayline.wire.common.errors import (
+    NotReadyError,
+    NotServedError,
+    OverloadedError,
+    ProtocolError,
+    RelaylineError,
+    StageLostError,
+)
 from relayline.wire.common.phase import Phase
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -204,3 +211,39 @@ def test_a_bug_comes_with_its_traceback() -> None:
     assert isinstance(log, Log)
     assert isinstance(log.bug, ZeroDivisionError)
     assert isinstance(lose, Lose)
+
+
+NEWER_OPTIONS = (
+    dataclasses.replace(
+        request(), sampling=SamplingParams(numbers=(("repetition_penalty", 1.3),), bad_words=((1, 2),))
+    ),
+    dataclasses.replace(request(), scores_prompt=True),
+)
+OLDER = dataclasses.replace(FACTS, options=frozenset({"dry_multiplier"}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"), [*zip(NEWER_OPTIONS, ("bad_words, repetition_penalty", "prompt_logprobs"), strict=True)]
+)
+def test_an_older_last_stage_gets_no_request_whose_options_it_would_pass_over(
+    asked: GenerationRequest, names: str
+) -> None:
+    conductor = connected(OLDER)
+    with pytest.raises(NotServedError, match=f"does not know {names}; upgrade"):
+        conductor.open(asked, 0)
+    assert conductor.dispatch(0) == []
+    conductor.open(request(), 0)
+    assert len(frames(conductor.dispatch(0))) == 2, "what it knows is served"
+
+
+def test_a_stream_ends_when_an_older_last_stage_cannot_go_on_with_it() -> None:
+    conductor = connected()
+    asked, waiting = NEWER_OPTIONS
+    conductor.open(asked, 0)
+    conductor.dispatch(0)
+    conductor.open(dataclasses.replace(waiting, request_id="waits"), 0)
+    conductor.lost(StageLostError("gone"), 0)
+    conductor.begin_epoch()
+    told = [each for each in conductor.connected(OLDER, 0) if isinstance(each, Tell)]
+    assert [(each.session_id, type(each.event)) for each in told] == [(1, NotServedError), (2, NotServedError)]
+    assert not conductor.admission.running

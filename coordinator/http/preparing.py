@@ -453,6 +453,7 @@ class Shop:
         if [body.content, body.prompt, body.messages].count(None) != 2:
             raise InvalidRequestError("content: send one of content, prompt and messages", param="content")
         if body.messages is not None:
+            validation.check_messages(body.messages)
             enter("template")
             messages = [msgspec.to_builtins(message) for message in body.messages]
             variables = {"add_generation_prompt": body.add_generation_prompt}

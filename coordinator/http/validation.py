@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayline.coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody
+from relayline.coordinator.http.bodies import ChatBody, CompletionBody, GenerationBody, MessageBody
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.structure import Shape, shape_of
 from relayline.coordinator.http.tools import Offered, check_calls, offered_by
@@ -144,11 +144,7 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if body.reasoning_format not in (None, *REASONING_FORMATS):
         names = ", ".join(REASONING_FORMATS)
         raise InvalidRequestError(f"reasoning_format: must be one of {names}", param="reasoning_format")
-    check_calls(body.messages)
-    for index, message in enumerate(body.messages):
-        if message.content is None and message.role in ("user", "system", "developer", "tool"):
-            param = f"messages[{index}].content"
-            raise InvalidRequestError(f"{param}: required field is missing", param=param)
+    check_messages(body.messages)
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
     offered = offered_by(body)
@@ -160,6 +156,15 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if offered and plan.ignore_eos:
         raise InvalidRequestError("ignore_eos: an answer that calls tools ends by itself", param="ignore_eos")
     return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
+
+
+def check_messages(messages: Sequence[MessageBody]) -> None:
+    """Refuse messages that no template can show: calls without a name, turns without a content."""
+    check_calls(messages)
+    for index, message in enumerate(messages):
+        if message.content is None and message.role in ("user", "system", "developer", "tool"):
+            param = f"messages[{index}].content"
+            raise InvalidRequestError(f"{param}: required field is missing", param=param)
 
 
 def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:

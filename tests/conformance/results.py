@@ -57,7 +57,9 @@ def _read_junit(result: Result, report: Path) -> None:
         fault = next((found for kind in ("failure", "error") if (found := case.find(kind)) is not None), None)
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}".removeprefix("::")
         if fault is not None:
-            result.failures.append((name, _short(fault.get("message") or fault.text or "")))
+            message = fault.get("message") or ""
+            is_whole = " " in message  # and no code, as schemathesis writes
+            result.failures.append((name, _short(message if is_whole else f"{message} {fault.text or ''}")))
         elif case.find("skipped") is not None:
             result.n_skipped += 1
         else:

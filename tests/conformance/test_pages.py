@@ -14,6 +14,8 @@ REPORT = """<testsuites><testsuite>
 <failure message="Error code: 405 - DELETE is not allowed on /v1/models/x"/></testcase>
 <testcase classname="a.TestModels" name="test_list"/>
 <testcase classname="a.TestModels" name="test_odd"><skipped/></testcase>
+<testcase name="POST /x"><failure message="ST101">1. Server
+error</failure></testcase>
 <testcase classname="a.TestModels" name="test_bad"><error message="AssertionError: nobody&#10;knows"/></testcase>
 </testsuite></testsuites>"""
 
@@ -24,13 +26,13 @@ def test_a_report_is_told_apart(tmp_path: Path) -> None:
     result, other = Result(SUITES[0], "openai 1"), Result(SUITES[1], "anthropic 1")
     read_report(result, report)
     read_report(other, report)
-    assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 2)
+    assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 3)
     known, unknown = result.split()
     assert [*known.values()] == [1]
-    assert unknown == [("TestModels::test_bad", "AssertionError: nobody knows")]
-    assert len(other.split()[1]) == 2  # the explanation is of another suite
+    assert unknown == [("POST /x", "ST101 1. Server error"), ("TestModels::test_bad", "AssertionError: nobody knows")]
+    assert len(other.split()[1]) == 3  # the explanation is of another suite
     page = written([result, Result(SUITES[2], skipped="no such package")])
-    assert "| openai-python | openai 1 | 1 | 1 | 1 | 1 |" in page
+    assert "| openai-python | openai 1 | 1 | 1 | 1 | 2 |" in page
     assert "not run: no such package" in page
     assert "## Not explained" in page
 

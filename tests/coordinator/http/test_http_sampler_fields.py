@@ -145,5 +145,8 @@ async def test_tokens_in_the_form_of_vllm(tokenizer: Tokenizer) -> None:
         for wrong in ({}, {"prompt": "a", "content": "b"}):
             async with session.post("/tokenize", json=wrong) as reply:
                 assert (reply.status, (await reply.json())["error"]["param"]) == (400, "content")
+        calls = {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}
+        async with session.post("/tokenize", json=calls) as reply:
+            assert (reply.status, (await reply.json())["error"]["param"]) == (400, "messages[0].tool_calls[0]")
         async with session.get("/version") as reply:
             assert [*await reply.json()] == ["version"]

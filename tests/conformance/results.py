@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import re
@@ -21,14 +22,15 @@ class Result:
 
     suite: Suite
     version: str = ""
+    ran: str = ""  # date and commit
     n_passed: int = 0
     n_skipped: int = 0
     failures: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (test, message)
     skipped: str = ""  # why it did not run
 
-    def split(self) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """Return the failures that are explained, counted by reason, and the others."""
-        known: dict[str, int] = {}
+    def split(self) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+        """Return the tests whose failures are explained, by reason, and the other failures."""
+        known: dict[str, list[str]] = {}
         unknown = []
         for test, message in self.failures:
             reason = next(
@@ -36,7 +38,7 @@ class Result:
                  and re.search(pattern, f"{test}: {message}")), "",
             )  # fmt: skip
             if reason:
-                known[reason] = known.get(reason, 0) + 1
+                known.setdefault(reason, []).append(test)
             else:
                 unknown.append((test, message))
         return known, unknown
@@ -85,6 +87,12 @@ def _short(message: str) -> str:
     return " ".join(message.split())[:MESSAGE_CHARS]
 
 
+def _named(tests: Sequence[str]) -> str:
+    """Return the names of tests, each once; how often, if it ran with several parameters."""
+    counts = collections.Counter(test.partition("[")[0] for test in tests)
+    return "(" + ", ".join(f"`{name}`" + f" {n}x" * (n > 1) for name, n in counts.items()) + ")"
+
+
 def written(results: Sequence[Result]) -> str:
     """Return the page."""
     lines = [
@@ -94,20 +102,22 @@ def written(results: Sequence[Result]) -> str:
         "environment of its own. The suites without an API of their own to test are driven by short files in",
         "`tests/conformance/suites`; the libraries' own checks of what they read decide.",
         "",
-        "| suite | version | passed | skipped by itself | explained | not explained |",
-        "|---|---|--:|--:|--:|--:|",
+        "| suite | version | run on, commit | passed | skipped by itself | explained | not explained |",
+        "|---|---|---|--:|--:|--:|--:|",
     ]
     for result in results:
         known, unknown = result.split()
-        row = [result.suite.name, result.version, result.n_passed, result.n_skipped, sum(known.values()), len(unknown)]
+        counts = [result.n_passed, result.n_skipped, sum(map(len, known.values())), len(unknown)]
+        row = [result.suite.name, result.version, result.ran, *counts]
         if result.skipped:
-            row = [result.suite.name, f"not run: {result.skipped}", "", "", "", ""]
+            row = [result.suite.name, f"not run: {result.skipped}", "", "", "", "", ""]
         lines.append(f"| {' | '.join(map(str, row))} |")
     lines += ["", "What each is:", ""]
     lines += [f"* **{result.suite.name}**: {result.suite.what}." for result in results]
     lines += ["", "## Explained failures", ""]
     for result in results:
-        lines += [f"* {result.suite.name}, {count}: {reason}" for reason, count in result.split()[0].items()]
+        known = result.split()[0]
+        lines += [f"* {result.suite.name}, {len(tests)}: {reason} {_named(tests)}" for reason, tests in known.items()]
     unexplained = [(result.suite.name, *each) for result in results for each in result.split()[1]]
     if unexplained:
         lines += ["", "## Not explained", ""]

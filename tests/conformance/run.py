@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import datetime
 import itertools
 import subprocess
 import sys
@@ -26,30 +27,41 @@ from tests.conformance.table import SUITES, Suite
 ROOT = Path(__file__).parents[2]
 WORK = ROOT / "build" / "conformance"
 OUT = ROOT / "docs" / "reference" / "conformance.md"
+RAN = "ran"  # a file: when a suite ran last, and against which commit
 CTX_TOKENS = 1_024  # the demo model never ends by itself
 
 
 def run_suite(suite: Suite, url: str, model: str) -> Result:
     """Install a suite and run it."""
     result, place = Result(suite), WORK / suite.name
+    ran = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {_commit()}"
     try:
         report = RUNNERS[suite.kind](suite, place, url, model)
     except (NotInstalledError, subprocess.TimeoutExpired) as error:
         result.skipped = str(error).strip().splitlines()[-1][:MESSAGE_CHARS]
         return result
-    result.version = version(suite, place)
+    (place / RAN).write_text(ran)
+    result.version, result.ran = version(suite, place), ran
     read_report(result, report)
     return result
+
+
+def _commit() -> str:
+    """Return the commit that runs; with a plus if files have changed since."""
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode
+    return f"{head.stdout.strip()}{'+' if changed else ''}" if head.stdout else "no commit"
 
 
 def _last(suite: Suite) -> Result:
     """Return what a suite found when it last ran here."""
     result, place = Result(suite), WORK / suite.name
     report = place / ("report.jsonl" if suite.kind == "go" else "report.xml")
-    if not report.exists():
+    if not report.exists() or not (place / RAN).exists():
         result.skipped = "it has not come to its end here"
         return result
-    result.version = version(suite, place)
+    result.version, result.ran = version(suite, place), (place / RAN).read_text()
     read_report(result, report)
     return result
 

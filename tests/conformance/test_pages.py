@@ -23,18 +23,19 @@ error</failure></testcase>
 def test_a_report_is_told_apart(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
-    result, other = Result(SUITES[0], "openai 1"), Result(SUITES[1], "anthropic 1")
+    result, other = Result(SUITES[0], "openai 1", "2026-11-27, abc"), Result(SUITES[1], "anthropic 1")
     read_report(result, report)
     read_report(other, report)
     assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 3)
     known, unknown = result.split()
-    assert [*known.values()] == [1]
+    assert [*known.values()] == [["TestModels::test_delete"]]
     assert unknown == [("POST /x", "ST101 1. Server error"), ("TestModels::test_bad", "AssertionError: nobody knows")]
     assert len(other.split()[1]) == 3  # the explanation is of another suite
     page = written([result, Result(SUITES[2], skipped="no such package")])
-    assert "| openai-python | openai 1 | 1 | 1 | 1 | 2 |" in page
+    assert "| openai-python | openai 1 | 2026-11-27, abc | 1 | 1 | 1 | 2 |" in page
     assert "not run: no such package" in page
     assert "## Not explained" in page
+    assert "client. (`TestModels::test_delete`)" in page
 
 
 def test_a_suite_that_leaves_no_report_has_failed(tmp_path: Path) -> None:

@@ -169,10 +169,5 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ),
     ("langchain", r"test_agent_loop", "The demo model does not find out by itself that it has to call a tool."),
     ("langchain", r"test_unicode_tool_call", "The call comes; the demo model does not write Chinese."),
-    (
-        "langchain",
-        r"UserWarning: (Pydantic serializer|Received a Pydantic BaseModel V1)",
-        "The answer was read; the client then warns of its own handling of Pydantic, and its tests count warnings.",
-    ),
     ("langchain", r"image|audio|pdf|media", "The demo model reads text only."),
 )

@@ -140,6 +140,7 @@ def _copied(suite: Suite, tests: Path) -> Path:
     tests.mkdir(parents=True, exist_ok=True)
     for name in suite.tests:
         shutil.copy(SUITES_DIR / name, tests / name)
+    (tests / "pytest.ini").write_text("[pytest]\n")  # else our own settings hold here, and every warning is an error
     return tests
 
 

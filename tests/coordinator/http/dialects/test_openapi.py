@@ -67,6 +67,24 @@ async def test_it_lists_what_is_served_and_real_replies_fit(tokenizer: Tokenizer
                 jsonschema.validate(body, {**asked, "components": document["components"]})
 
 
+async def test_it_is_written_once_and_only_if_somebody_asks(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    describe = openapi.describe
+
+    def counted(routes: Any) -> dict[str, Any]:
+        written.append(routes)
+        return describe(routes)
+
+    monkeypatch.setattr(openapi, "describe", counted)
+    async with serving(tokenizer, FakeGenerator()) as served, aiohttp.ClientSession(served.url) as session:
+        for path, n_written in (("/health", 0), ("/docs", 1), ("/openapi.json", 1), ("/docs", 1)):
+            async with session.get(path) as reply:
+                assert reply.status == 200
+            assert len(written) == n_written
+
+
 def test_every_route_of_the_api_is_in_it(tokenizer: Tokenizer) -> None:
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     app = make_app(FakeGenerator(), tokenizer, chat, MODEL, CREATED)

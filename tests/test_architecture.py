@@ -79,6 +79,7 @@ PURE_CORES = (
     "coordinator/engine/membership.py",
     "coordinator/engine/availability.py",
     "coordinator/engine/conductor.py",
+    "coordinator/engine/epoch_facts.py",
     "coordinator/engine/moves.py",
     "coordinator/engine/instructions.py",
     "coordinator/sessions/frame.py",

@@ -7,11 +7,14 @@ that were already running wait longer, see PipelineConfig.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from relayline.coordinator.sessions.abilities import refusal
+from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.errors import NotReadyError, NotServedError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.links.silence import Silence, looks_of
 
 DOUBTED_AFTER_S = 3.0  # of silence: from then on a stage is not asked for figures, which others wait for
@@ -25,6 +28,8 @@ class Availability:
         self.phase, self.since_ns = Phase.LOADING, now_ns
         self.lost_at_ns = 0
         """When the stage that is waited for was last there."""
+        self.options: Set[str] = OPTIONS
+        """The options that the last stage's sampler knows."""
         self._names, self._lost_wait_ns = names, int(lost_wait_s * 1e9)
         self._silences = [Silence() for _ in names]
         self._heard_ns = [0] * len(names)  # 0: never
@@ -57,6 +62,10 @@ class Availability:
             lost_s = (now_ns - self.lost_at_ns) / 1e9
             return NotReadyError(f"the pipeline is unreachable: a stage was lost {lost_s:.0f} s ago{who}; try again")
         return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
+
+    def not_served(self, request: GenerationRequest) -> NotServedError | None:
+        """Return why the last stage cannot serve a request, whenever it comes; None: it can."""
+        return refusal(request, self.options)
 
     def came_while_lost(self, admitted_ns: int) -> bool:
         """Return whether a request that was admitted then came after the loss of the stage that is waited for."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from relayline.coordinator.engine.availability import Availability
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import (
     Dispatch,
     Ended,
@@ -35,8 +36,6 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.scheduler import Scheduler
-from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.sessions.abilities import refusal
 from relayline.coordinator.sessions.admission import LANE_TRY_S, Admission
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore
@@ -46,7 +45,6 @@ from relayline.coordinator.sessions.session import OutFrame, Session, State, tak
 from relayline.coordinator.sessions.silence import SILENT_S
 from relayline.coordinator.sessions.slots import progress_of
 from relayline.coordinator.sessions.suspects import Suspects
-from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
 from relayline.coordinator.sessions.turnover import Turnover, holdings
 from relayline.wire.common.errors import (
     InternalError,
@@ -57,7 +55,6 @@ from relayline.wire.common.errors import (
     from_wire,
 )
 from relayline.wire.common.phase import Phase
-from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -73,31 +70,6 @@ class ConductorConfig:
     prefix_lanes: int | None = 0
     waiting_max: int = 256
     lost_wait_s: float = 15.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class EpochFacts:
-    """The facts that the stages of a new epoch reported, merged."""
-
-    n_lanes: int
-    """Sessions that every stage can hold."""
-    ctx_tokens: int
-    """Tokens of one session that every stage can hold."""
-    held: Mapping[int, int]
-    """Of each session of the epoch before that any stage knows, how many tokens all of them hold."""
-    instances: tuple[str, ...]
-    """The stages' incarnation names: a restarted stage has a new one."""
-    costs: Sequence[StageCost]
-    rewinds: bool = True
-    """Whether every stage can drop rejected draft tokens."""
-    keeps_state: bool = False
-    """Whether some stage can take a session back to checkpoints alone."""
-    rewind_rows: int = 0
-    """How many rejected draft tokens of a step every stage can drop, where `rewinds` is false."""
-    tier: TierFacts = NO_TIER
-    """What their tiers hold."""
-    options: Set[str] = OPTIONS
-    """The options that the last stage's sampler knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +101,6 @@ class Conductor:
         self._acceptance = Acceptance() if drafts else None
         self.epoch = 0  # the epoch that is connected or connecting; events of any other epoch are ignored
         self._is_connected = False
-        self._options: Set[str] = OPTIONS
         self.is_held = False
         """Whether nothing leaves until the next epoch: see coordinator.engine.moves."""
         self._is_trying = self._is_dispatching = False
@@ -148,7 +119,7 @@ class Conductor:
     def open(self, request: GenerationRequest, now_ns: int) -> tuple[Opened, list[Instruction]]:
         """Admit a request, or raise its refusal, which changes nothing: see Generator.open."""
         self.availability.check(now_ns)
-        if (error := refusal(request, self._options)) is not None:
+        if (error := self.availability.not_served(request)) is not None:
             raise error
         key = sharing_key(request) if self._config.share else request.request_id
         if (session := self.readers.join(key)) is not None:
@@ -210,9 +181,9 @@ class Conductor:
         admission.resize(facts.n_lanes, facts.ctx_tokens)
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
-        self._options = facts.options
+        self.availability.options = facts.options
         for session in [*admission.running.values(), *admission.waiting]:
-            if (reason := refusal(session.request, self._options)) is not None:
+            if (reason := self.availability.not_served(session.request)) is not None:
                 self._fail(session, reason, now_ns)
         self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
         self._is_connected, self.is_held = True, False

@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.engine.balance import Balance
-from relayline.coordinator.engine.conductor import Conductor, EpochFacts
+from relayline.coordinator.engine.conductor import Conductor
 from relayline.coordinator.engine.connection import Connection
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import Instruction
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
 from relayline.coordinator.engine.reconnect import Reconnector

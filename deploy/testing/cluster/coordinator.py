@@ -11,7 +11,8 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 
-from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Send, Tell, TryLanes
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.prefixes import held_by_all

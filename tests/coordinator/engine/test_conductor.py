@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from relayline.coordinator.engine.conductor import Conductor, ConductorConfig, EpochFacts
+from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import (
     Dispatch,
     Ended,

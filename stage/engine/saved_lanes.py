@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
-from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane
+from relayline.stage.engine import layer_cells
+from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import NativeError
 
@@ -36,6 +38,8 @@ class SavedLanes:
     def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes) -> None:
         self._engine, self._context, self._states = engine, context, states
         self._byte_ns, self._token_bytes = _BYTE_NS, 1
+        self.shape: layer_cells.Shape | None = None
+        """The shape of a lane's state; None where layers cannot be taken out of it, see `cells`."""
 
     @property
     def token_ns(self) -> float:
@@ -48,6 +52,36 @@ class SavedLanes:
         if self._engine.keeps_state:  # that of the whole lane, however long
             n_bytes -= llama.llama_state_seq_get_size_ext(self._context, lane, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
         self._token_bytes = max(1, n_bytes)
+        state = read_lane(self._context, lane)
+        artifact = self._engine.artifact
+        if state is not None and not self._engine.keeps_state and not self._engine.window:
+            self.shape = layer_cells.shape_of(state, artifact.layer_end - artifact.layer_start)
+
+    def cells(self, lane: int) -> list[layer_cells.LayerCells]:
+        """Return what a lane holds, layer by layer: copies, and as many tokens as the lane has.
+
+        Raises NativeError where a state cannot be taken apart: recurrent ones, sliding windows, images.
+        """
+        self._settle(lane)
+        state = read_lane(self._context, lane)
+        if state is None or self.shape is None:
+            raise NativeError(f"lane {lane} cannot be taken apart by layers")
+        return layer_cells.cut(self.shape, state)
+
+    def put_cells(self, lane: int, cells: Sequence[layer_cells.LayerCells]) -> int:
+        """Let an empty lane hold what stages with its layers gave by `cells`; returns its tokens.
+
+        Raises NativeError, and the lane is empty, where it cannot.
+        """
+        if self.shape is None:
+            raise NativeError("this engine's lanes cannot be put together from layers")
+        state = layer_cells.written(self.shape, cells)
+        self._settle(lane)
+        n_tokens = cells[0].n_tokens
+        if not write_lane(self._context, lane, state) or self._engine.lane_tokens(lane) != n_tokens:
+            self._engine.clear(lane)
+            raise NativeError(f"llama.cpp does not take a state of {state.nbytes} bytes for lane {lane}")
+        return n_tokens
 
     def save(self, lane: int) -> Saved:
         """Return all that the lane holds. Raises NativeError where llama.cpp does not give it."""

@@ -8,7 +8,7 @@ lock, so no two of them meet half-way in the decode thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from relayline.stage.facts import StageFacts
@@ -216,6 +216,11 @@ class Epochs:
         self._observer.route_ended(route.route_id)
         if route.link is not None:
             await route.link.close()
+
+    def handed(self, route_ids: Iterable[int]) -> None:
+        """Lanes of these routes were taken over: they stay for a while, as if an epoch had left them here."""
+        for route_id in route_ids:
+            self._left.left(route_id, ROUTES_MAX)
 
     async def _forget_left(self, route_id: int) -> None:
         async with self._changing:

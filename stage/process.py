@@ -200,7 +200,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max, config.coordinator)
     served.begin(listener.guard)
     server = listener.server
-    server.add_generic_rpc_handlers((handlers(lambda: served.service),))
+    server.add_generic_rpc_handlers((handlers(lambda: served.service, served.give_call),))
     health = listener.add_health()
     if config.engine.reflection:
         listener.add_reflection(rpc.SERVICE, HEALTH_SERVICE)

@@ -19,6 +19,7 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.loading import Load
 from relayline.stage.facts import StageFacts
+from relayline.stage.hand_over import Engine, HandOver
 from relayline.stage.observe.metrics import StageCollector
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.service import StageService
@@ -28,9 +29,11 @@ from relayline.stage.steps.policy import Policy
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.watchdog import StepWatch, watch_steps
-from relayline.wire.common.errors import ArtifactError, InternalError
+from relayline.wire.common.errors import ArtifactError, InternalError, NotReadyError, RelaylineError
 from relayline.wire.common.process import first_of
+from relayline.wire.links import rpc
 from relayline.wire.links.guard import Guard
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
 
@@ -59,6 +62,11 @@ class Work:
         outbound = self.service.outbound
         self._runner = Runner(Batcher(policy), executor, outbound.deliver, crash, outbound.account)
         self._tasks: list[asyncio.Task[None]] = []  # what sends, then what watches
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, as far as it gives or takes lanes."""
+        return Engine(self._runner.call, self._executor.sessions.handing, self.facts.artifact.layer_start)
 
     def begin(self, guard: Guard) -> None:
         """Be ready for calls."""
@@ -114,6 +122,7 @@ class Served:
         self._guard: Guard
         self._work: Work
         self._next: Work | None = None
+        self._hand_over: HandOver | None = None  # of the latest change that was ordered
         self._endings: set[asyncio.Task[None]] = set()
 
     @property
@@ -186,25 +195,74 @@ class Served:
             unused, self._next = self._next, None
             await asyncio.shield(self._ending(unused))
 
-    def switch(self) -> None:
-        """Serve the prepared slice; the old engine frees its memory as its calls end. Raises InternalError."""
+    def switch(self, within_s: float = 0.0) -> None:
+        """Serve the prepared slice; the old engine frees its memory as its calls end. Raises InternalError.
+
+        Where lanes are to change hands (`expect`) it waits up to within_s for those who take them.
+        """
         if self._next is None:
             raise InternalError("no other engine was prepared")
         before, self._work, self._next = self._work, self._next, None
-        self._ending(before)
+        self._ending(before, within_s)
 
     def rename(self, pipeline_id: str) -> None:
         """Be the same slice of another split."""
         self._work.rename(dataclasses.replace(self._work.facts.artifact, pipeline_id=pipeline_id))
 
-    def _ending(self, work: Work) -> asyncio.Task[None]:
-        ending = asyncio.create_task(self._end(work))
+    # --- lanes that change hands with their layers --------------------------------------------------------------------
+
+    def expect(self, hand_over: HandOver | None) -> None:
+        """Be ready for the switch of a change; None: for one in which no lanes change hands."""
+        if self._hand_over is not None:
+            self._hand_over.close()
+        self._hand_over = hand_over
+
+    async def give_call(self, request: pb.HandOverRequest, context: Any) -> None:
+        """Give a stage the lanes of layers that it is to have."""
+        hand_over = self._hand_over
+        try:
+            if hand_over is None or hand_over.number != request.change:
+                raise NotReadyError("no lanes change hands here")
+            await hand_over.give(context)
+        except RelaylineError as error:
+            await rpc.abort(context, error)
+
+    async def give_all(self, within_s: float) -> None:
+        """End all calls, and wait up to within_s for those who take lanes: this stage is to hold no layers any more."""
+        await self._work.end_calls(self.crashed)
+        await self._give(self._work, within_s)
+
+    async def _give(self, work: Work, within_s: float) -> None:
+        hand_over = self._hand_over
+        if hand_over is None or not within_s:
+            return
+        hand_over.ended(work.engine)
+        given = asyncio.create_task(hand_over.given())
+        await asyncio.wait({given, self.crashed}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        given.cancel()
+
+    async def take_all(self) -> int:
+        """Let the serving engine have the lanes of its layers; returns how many.
+
+        Raises RelaylineError where not all could be had; the others stay.
+        """
+        if self._hand_over is None:
+            return 0
+        work, hand_over = self._work, self._hand_over
+        try:
+            return await hand_over.take(work.engine, work.facts.config.security)
+        finally:
+            work.service.epochs.handed(hand_over.route_ids)
+
+    def _ending(self, work: Work, within_s: float = 0.0) -> asyncio.Task[None]:
+        ending = asyncio.create_task(self._end(work, within_s))
         self._endings.add(ending)
         ending.add_done_callback(self._ended)
         return ending
 
-    async def _end(self, work: Work) -> None:
+    async def _end(self, work: Work, within_s: float) -> None:
         await work.end_calls(self.crashed)
+        await self._give(work, within_s)
         await work.close(self.crashed)
 
     def _ended(self, ending: asyncio.Task[None]) -> None:
@@ -231,6 +289,7 @@ class Served:
 
     async def end_calls(self) -> None:
         """End every route of every engine."""
+        self.expect(None)
         for work in (self._work, self._next):
             if work is not None:
                 await work.end_calls(self.crashed)

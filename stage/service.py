@@ -20,7 +20,7 @@ from relayline.stage.outbound import Outbound
 from relayline.stage.report import StageReport
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
-from relayline.wire.common.errors import RelaylineError, StageLostError
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
@@ -175,8 +175,18 @@ class StageService:
         await self.epochs.settled()
 
 
-def handlers(current: Callable[[], StageService]) -> grpc.GenericRpcHandler:
-    """Return the generic handler of the service that is `current` when a call begins."""
+async def _gives_nothing(request: pb.HandOverRequest, context: Context) -> None:
+    await rpc.abort(context, NotReadyError("no lanes change hands here"))
+
+
+def handlers(
+    current: Callable[[], StageService],
+    hand_over: Callable[[pb.HandOverRequest, Context], Coroutine[Any, Any, None]] = _gives_nothing,
+) -> grpc.GenericRpcHandler:
+    """Return the generic handler of the service that is `current` when a call begins.
+
+    `hand_over` answers a stage that takes lanes with their layers, whichever service is current.
+    """
 
     def unary(name: str, kind: Any) -> Any:
         async def call(request: Any, context: Context) -> Any:
@@ -202,6 +212,7 @@ def handlers(current: Callable[[], StageService]) -> grpc.GenericRpcHandler:
             "Revoke": unary("revoke", pb.RevokeRequest),
             "Relay": grpc.stream_stream_rpc_method_handler(streamed("relay"), None, rpc.serialize),
             "Watch": grpc.stream_stream_rpc_method_handler(streamed("watch"), None, None),
+            "HandOver": grpc.unary_stream_rpc_method_handler(hand_over, rpc.parser(pb.HandOverRequest), None),
             "Return": grpc.unary_stream_rpc_method_handler(streamed("return_"), rpc.parser(pb.ReturnRequest), None),
         },
     )

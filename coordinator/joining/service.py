@@ -15,11 +15,13 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
+from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check_names, engine_message
+from relayline.coordinator.joining.hand_over import hand_over_orders
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, StageFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -68,6 +70,7 @@ class OpenMembership:
     beats: bool  # whether it gives signs of life and takes ours
     moves: bool  # whether it takes orders of planned changes
     stands_by: bool  # whether it takes an order to hold no layers
+    hands_over: bool  # whether it gives and takes lanes
     write: Callable[[pb.JoinResponse], Awaitable[None]]  # of its call, one message at a time
     owner: Identity | None = None
     silence: Silence = dataclasses.field(default_factory=Silence)
@@ -216,7 +219,7 @@ class MemberService(abc.ABC):
             earlier.replaced.set()
             self._tell_left(place.index)
         secret = secrets.token_bytes(TICKET_BYTES)
-        takes = (hello.beats, hello.moves, hello.stands_by)
+        takes = (hello.beats, hello.moves, hello.stands_by, hello.hands_over)
         member = OpenMembership(ticket, place.index, secret, asyncio.Event(), *takes, write, caller())
         self._members[place.index] = member
         return member
@@ -396,12 +399,22 @@ class JoinService(MemberService):
         """Have every holder fetch and load its slice of another split, next to the one that it serves."""
         self._next, self._next_holders = split, holders or self._roster.holders
         kept = dict(zip(self._next_holders, keeps, strict=True))
+        hand_overs = self._hand_overs(split, keeps)
         for index in self._involved():
             change = pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_PREPARE, keeps=kept.get(index, False))
             if (member := self._members.get(index)) is not None:
                 order = self._order(index, member.secret, is_next=True)
                 order.change.CopyFrom(change)
+                if index in hand_overs:
+                    order.change.hand_over.CopyFrom(hand_overs[index])
                 await self._say(member, order)
+
+    def _hand_overs(self, split: Split, keeps: Sequence[bool]) -> dict[int, pb.HandOver]:
+        """Return by place which layers' lanes change hands at the switch."""
+        before, after = layers_of(self._split, self._roster.holders), layers_of(split, self._next_holders)
+        able = [index for index, member in self._members.items() if member.hands_over]
+        addresses = {index: self._roster.places[index].address for index in able}
+        return hand_over_orders(handed(before, after, keeps), self._roster.names(), addresses)
 
     def _involved(self) -> list[int]:
         """Return the places that hold layers before the change, after it, or both."""
@@ -424,12 +437,13 @@ class JoinService(MemberService):
         self._roster.switching(self._next_holders)
         return involved
 
-    async def tell_switch(self, number: int, places: Iterable[int]) -> None:
-        """Notify the members of these places.
+    async def tell_switch(self, number: int, places: Iterable[int], hand_over_ns: int = 0) -> None:
+        """Notify the members of these places. Lanes may change hands for hand_over_ns.
 
         A member that cannot be reached, or had not prepared, joins again and gets its order then.
         """
-        await self._say_all(pb.LayerChange(number=number, step=pb.LAYER_CHANGE_STEP_SWITCH), places)
+        step, hand_over_ms = pb.LAYER_CHANGE_STEP_SWITCH, hand_over_ns // 1_000_000
+        await self._say_all(pb.LayerChange(number=number, step=step, hand_over_ms=hand_over_ms), places)
 
     async def _say_all(self, change: pb.LayerChange, places: Iterable[int]) -> None:
         members = [member for index in places if (member := self._members.get(index)) is not None]
@@ -490,6 +504,11 @@ class JoinService(MemberService):
                 return self._next, stage
         holders = self._roster.holders
         return self._split, self._split.file.stages[holders.index(index)] if index in holders else None
+
+
+def layers_of(split: Split, holders: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (place, first layer, end) of each holder of a split."""
+    return [(at, stage.layer_start, stage.layer_end) for at, stage in zip(holders, split.file.stages, strict=True)]
 
 
 def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:

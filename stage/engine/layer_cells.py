@@ -187,9 +187,7 @@ def _read(state: Bytes, *, has_values: bool) -> tuple[Shape, list[LayerCells]]:
     rest = reader.take(_U32.size * (n_streams - 1 - empty_before))
     if rest.any() or not reader.is_over:
         raise ValueError("more than the cells of one lane")
-    layers = [
-        LayerCells(tuple(form for form, _ in layer), tuple(data for _, data in layer)) for layer in tensors
-    ]
+    layers = [LayerCells(tuple(form for form, _ in layer), tuple(data for _, data in layer)) for layer in tensors]
     forms = tuple(layer.form for layer in layers)
     return Shape(head, n_streams, bool(transposed), forms), layers
 

@@ -57,6 +57,10 @@ class SavedLanes:
         if state is not None and not self._engine.keeps_state and not self._engine.window:
             self.shape = layer_cells.shape_of(state, artifact.layer_end - artifact.layer_start)
 
+    def forms(self) -> tuple[layer_cells.Form, ...]:
+        """Return the form of each layer's cells; empty where a lane's state cannot be taken apart."""
+        return self.shape.forms if self.shape is not None else ()
+
     def cells(self, lane: int) -> list[layer_cells.LayerCells]:
         """Return what a lane holds, layer by layer: copies, and as many tokens as the lane has.
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
+from relayline.stage.hand_over import HandOver
 from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.client import Member, failure_of
 from relayline.stage.served import Served
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -37,6 +40,34 @@ class NextSlice:
         await self._member.report(prepared=report)
 
 
+def expected(order: pb.JoinResponse) -> HandOver | None:
+    """Return what an order to prepare says of lanes that change hands at the switch."""
+    change = order.change
+    return HandOver(change.number, change.hand_over) if change.HasField("hand_over") else None
+
+
+def within_s_of(order: pb.JoinResponse) -> float:
+    """Return how long lanes may change hands after an order to switch."""
+    return min(order.change.hand_over_ms / 1e3, bounds.HAND_OVER_S_MAX)
+
+
+async def take_lanes(served: Served, within_s: float) -> None:
+    """Let a stage that has just switched have the lanes of its new layers. What it does not get is read again."""
+    if not within_s:
+        return
+    started_s = time.monotonic()
+    try:
+        async with asyncio.timeout(within_s):
+            n_lanes = await served.take_all()
+    except TimeoutError:
+        log.warning("not all streams were handed over within %.1f s; the others are read again", within_s)
+    except RelaylineError as error:
+        log.warning("not all streams were handed over; the others are read again: %s", error.message)
+    else:
+        took_s = time.monotonic() - started_s
+        log.info("streams handed over", extra={"fields": {"streams": n_lanes, "took_s": f"{took_s:.3f}"}})
+
+
 class LayerChanges:
     """Carries out the later orders of a membership, for as long as one engine's port is open. Event loop only."""
 
@@ -52,6 +83,7 @@ class LayerChanges:
         self._served, self._config_of, self._cache, self._always_fetch = served, config_of, cache, always_fetch
         self._preparing: asyncio.Task[None] | None = None
         self._ready: pb.JoinResponse | None = None  # the order that can be switched to
+        self._within_s = 0.0  # how long lanes may change hands after the latest switch
 
     async def next_switch(self, member: Member) -> pb.JoinResponse:
         """Follow the orders of a membership until one changed the served layers; returns the order in force.
@@ -63,14 +95,17 @@ class LayerChanges:
             number = order.change.number
             if order.change.step == pb.LAYER_CHANGE_STEP_PREPARE:
                 await self.drop()
+                self._served.expect(expected(order))
                 self._preparing = asyncio.create_task(self._prepare(member, order))
             elif order.change.step == pb.LAYER_CHANGE_STEP_DROP:
                 await self.drop()
+                self._served.expect(None)
             elif self._ready is None or self._ready.change.number != number:
                 raise StaleEpochError(
                     "layers were switched, but this stage had not prepared its new ones; joining again"
                 )
             else:
+                self._within_s = within_s_of(order)
                 return self._switch(self._ready)
 
     def _switch(self, order: pb.JoinResponse) -> pb.JoinResponse:
@@ -81,11 +116,18 @@ class LayerChanges:
         if order.change.keeps:
             self._served.rename(order.pipeline_id)
         else:
-            self._served.switch()
+            self._served.switch(self._within_s)
         artifact = self._served.facts.artifact
         fields = {"layers": f"{artifact.layer_start}-{artifact.layer_end - 1}", "kept": order.change.keeps}
         log.info("layers switched", extra={"fields": fields})
         return order
+
+    async def hand_over(self, order: pb.JoinResponse) -> None:
+        """After the switch to an order, let lanes change hands with their layers; bounded, and fails nothing."""
+        if order.stands_by:
+            await self._served.give_all(self._within_s)
+        elif not order.change.keeps:
+            await take_lanes(self._served, self._within_s)
 
     async def drop(self) -> None:
         """Drop the prepared slice, or the one being prepared."""

@@ -190,6 +190,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         moves=True,
         measures=True,
         stands_by=True,
+        hands_over=True,
         beats=True,
         host=pb.HostFacts(
             hostname=socket.gethostname(),

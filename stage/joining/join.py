@@ -256,6 +256,11 @@ class JoinedStage:
             if not switching.cancelled() and switching.exception() is None:
                 order = switching.result()
                 self._member.order = order
+                handing = asyncio.create_task(changes.hand_over(order))
+                try:
+                    await first_of(stop, crashed, self._member.lost, handing)
+                finally:
+                    await end_task(handing)
                 if order.stands_by:
                     return
                 self._on_ready(served.address, served.facts)

@@ -12,7 +12,7 @@ from typing import Any
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.joining.artifact_fetch import obtain
-from relayline.stage.joining.changes import NextSlice
+from relayline.stage.joining.changes import NextSlice, expected, take_lanes, within_s_of
 from relayline.stage.joining.client import Member
 from relayline.stage.process import serve_changing
 from relayline.stage.served import Served
@@ -52,7 +52,8 @@ class StandBy:
                 if order.change.step != pb.LAYER_CHANGE_STEP_PREPARE or order.stands_by:
                     continue
                 async with self._prepared(order) as served:
-                    if served is not None and await self._is_switched(order):
+                    if served is not None and (switch := await self._switched(order)) is not None:
+                        await self._take_lanes(served, within_s_of(switch))
                         self._member.order = order
                         yield served
                         return
@@ -94,6 +95,7 @@ class StandBy:
                 log.info("preparing layers", extra={"fields": {"file": order.artifact.file}})
                 if (path := await self._obtain(order, load, ends)) is not None:
                     served = await stack.enter_async_context(serve_changing(self._config_of(path, order), load))
+                    served.expect(expected(order))
                     report.is_ready = True
             except LoadStoppedError:
                 pass
@@ -125,16 +127,23 @@ class StandBy:
             return None
         return getting.result()
 
-    async def _is_switched(self, order: pb.JoinResponse) -> bool:
-        """Wait until the layers that were prepared are to be served; False when the change is off."""
+    async def _take_lanes(self, served: Served, within_s: float) -> None:
+        taking = asyncio.create_task(take_lanes(served, within_s))
+        try:
+            await first_of(taking, self._stop, self._member.lost)
+        finally:
+            await end_task(taking)
+
+    async def _switched(self, order: pb.JoinResponse) -> pb.JoinResponse | None:
+        """Return the order to serve the layers that were prepared, once it comes; None when the change is off."""
         coming = self._wait()
         await first_of(coming, self._stop, self._member.lost)
         if self._stop.done() or self._member.lost.done():
-            return False
+            return None
         change = coming.result().change
         if (change.step, change.number) != (pb.LAYER_CHANGE_STEP_SWITCH, order.change.number):
             if change.step != pb.LAYER_CHANGE_STEP_PREPARE:
                 self._coming = None
-            return False
+            return None
         self._coming = None
-        return True
+        return coming.result()

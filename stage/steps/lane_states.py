@@ -17,6 +17,11 @@ class LaneStates:
         """Without a tier nothing is kept."""
         self._engine, self._saver, self._tier = engine, saver, tier
 
+    @property
+    def saver(self) -> Saver | None:
+        """What takes lanes' states out of the engine and puts them back."""
+        return self._saver
+
     def store(self, key: int, lane: int, n_tokens: int) -> None:
         """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it."""
         if self._tier is not None and self._saver is not None:

@@ -14,6 +14,7 @@ more.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from relayline.wire.common.errors import InternalError, LaneLimitError, PositionGapError, SessionError
@@ -60,6 +61,10 @@ class LaneTable:
 
     def __len__(self) -> int:
         return len(self._by_session)
+
+    def __iter__(self) -> Iterator[Lane]:
+        """Yield the lanes that sessions have."""
+        return iter(self._by_session.values())
 
     @property
     def usage(self) -> LaneUsage:

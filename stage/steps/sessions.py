@@ -18,6 +18,7 @@ from relayline.stage.sampling.constraint import begin
 from relayline.stage.sampling.penalties import biases_of
 from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
+from relayline.stage.steps.handing import Handing
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.step_types import Engine
@@ -34,6 +35,7 @@ class Sessions:
     ) -> None:
         self._engine, self._lanes, self._vocabulary = engine, lanes, vocabulary
         self.states = states or LaneStates(engine, None, None)
+        self.handing = Handing(lanes, self.states.saver)
         self.samplers: dict[tuple[int, int], SessionSampler] = {}
         self.wants_logits: set[tuple[int, int]] = set()
         self.pools: dict[tuple[int, int], Pool] = {}  # of sessions that sample nothing: their prompts become embeddings

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
@@ -59,6 +61,9 @@ class Saver(Protocol):
     def token_ns(self) -> float: ...  # noqa: D102
     def save(self, lane: int) -> npt.NDArray[np.uint8]: ...  # noqa: D102
     def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int: ...  # noqa: D102
+    def forms(self) -> tuple[Form, ...]: ...  # noqa: D102
+    def cells(self, lane: int) -> list[LayerCells]: ...  # noqa: D102
+    def put_cells(self, lane: int, cells: Sequence[LayerCells]) -> int: ...  # noqa: D102
 
 
 class Embeddings(Protocol):

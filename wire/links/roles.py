@@ -135,6 +135,9 @@ CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Watch": Call(
         _COORDINATOR | _STAGE, Proof.PASS, "the route's own coordinator or the stage before this one, with the pass"
     ),
+    _STAGE_SERVICE + "HandOver": Call(
+        _STAGE, Proof.PASS, "the stage that the coordinator named for this change, with the pass that it gave"
+    ),
     _PIPELINE_SERVICE + "Join": Call(_STAGE, Proof.STAGE, "the name is the credential's, and bound to its holder"),
     _PIPELINE_SERVICE + "Fetch": Call(_STAGE, Proof.STAGE, "the ticket is the caller's own"),
     METRICS: Call(frozenset({Role.MONITOR, Role.COORDINATOR}), Proof.NONE),

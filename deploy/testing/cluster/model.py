@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.stage.engine.checkpoints import Checkpoints
-from relayline.wire.common.errors import PositionGapError
+from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
+from relayline.wire.common.errors import NativeError, PositionGapError
 
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 N_LAYERS = 6  # of the whole model
+CELLS: Form = (Tensor(0, 1, 4),)
 _MODULUS = 1_021  # below 2048: up to there integers are exact in f16
 
 
@@ -169,6 +171,27 @@ class ModelEngine:
         values = numbers[end + 1 :]
         self.lanes[lane] = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
         return int(n_rows)
+
+    def forms(self) -> tuple[Form, ...]:
+        """Return the form of each layer's cells."""
+        return (CELLS,) * len(self._layers) if self._checkpoints is None else ()
+
+    def cells(self, lane: int) -> list[LayerCells]:
+        """Return a lane's contents by layer, as stage.engine.saved_lanes.SavedLanes does."""
+        if self._checkpoints is not None:
+            raise NativeError("a recurrent state cannot be taken apart")
+        values = np.array(self.lanes[lane], np.int32).T
+        return [LayerCells(CELLS, (np.array(column).view(np.uint8).reshape(1, -1, 4),)) for column in values]
+
+    def put_cells(self, lane: int, cells: Sequence[LayerCells]) -> int:
+        """Let an empty lane hold the values of `cells` of engines with its layers; returns its rows."""
+        if self.lanes[lane]:
+            raise Violation(f"layers {self._layers}: lane {lane} is to be taken over, and holds rows")
+        if len(cells) != len(self._layers):
+            raise NativeError(f"{len(cells)} layers for {self._layers}")
+        columns = [np.ascontiguousarray(layer.tensors[0]).view(np.int32).ravel().tolist() for layer in cells]
+        self.lanes[lane] = list(zip(*columns, strict=True))
+        return len(self.lanes[lane])
 
     def clear(self, lane: int) -> None:
         """Empty a lane."""

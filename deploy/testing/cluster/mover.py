@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, Moves, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.planner.share_out import Holder, share_out
@@ -47,6 +48,7 @@ class Mover:
         self.n_kept = 0  # stages that kept their loaded layers
         self.n_handed = 0  # changes that gave layers to other nodes than before
         self._switching = 0
+        self._takes: dict[int, list[tuple[Node, range]]] = {}  # of the latest change: who had which layers, by place
         for node in nodes:
             self._watch(node)
 
@@ -128,6 +130,7 @@ class Mover:
             self.n_handed += self.holders != move.holders
             self.holders, self.served = move.holders, parts(move.cuts)
             self.n_kept += sum(move.keeps)
+            takes = self._takes
             names = [f"stage {at}" for at in self.holders]
             self._coordinator.conductor.availability.changes_engines(names)
             kept = dict(zip(move.holders, move.keeps, strict=True))
@@ -135,7 +138,7 @@ class Mover:
             for at in told:
                 node = self._nodes[at]
                 node.ordered = self._part_of(at)
-                switch = functools.partial(node.switch, number, keeps=kept.get(at, False))
+                switch = functools.partial(node.switch, number, takes.get(at, ()), keeps=kept.get(at, False))
                 self._clock.after(self._travel_ns(), node.process.do, switch)
 
     def _part_of(self, place: int) -> Part:
@@ -200,6 +203,13 @@ class Mover:
     def _prepare(self, number: int) -> None:
         move = self.moves.latest
         assert move is not None
+        before = [(at, part.layers.start, part.layers.stop) for at, part in zip(self.holders, self.served, strict=True)]
+        after = [
+            (at, part.layers.start, part.layers.stop) for at, part in zip(move.holders, parts(move.cuts), strict=True)
+        ]
+        self._takes = {}
+        for giver, taker, start, end in handed(before, after, move.keeps):
+            self._takes.setdefault(taker, []).append((self._nodes[giver], range(start, end)))
         wanted = dict(zip(move.holders, zip(parts(move.cuts), move.keeps, strict=True), strict=True))
         for at in sorted({*self.holders, *move.holders}):
             node, (part, keeps) = self._nodes[at], wanted.get(at, (NOTHING, True))

@@ -49,7 +49,7 @@ class JoinRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., progress: _Optional[_Union[ArtifactProgress, _Mapping]] = ..., serving: _Optional[_Union[StageServing, _Mapping]] = ..., failure: _Optional[_Union[StageFailure, _Mapping]] = ..., prepared: _Optional[_Union[StagePrepared, _Mapping]] = ..., measured: _Optional[_Union[HostMeasured, _Mapping]] = ..., alive: _Optional[_Union[StageAlive, _Mapping]] = ...) -> None: ...
 
 class StageHello(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by")
+    __slots__ = ("protocol_version", "software_version", "name", "process_id", "host", "moves", "measures", "beats", "stands_by", "hands_over")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class StageHello(_message.Message):
     MEASURES_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     STANDS_BY_FIELD_NUMBER: _ClassVar[int]
+    HANDS_OVER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     name: str
@@ -68,7 +69,8 @@ class StageHello(_message.Message):
     measures: bool
     beats: bool
     stands_by: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ...) -> None: ...
+    hands_over: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., name: _Optional[str] = ..., process_id: _Optional[str] = ..., host: _Optional[_Union[HostFacts, _Mapping]] = ..., moves: _Optional[bool] = ..., measures: _Optional[bool] = ..., beats: _Optional[bool] = ..., stands_by: _Optional[bool] = ..., hands_over: _Optional[bool] = ...) -> None: ...
 
 class StageAlive(_message.Message):
     __slots__ = ()
@@ -183,14 +185,50 @@ class StageFailure(_message.Message):
     def __init__(self, label: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LayerChange(_message.Message):
-    __slots__ = ("number", "step", "keeps")
+    __slots__ = ("number", "step", "keeps", "hand_over", "hand_over_ms")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KEEPS_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_MS_FIELD_NUMBER: _ClassVar[int]
     number: int
     step: LayerChangeStep
     keeps: bool
-    def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[LayerChangeStep, str]] = ..., keeps: _Optional[bool] = ...) -> None: ...
+    hand_over: HandOver
+    hand_over_ms: int
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[LayerChangeStep, str]] = ..., keeps: _Optional[bool] = ..., hand_over: _Optional[_Union[HandOver, _Mapping]] = ..., hand_over_ms: _Optional[int] = ...) -> None: ...
+
+class HandOver(_message.Message):
+    __slots__ = ("gives", "takes")
+    GIVES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FIELD_NUMBER: _ClassVar[int]
+    gives: _containers.RepeatedCompositeFieldContainer[GivenLayers]
+    takes: _containers.RepeatedCompositeFieldContainer[TakenLayers]
+    def __init__(self, gives: _Optional[_Iterable[_Union[GivenLayers, _Mapping]]] = ..., takes: _Optional[_Iterable[_Union[TakenLayers, _Mapping]]] = ...) -> None: ...
+
+class GivenLayers(_message.Message):
+    __slots__ = ("layer_start", "layer_end", "to", "shown_pass")
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_PASS_FIELD_NUMBER: _ClassVar[int]
+    layer_start: int
+    layer_end: int
+    to: str
+    shown_pass: str
+    def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., to: _Optional[str] = ..., shown_pass: _Optional[str] = ...) -> None: ...
+
+class TakenLayers(_message.Message):
+    __slots__ = ("layer_start", "layer_end", "address", "shown_pass")
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_PASS_FIELD_NUMBER: _ClassVar[int]
+    layer_start: int
+    layer_end: int
+    address: str
+    shown_pass: str
+    def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., address: _Optional[str] = ..., shown_pass: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "survey", "stands_by", "beats")

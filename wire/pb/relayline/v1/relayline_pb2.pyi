@@ -58,6 +58,28 @@ TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
 TELEMETRY_LEVEL_BATCHES: TelemetryLevel
 TELEMETRY_LEVEL_FRAMES: TelemetryLevel
 
+class HandOverRequest(_message.Message):
+    __slots__ = ("change",)
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    change: int
+    def __init__(self, change: _Optional[int] = ...) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ("route_id", "session_id", "lane", "n_tokens", "forms", "data")
+    ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORMS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    route_id: int
+    session_id: int
+    lane: int
+    n_tokens: int
+    forms: _containers.RepeatedScalarFieldContainer[bytes]
+    data: bytes
+    def __init__(self, route_id: _Optional[int] = ..., session_id: _Optional[int] = ..., lane: _Optional[int] = ..., n_tokens: _Optional[int] = ..., forms: _Optional[_Iterable[bytes]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class RevokeRequest(_message.Message):
     __slots__ = ("crl_pem",)
     CRL_PEM_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,38 @@
+"""The orders by which lanes change hands: who gives which layers' lanes to whom, each pair with a pass of its own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+from relayline.coordinator.engine.handing import Handed
+from relayline.wire.common import bounds
+from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+
+PASS_BYTES = 16
+
+
+def hand_over_orders(
+    handed: Sequence[Handed], names: Sequence[str], addresses: Mapping[int, str]
+) -> dict[int, pb.HandOver]:
+    """Return each place's order, by place; none at all where some layers' lanes cannot be had.
+
+    names: of all places; addresses: where those serve that give and take lanes. A session goes on only from what all
+    stages hold. So lanes of some layers alone are worth nothing.
+    """
+    if any(one.giver not in addresses or one.taker not in addresses for one in handed):
+        return {}
+    if any(one.giver != one.taker and not addresses[one.giver] for one in handed):
+        return {}
+    orders: dict[int, pb.HandOver] = {}
+    for giver, taker, start, end in handed:
+        order = orders.setdefault(taker, pb.HandOver())
+        if giver == taker:
+            order.takes.add(layer_start=start, layer_end=end)
+            continue
+        shown_pass = secrets.token_hex(PASS_BYTES)
+        order.takes.add(layer_start=start, layer_end=end, address=addresses[giver], shown_pass=shown_pass)
+        gives = orders.setdefault(giver, pb.HandOver()).gives
+        gives.add(layer_start=start, layer_end=end, to=names[taker], shown_pass=shown_pass)
+    too_many = any(max(len(order.gives), len(order.takes)) > bounds.HAND_OVERS_MAX for order in orders.values())
+    return {} if too_many else orders

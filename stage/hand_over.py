@@ -144,7 +144,8 @@ class HandOver:
         for layers in self.takes if forms else ():
             if layers.address:
                 start, end = layers.layer_start - engine.first_layer, layers.layer_end - engine.first_layer
-                yield remote_lanes(layers, self.number, forms[start:end], security)
+                assembly = Assembly(forms[start:end], engine.handing.ctx_tokens, f"the stage at {layers.address}")
+                yield remote_lanes(layers, self.number, assembly, security)
             else:
                 yield self._own_lanes(layers)
 
@@ -193,10 +194,10 @@ def pieces(lane: HandedLane) -> Iterator[bytes]:
 
 
 async def remote_lanes(
-    layers: join_pb2.TakenLayers, number: int, forms: Sequence[Form], security: LinkSecurity
+    layers: join_pb2.TakenLayers, number: int, assembly: Assembly, security: LinkSecurity
 ) -> AsyncGenerator[HandedLane, None]:
     """Yield what another stage gives. Raises its typed error, its loss, or ProtocolError for cells of another form."""
-    peer = f"the stage at {layers.address}"
+    peer = assembly.peer
     channel = rpc.open_channel(layers.address, security, receive_bytes_max=bounds.MESSAGE_BYTES_MAX)
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -204,7 +205,6 @@ async def remote_lanes(
         request = rpc.serialize(relayline_pb2.HandOverRequest(change=number))
         make = channel.unary_stream(rpc.method("HandOver"), request_serializer=None, response_deserializer=None)
         call = make(request, metadata=rpc.pass_metadata(layers.shown_pass))
-        assembly = _Assembly(forms, peer)
         while isinstance(data := await call.read(), bytes):
             limit = bounds.HAND_OVER_PART_BYTES + HEAD_BYTES_MAX
             message = messages.read(relayline_pb2.HandOverResponse, data, "piece of a lane", bytes_max=limit, who=peer)
@@ -219,11 +219,11 @@ async def remote_lanes(
         await channel.close()
 
 
-class _Assembly:
+class Assembly:
     """Puts the pieces of one stage's lanes together. Takes no more memory than a lane of this stage has."""
 
-    def __init__(self, forms: Sequence[Form], peer: str) -> None:
-        self._forms, self._peer = tuple(forms), peer
+    def __init__(self, forms: Sequence[Form], n_tokens_max: int, peer: str) -> None:
+        self._forms, self._n_tokens_max, self.peer = tuple(forms), n_tokens_max, peer
         self._packed = [packed(form) for form in forms]
         self._cell_bytes = sum(tensor.cell_bytes for form in forms for tensor in form)
         self._head: relayline_pb2.HandOverResponse | None = None
@@ -238,7 +238,7 @@ class _Assembly:
         piece = np.frombuffer(message.data, np.uint8)
         end = self._n_bytes + piece.size
         if self._head is None or end > self._data.size:
-            raise ProtocolError(f"{self._peer} sent cells that belong to no lane")
+            raise ProtocolError(f"{self.peer} sent cells that belong to no lane")
         self._data[self._n_bytes : end] = piece
         self._n_bytes = end
         if end < self._data.size:
@@ -248,10 +248,10 @@ class _Assembly:
 
     def _begin(self, head: relayline_pb2.HandOverResponse) -> None:
         key = (head.route_id, head.session_id)
-        if self._head is not None or key <= self._last or head.n_tokens > bounds.CTX_TOKENS_MAX:
-            raise ProtocolError(f"{self._peer} sent lanes out of order")
+        if self._head is not None or key <= self._last or head.n_tokens > self._n_tokens_max:
+            raise ProtocolError(f"{self.peer} sent lanes out of order, or longer ones than this stage has")
         if list(head.forms) != self._packed:
-            raise ProtocolError(f"{self._peer} keeps its cells in another form, or has other layers")
+            raise ProtocolError(f"{self.peer} keeps its cells in another form, or has other layers")
         self._head, self._last, self._n_bytes = head, key, 0
         self._data = np.empty(head.n_tokens * self._cell_bytes, np.uint8)
 
@@ -268,4 +268,4 @@ class _Assembly:
     def check_end(self) -> None:
         """Raise ProtocolError where the pieces ended within a lane."""
         if self._head is not None:
-            raise ProtocolError(f"{self._peer} ended in the middle of a lane")
+            raise ProtocolError(f"{self.peer} ended in the middle of a lane")

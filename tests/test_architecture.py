@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("stage/steps",),
         ("stage/observe", "stage/facts.py", "stage/routes.py"),
         ("stage/inbound.py",),
-        ("stage/epochs.py", "stage/intake.py"),
+        ("stage/epochs.py", "stage/intake.py", "stage/hand_over.py"),
         ("stage/outbound.py", "stage/report.py"),
         ("stage/service.py",),
         ("stage/served.py",),

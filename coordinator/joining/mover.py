@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relayline.coordinator.engine.conductor import Conductor
-from relayline.coordinator.engine.handing import time_ns
 from relayline.coordinator.engine.moves import Cut, Drop, MoveInstruction, MoveState, Prepare, Settle, Switch
 from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.joining.config import PoolState
+from relayline.coordinator.joining.hand_over import hand_over_ns
 from relayline.coordinator.joining.hosts import Hosts
 from relayline.coordinator.joining.hosts import ReadShape as ReadShape
 from relayline.coordinator.joining.own_moves import OwnMoves
@@ -21,7 +20,6 @@ from relayline.coordinator.joining.service import JoinService, Split
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.model.same_slice import same_slices
 from relayline.coordinator.planner.rebalance import Rebalancer
-from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ArtifactError, InvalidRequestError, NotReadyError, RelaylineError, UsageError
 from relayline.wire.settings.table import ServingSettings
@@ -226,7 +224,7 @@ class LayerMover:
             self._hosts.moved()
         else:
             self._spawn(self._keep(PoolState(epochs.file.cuts, names)))
-        self._spawn(self._service.tell_switch(number, told, _hand_over_ns(self._pipeline.conductor)))
+        self._spawn(self._service.tell_switch(number, told, hand_over_ns(self._pipeline.conductor)))
 
     def _on_stands(self) -> None:
         if self._switching or not self.moves.connected(time.monotonic_ns()):
@@ -310,12 +308,6 @@ class LayerMover:
 
 def _text(cuts: Iterable[int]) -> str:
     return ",".join(map(str, cuts)) or "none"
-
-
-def _hand_over_ns(conductor: Conductor) -> int:
-    """Return how long lanes may change hands now."""
-    running = conductor.admission.running.values()
-    return time_ns((len(session.history) for session in running), read_time(conductor.scheduler.planner.stages))
 
 
 def _next_split(

@@ -15,13 +15,12 @@ from typing import Any, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
-from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.coordinator.joining.artifact_reader import read_chunks
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage, check_names, engine_message
-from relayline.coordinator.joining.hand_over import hand_over_orders
+from relayline.coordinator.joining.hand_over import changing_hands, hand_over_orders
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, StageFile
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
@@ -411,10 +410,10 @@ class JoinService(MemberService):
 
     def _hand_overs(self, split: Split, keeps: Sequence[bool]) -> dict[int, pb.HandOver]:
         """Return by place which layers' lanes change hands at the switch."""
-        before, after = layers_of(self._split, self._roster.holders), layers_of(split, self._next_holders)
+        before, after = (self._split.file, self._roster.holders), (split.file, self._next_holders)
         able = [index for index, member in self._members.items() if member.hands_over]
         addresses = {index: self._roster.places[index].address for index in able}
-        return hand_over_orders(handed(before, after, keeps), self._roster.names(), addresses)
+        return hand_over_orders(changing_hands(before, after, keeps), self._roster.names(), addresses)
 
     def _involved(self) -> list[int]:
         """Return the places that hold layers before the change, after it, or both."""
@@ -504,11 +503,6 @@ class JoinService(MemberService):
                 return self._next, stage
         holders = self._roster.holders
         return self._split, self._split.file.stages[holders.index(index)] if index in holders else None
-
-
-def layers_of(split: Split, holders: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (place, first layer, end) of each holder of a split."""
-    return [(at, stage.layer_start, stage.layer_end) for at, stage in zip(holders, split.file.stages, strict=True)]
 
 
 def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:

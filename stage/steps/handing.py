@@ -72,6 +72,11 @@ class Handing:
         """Return the form of each layer's cells; empty where lanes cannot change hands."""
         return self._saver.forms() if self._saver is not None else ()
 
+    @property
+    def ctx_tokens(self) -> int:
+        """Tokens that one lane can hold."""
+        return self._lanes.ctx_tokens
+
     def left(self) -> list[Key]:
         """Return whose lanes there are that an epoch has left, in ascending order."""
         return sorted((lane.route_id, lane.session_id) for lane in self._lanes if lane.is_left)

@@ -7,6 +7,7 @@ in place of stage.engine.native.NativeEngine.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
+from relayline.stage.engine.tier import Tier
 from relayline.wire.common.errors import NativeError, PositionGapError
 
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
@@ -196,6 +198,26 @@ class ModelEngine:
     def clear(self, lane: int) -> None:
         """Empty a lane."""
         self.drop_from(lane, 0)
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """How a stage keeps lanes."""
+
+    keeps_state: bool = False
+    """Whether lanes have a recurrent state."""
+    tier_bytes: int = 0
+    tier_survives: bool = False
+    """Whether stored prefixes survive a restart, as on a disk."""
+    _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by their layers
+
+    def tier(self, layers: range) -> Tier | None:
+        """Return the tier of a process that starts now with these layers."""
+        if not self.tier_bytes:
+            return None
+        if not self.tier_survives:
+            self._tiers.clear()
+        return self._tiers.setdefault(layers, Tier(self.tier_bytes))
 
 
 class ModelEmbeddings:

@@ -5,21 +5,19 @@ die, hang, be slow, lose its queue, and restart with other lanes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
 
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
+from relayline.deploy.testing.cluster.hand_over import HandOver
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, Memory, ModelEmbeddings, ModelEngine
 from relayline.deploy.testing.cluster.process import Process
-from relayline.stage.engine.tier import Tier
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
 from relayline.stage.steps.batcher import Batcher
-from relayline.stage.steps.handing import HandedLane, Handing, behind, joined
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.policy import POLICIES, StepLimits
@@ -36,7 +34,6 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 CTX_TOKENS = 128
 PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 REJOIN_NS = 200 * MS
-HAND_OVER_NS = 250 * MS  # for lanes to change hands
 STEP_NS, ROW_NS = 4 * MS, MS // 2
 _ENVELOPES = itertools.count(1)
 
@@ -119,49 +116,6 @@ class Order:
     """The layers of the order."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """What an old engine gives to the stages that have its layers now, as stage.hand_over does."""
-
-    change: int
-    handing: Handing
-    first_layer: int
-
-    def lanes(self, layers: range) -> list[HandedLane]:
-        """Return what it holds in these layers."""
-        first, end = layers.start - self.first_layer, layers.stop - self.first_layer
-        found = (self.handing.give(key, first, end) for key in self.handing.left())
-        return [lane for lane in found if lane is not None]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Taking:
-    """The lanes that a new engine waits for: of each source, those that have come, None at the end."""
-
-    change: int
-    sources: list[list[HandedLane | None]]
-
-
-@dataclasses.dataclass(slots=True)
-class Memory:
-    """How a stage keeps lanes."""
-
-    keeps_state: bool = False
-    """Whether lanes have a recurrent state."""
-    tier_bytes: int = 0
-    tier_survives: bool = False
-    """Whether stored prefixes survive a restart, as on a disk."""
-    _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by their layers
-
-    def tier(self, layers: range) -> Tier | None:
-        """Return the tier of a process that starts now with these layers."""
-        if not self.tier_bytes:
-            return None
-        if not self.tier_survives:
-            self._tiers.clear()
-        return self._tiers.setdefault(layers, Tier(self.tier_bytes))
-
-
 class Node:
     """One stage. Everything that reaches it goes through `process.do`."""
 
@@ -177,7 +131,7 @@ class Node:
         self.on_death: Callable[[], None] = lambda: None
         self.on_start: Callable[[], None] = lambda: None
         self.process = Process(clock)
-        self.n_taken = 0  # lanes that it took over with their layers
+        self.hand_over = HandOver(clock, self.process, self, place)
         self.factor = 1.0  # factor by which its steps are slower now
         self.on_rows: Callable[[Node, list[QueuedFrame]], bool] = lambda node, frames: False
         """Whether these rows crash the process when they are computed."""
@@ -195,8 +149,7 @@ class Node:
     def _load(self, n_lanes: int) -> None:
         """Make an empty engine with the ordered layers."""
         self.part = self.ordered
-        self._given: Given | None = None
-        self._taking: Taking | None = None  # no epoch begins before the lanes are here, or given up
+        self.hand_over.restarted()
         self._prepared: dict[int, Part] = {}  # by the number of the change: at most one
         self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, keeps_state=self.memory.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
@@ -248,7 +201,7 @@ class Node:
         try:
             if order.instance != self.process.instance:
                 raise NotReadyError("this stage has been started anew")
-            if self._taking is not None:
+            if self.hand_over.is_taking:
                 raise NotReadyError("this stage does not serve yet")
             if order.part != self.part:
                 raise HandshakeError("this stage has other layers")
@@ -294,60 +247,15 @@ class Node:
                 self._end(route)
             self.process.instance += 1
             between, self._between = self._between, []
-            given = Given(number, self.executor.sessions.handing, self.layers.start)
+            old = (self.executor.sessions.handing, self.layers.start)
             self._load(self.lanes.n_lanes)
-            self._given = given
-            self._take(number, takes)
+            self.hand_over.switched(number, *old)
+            if self.engine.forms():
+                self.hand_over.take(number, [(giver.process, giver.hand_over, layers) for giver, layers in takes])
             for action in between:  # earlier calls to the engine are answered, by refusing them
                 action()
         elif part != self.part:
             raise Violation(f"stage {self.index} is to keep {self.part} as {part}")
-
-    def _take(self, number: int, takes: Sequence[tuple[Node, range]]) -> None:
-        if not takes or not self.engine.forms():
-            return
-        taking = self._taking = Taking(number, [[] for _ in takes])
-        for source, (giver, layers) in enumerate(takes):
-            give = functools.partial(giver.give, number, layers, functools.partial(self._taken, taking, source))
-            self._clock.after(self._rng.randrange(HAND_OVER_NS // 4), giver.process.do, give)
-        self._clock.after(HAND_OVER_NS, self._give_up, taking)
-
-    def give(self, number: int, layers: range, send: Callable[[HandedLane | None], None]) -> None:
-        """Give the lanes of layers that it had before a change, one after the other; it may die meanwhile."""
-        given = self._given
-        if given is None or given.change != number:
-            if number in self._prepared:  # the order to switch has not come yet
-                again = functools.partial(self.give, number, layers, send)
-                self._clock.after(HAND_OVER_NS // 8, self.process.do, again)
-            return
-        at_ns, instance = 0, self.process.instance
-        for lane in (*given.lanes(layers), None):
-            at_ns += self._rng.randrange(HAND_OVER_NS // 16)
-            self._clock.after(at_ns, self._send_lane, instance, functools.partial(send, lane))
-
-    def _send_lane(self, instance: int, send: Callable[[], None]) -> None:
-        if self.process.is_up and self.process.instance == instance:
-            send()
-
-    def _taken(self, taking: Taking, source: int, lane: HandedLane | None) -> None:
-        if not self.process.is_up or self._taking is not taking:
-            return
-        taking.sources[source].append(lane)
-        while all(taking.sources) and self._taking is taking:
-            heads = [lanes[0] for lanes in taking.sources]
-            found = [head for head in heads if head is not None]
-            if len(found) < len(heads):
-                self._taking = None
-                return
-            late = behind(found)
-            if not late:
-                self.n_taken += self.executor.sessions.handing.take(joined(found))
-            for index in late or range(len(heads)):
-                taking.sources[index].pop(0)
-
-    def _give_up(self, taking: Taking) -> None:
-        if self._taking is taking:
-            self._taking = None
 
     def _end(self, route: NodeRoute) -> None:
         if self.routes.get(route.route_id) is route:

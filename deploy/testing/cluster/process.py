@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 from relayline.deploy.testing.cluster.clock import Clock
 
@@ -36,6 +38,11 @@ class Process:
             self._waiting.append(action)
         else:
             action()
+
+    def do_as(self, instance: int, action: Callable[..., None], *arguments: Any) -> None:
+        """Deliver an action to this process alone: it is lost once another one has started."""
+        if self.instance == instance:
+            self.do(functools.partial(action, *arguments))
 
     def die(self) -> None:
         """Stop responding for good."""

@@ -23,9 +23,9 @@ from relayline.deploy.testing.cluster import audit
 from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.coordinator import Coordinator
-from relayline.deploy.testing.cluster.model import N_LAYERS, N_VOCAB, Truth
+from relayline.deploy.testing.cluster.model import N_LAYERS, N_VOCAB, Memory, Truth
 from relayline.deploy.testing.cluster.mover import Mover, parts
-from relayline.deploy.testing.cluster.node import NOTHING, Memory, Node, Part
+from relayline.deploy.testing.cluster.node import NOTHING, Node, Part
 from relayline.deploy.testing.cluster.plan import (
     COMES_BACK_NS,
     KINDS,
@@ -57,6 +57,8 @@ class Outcome:
     """Changes of layers."""
     n_handed: int = 0
     """Changes of layers that gave them to other nodes."""
+    n_taken: int = 0
+    """Lanes that were taken over with their layers."""
 
 
 class Cluster:
@@ -131,6 +133,7 @@ class Cluster:
             collections.Counter("left" if client.has_left else client.end for client in clients),
             sum(coordinator.mover.moves.n_done for coordinator in self.coordinators if coordinator.mover),
             sum(coordinator.mover.n_handed for coordinator in self.coordinators if coordinator.mover),
+            sum(node.hand_over.n_taken for node in self.nodes),
         )
 
     def _check(self) -> None:
@@ -280,6 +283,7 @@ def simulate_many(base: str, n_seeds: int, kinds: Sequence[str] = KINDS) -> Outc
             total.ends + one.ends,
             total.n_moves + one.n_moves,
             total.n_handed + one.n_handed,
+            total.n_taken + one.n_taken,
         )
     return total
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from typing import Any
 
 import pytest
 
 from relayline.deploy.testing.cluster.clock import MS, S
-from relayline.deploy.testing.cluster.node import NOTHING
+from relayline.deploy.testing.cluster.hand_over import HandOver
+from relayline.deploy.testing.cluster.node import NOTHING, Node
 from relayline.deploy.testing.cluster.plan import CALM, TAKEOVER_NS, Trouble
 from relayline.deploy.testing.cluster.run import SEED_VARIABLE, Cluster, base_seed, simulate, simulate_many
+from relayline.stage.queue_types import QueuedFrame
 
 N_SEEDS = 60
 
@@ -61,6 +65,60 @@ def test_a_stage_that_keeps_its_layers_keeps_what_it_has_loaded() -> None:
     outcome = cluster.run()
     assert (outcome.n_moves, outcome.ends) == (1, {"length": 3})
     assert (mover.n_kept, [node.process.instance for node in cluster.nodes]) == (1, [1, 2, 2])
+
+
+def rows_of(cluster: Cluster) -> list[int]:
+    """How many rows each node computes from now on, that are not thrown away."""
+    counts = [0] * len(cluster.nodes)
+    for at, node in enumerate(cluster.nodes):
+        on_rows = node.on_rows
+
+        def count(node: Node, frames: list[QueuedFrame], at: int = at, on_rows: Any = on_rows) -> bool:
+            counts[at] += sum(frame.n_rows for frame in frames)
+            return bool(on_rows(node, frames))
+
+        node.on_rows = count
+    return counts
+
+
+LONG = dataclasses.replace(CALM, wishes=tuple(dataclasses.replace(wish, max_tokens=80) for wish in CALM.wishes))
+
+
+@pytest.mark.parametrize(("cuts", "n_others"), [((2, 5), 2), ((1, 5), 3), ((4, 5), 3)])
+def test_nothing_is_computed_again_when_layers_move(cuts: tuple[int, ...], n_others: int) -> None:
+    """Stages take over one layer or all, from one stage or two, and from themselves."""
+    cluster = Cluster(LONG)
+    rows, mover = rows_of(cluster), cluster.coordinators[0].mover
+    assert mover is not None
+    cluster.clock.at(150 * MS, mover.ask, cuts)
+    outcome = cluster.run()
+    assert (outcome.n_moves, outcome.ends) == (1, {"length": 3})
+    assert outcome.n_taken == 3 * n_others, "every stream, at every stage that has other layers"
+    assert rows == [sum(len(wish.prompt) + wish.max_tokens - 1 for wish in LONG.wishes)] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("n_messages", [1, 3, 5])
+def test_a_stage_that_dies_while_lanes_change_hands_costs_no_token(
+    victim: int, n_messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives, or takes, or both: whatever has come by then, the rest is read again."""
+    cluster, n_come = Cluster(LONG), itertools.count(1)
+    mover = cluster.coordinators[0].mover
+    assert mover is not None
+    taken = HandOver._taken
+
+    def come(self: HandOver, *arguments: Any) -> None:
+        taken(self, *arguments)
+        if next(n_come) == n_messages:
+            cluster._die(cluster.nodes[victim], 100 * MS, 4)
+
+    monkeypatch.setattr(HandOver, "_taken", come)
+    cluster.clock.at(150 * MS, mover.ask, (1, 5))
+    outcome = cluster.run()
+    assert next(n_come) > n_messages
+    assert (outcome.n_deaths, outcome.ends, outcome.n_tokens) == (1, {"length": 3}, 240)
+    assert outcome.n_taken < 9, "the dead one has not taken all"
 
 
 def test_a_drained_stage_is_freed_and_gets_layers_again_and_nobody_is_told_of_it() -> None:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.engine.conductor import Conductor
+from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.sessions.admission import Admission
+from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers
 from relayline.coordinator.sessions.session import Session
 from relayline.coordinator.sessions.silence import Silence
 from relayline.coordinator.sessions.suspects import Suspects
-from relayline.deploy.testing.cluster import node, run
+from relayline.deploy.testing.cluster import mover, node, run
 from relayline.deploy.testing.cluster.clock import S, Violation
 from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.plan import CALM, KINDS
@@ -164,6 +166,16 @@ def forgets_who_prepares(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "left", lambda self, index, now_ns: [])
 
 
+def takes_lanes_of_other_layers(patch: pytest.MonkeyPatch) -> None:
+    """Layers are taken over in another order than they have in the model."""
+    patch.setattr(mover, "handed", lambda *arguments: handed(*arguments)[::-1])
+
+
+def takes_no_lane_back(patch: pytest.MonkeyPatch) -> None:
+    """A lane that one stage has and another has not is nobody's, and stays."""
+    patch.setattr(Prefixes, "left_behind", lambda self, going_on: [])
+
+
 ANY = KINDS
 # What each breaks, and what goes wrong where that shows soonest.
 CANARIES = [
@@ -184,6 +196,8 @@ CANARIES = [
     (loses_a_row, ("dies", "cut")),
     (keeps_rows_of_other_layers, ("moves",)),
     (holds_for_ever, ("moves",)),
+    (takes_lanes_of_other_layers, ("moves",)),
+    (takes_no_lane_back, ("moves", "dies")),
     (hands_layers_to_nobody_new, ("drains", "joins")),
     (forgets_who_prepares, ("joins", "dies", "moves")),
 ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from relayline.stage.hand_over import HandOver
 from relayline.stage.joining import changes as layer_changes
 from relayline.stage.joining.changes import LayerChanges
 from relayline.wire.common.errors import NativeError, RelaylineError, StaleEpochError
@@ -37,6 +38,7 @@ class FakeServed:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.done: list[str] = []
+        self.hand_over: HandOver | None = None
         self.error, self.facts = (
             error,
             type("Facts", (), {"artifact": type("A", (), {"layer_start": 2, "layer_end": 4})}),
@@ -50,8 +52,11 @@ class FakeServed:
     async def drop(self) -> None:
         self.done.append("dropped")
 
-    def switch(self) -> None:
+    def switch(self, within_s: float) -> None:
         self.done.append("switched")
+
+    def expect(self, hand_over: HandOver | None) -> None:
+        self.hand_over = hand_over
 
     def rename(self, pipeline_id: str) -> None:
         self.done.append(f"renamed {pipeline_id}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from relayline.stage.engine.loading import Load, LoadStoppedError
+from relayline.stage.hand_over import HandOver
 from relayline.stage.joining import stand_by
 from relayline.stage.joining.stand_by import StandBy
 from relayline.wire.common.errors import NativeError, RelaylineError, StageLostError
@@ -36,6 +37,13 @@ class FakeMember:
         self.changes.put_nowait(pb.JoinResponse(pipeline_id=f"split {number}", change=change))
 
 
+class FakeServed(str):
+    """What is served, by the name of its configuration."""
+
+    def expect(self, hand_over: HandOver | None) -> None:
+        assert hand_over is None, "nothing was said of lanes"
+
+
 class World:
     """One member that stands by; what it serves is noted, and loading lasts for as long as the test says."""
 
@@ -50,7 +58,7 @@ class World:
             return cache / source.order.pipeline_id
 
         @contextlib.asynccontextmanager
-        async def serve(config: str, load: Load) -> AsyncIterator[str]:
+        async def serve(config: str, load: Load) -> AsyncIterator[FakeServed]:
             self.log.append(f"loads {config}")
             if error is not None:
                 raise error
@@ -59,7 +67,7 @@ class World:
                 await asyncio.to_thread(load._stopped.wait, 20)
             if load.is_stopped:
                 raise LoadStoppedError(config)
-            yield config
+            yield FakeServed(config)
             self.log.append(f"closes {config}")
 
         monkeypatch.setattr(stand_by, "obtain", obtain)

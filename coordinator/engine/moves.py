@@ -102,6 +102,10 @@ class Move:
     held_ns: int = 0  # when sessions began to pause
     paused_ns: int = 0
     """From the switch until the stages were ready with their new layers; replayed rows come on top."""
+    n_kept: int = 0
+    """Tokens of running sessions that all stages hold with the new layers."""
+    n_replayed: int = 0
+    """Tokens of running sessions that had been sent, and are sent again."""
     problem: str = ""
 
 
@@ -123,6 +127,7 @@ class Moves:
         self._conductor, self._names, self._n_layers = conductor, list(names), n_layers
         self.cuts, self.holders = cuts, holders or tuple(range(len(cuts) + 1))
         self.latest: Move | None = None
+        self._n_read: dict[int, int] = {}  # tokens that running sessions had sent when the latest switch began
         self.n_done = 0
 
     def _move(self, number: int, *states: MoveState) -> Move | None:
@@ -243,6 +248,8 @@ class Moves:
 
     def _switch(self, move: Move, now_ns: int) -> list[MoveInstruction]:
         self._enter(move, MoveState.SWITCHING, now_ns)
+        running = self._conductor.admission.running
+        self._n_read = {session_id: session.n_held for session_id, session in running.items()}
         self.cuts, self.holders = move.cuts, move.holders
         return [Switch(move.number)]
 
@@ -252,6 +259,9 @@ class Moves:
         if move is None or move.state is not MoveState.SWITCHING:
             return False
         move.paused_ns = now_ns - move.held_ns
+        for session_id, session in self._conductor.admission.running.items():
+            move.n_kept += session.n_there
+            move.n_replayed += max(0, self._n_read.get(session_id, 0) - session.n_there)
         self._enter(move, MoveState.DONE, now_ns)
         self.n_done += 1
         return True
@@ -288,5 +298,7 @@ class Moves:
             "keep": self._named(keep),
             "waiting_for": self._named(sorted(move.awaited)),
             "paused_s": round(move.paused_ns / 1e9, 3) if move.state is MoveState.DONE else None,
+            "kept_tokens": move.n_kept,
+            "replayed_tokens": move.n_replayed,
             "problem": move.problem,
         }

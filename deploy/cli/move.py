@@ -55,7 +55,9 @@ def moved_text(found: dict[str, Any]) -> str:
         return _layers(found)
     kept = f"; {', '.join(move['keep'])} kept what was loaded" if move["keep"] else ""
     times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
-    return f"{_layers(found)}: moved {times}{kept}"
+    n_kept, n_again = move.get("kept_tokens", 0), move.get("replayed_tokens", 0)
+    tokens = f"; running requests keep {n_kept:,} tokens and read {n_again:,} again" if n_kept or n_again else ""
+    return f"{_layers(found)}: moved {times}{kept}{tokens}"
 
 
 def _layers(found: dict[str, Any]) -> str:

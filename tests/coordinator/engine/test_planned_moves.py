@@ -19,6 +19,8 @@ from relayline.coordinator.engine.moves import (
     Switch,
 )
 from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
+from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RelaylineError
 from relayline.wire.common.phase import Phase
 
@@ -63,7 +65,7 @@ def test_where_nothing_is_under_way_the_switch_is_made_at_once(world: World) -> 
     assert described["layers"] == [[0, 3], [3, 5], [5, 8]]
     assert described["move"] == {
         "number": 1, "cuts": [3, 5], "stages": ["a", "b", "c"], "state": "done", "state_s": 6.75, "took_s": 2.25,
-        "keep": ["a"], "waiting_for": [], "paused_s": 0.25, "problem": "",
+        "keep": ["a"], "waiting_for": [], "paused_s": 0.25, "kept_tokens": 0, "replayed_tokens": 0, "problem": "",
     }  # fmt: skip
     assert not world.moves.connected(3 * S), "a later epoch is no change"
 
@@ -205,3 +207,22 @@ def test_while_a_stage_is_lost_only_a_change_without_it_can_be_made(world: World
     world.moves.prepared(1, 0, S)
     world.moves.prepared(1, 2, S)
     assert world.moves.prepared(1, 3, S) == [Switch(1)], "nothing is under way"
+
+
+def test_what_stayed_and_what_is_sent_again_is_counted(world: World) -> None:
+    """Of one stream the stages hold all that had been sent, of another a part; a third had sent nothing yet."""
+    running = [
+        Session(at, GenerationRequest(str(at), tuple(range(20)), 5, SamplingParams()), lambda _: False)
+        for at in range(3)
+    ]
+    for session, n_sent in zip(running, (19, 15, 0), strict=True):
+        session.start()
+        session.n_sent = n_sent
+    world.conductor.admission.running.update(enumerate(running))
+    world.prepared()
+    for session, n_there in zip(running, (19, 12, 0), strict=True):
+        session.start(n_there)
+    assert world.moves.connected(3 * S)
+    move = world.moves.latest
+    assert move is not None
+    assert (move.n_kept, move.n_replayed) == (31, 3)

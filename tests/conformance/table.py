@@ -100,6 +100,12 @@ SUITES = (
         ("lm_eval_tasks.py",),
     ),
     Suite(
+        "aiperf",
+        "short measurements of streamed chats, completions and responses",
+        ("aiperf==0.13.0", *_PYTEST),
+        ("aiperf_runs.py",),
+    ),
+    Suite(
         "llama-server",
         "llama.cpp's own tests of its server, against ours",
         (

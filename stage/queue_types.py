@@ -18,8 +18,8 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 class QueuedFrame:
     """One frame waiting at this stage; its rows stay in the received message, which frames of one envelope share.
 
-    Nothing of it changes once it was read, except its place in the queue, which the batcher writes. The type checker
-    holds that, by `Final`. Making a frozen dataclass takes five times as long, and one is made for every frame.
+    It is a value: nothing of it changes once it was read. The type checker holds that, by `Final`. Making a frozen
+    dataclass takes five times as long, and one is made for every frame.
     """
 
     route_id: Final[int]
@@ -42,8 +42,6 @@ class QueuedFrame:
     envelope: Final[int] = 0  # number of the message it came in, unique in this process: frames of one group share it
     upstream_trace: Final[bytes] = trace_context.NONE  # 25 bytes, of the batch that computed its rows upstream
     draft_tokens: Final[tuple[int, ...]] = ()  # with Flag.DRAFTED: the token of each row
-    push_order: int = 0  # set by the batcher: counts frames as they arrive
-    line_order: int = 0  # set by the batcher: its place in line, once it is the first of its session's queue
 
     # Derived, and looked at several times for each frame:
     session_key: tuple[int, int] = dataclasses.field(init=False)  # (route_id, session_id), unique in this process

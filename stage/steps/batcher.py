@@ -30,12 +30,15 @@ import collections
 import heapq
 import itertools
 import operator
+from collections.abc import Mapping
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.steps.policy import Policy
 from relayline.wire.common import bounds
 from relayline.wire.envelopes.frames import CONTROL, Flag
 
+Ranked = tuple[int, QueuedFrame]
+"""A waiting frame behind its rank: its place in line, or when it came, counted in frames. The lower goes first."""
 CONTROLS_ONLY = "controls_only"
 # One step's results leave as one envelope per route: its controls with their options, and at most one frame for each of
 # its rows.
@@ -53,13 +56,14 @@ class Batcher:
         self.policy = policy
         self.queued_rows = self._n_frames = 0
         self._whole: list[QueuedFrame] = []  # all that waits, or nothing
-        self._sessions: dict[tuple[int, int], collections.deque[QueuedFrame]] = {}  # by QueuedFrame.session_key
-        self._decode: dict[tuple[int, int], QueuedFrame] = {}  # heads
-        self._prefill: dict[tuple[int, int], QueuedFrame] = {}
-        self._controls: dict[tuple[int, int], QueuedFrame] = {}
-        self._copies: dict[tuple[int, int], list[int]] = {}  # session key -> push orders of waiting copies from it
-        self._closes: dict[int, int] = {}  # push orders of waiting closes, ascending -> their routes
-        self._push_orders, self._line_orders = itertools.count(), itertools.count()
+        # By QueuedFrame.session_key:
+        self._sessions: dict[tuple[int, int], collections.deque[Ranked]] = {}  # ranked by arrival
+        self._decode: dict[tuple[int, int], Ranked] = {}  # heads, ranked by place in line
+        self._prefill: dict[tuple[int, int], Ranked] = {}
+        self._controls: dict[tuple[int, int], Ranked] = {}  # heads, ranked by arrival
+        self._copies: dict[tuple[int, int], list[int]] = {}  # session key -> arrivals of waiting copies from it
+        self._closes: dict[int, int] = {}  # arrivals of waiting closes, ascending -> their routes
+        self._arrivals, self._places = itertools.count(), itertools.count()
 
     def push_together(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         """Queue the frames of one envelope in order. Returns those that closes made pointless."""
@@ -81,25 +85,25 @@ class Batcher:
         return dropped
 
     def _queue(self, frame: QueuedFrame) -> None:
-        frame.push_order = next(self._push_orders)
+        arrival = next(self._arrivals)
         if frame.flags & Flag.COPY_PREFIX:
-            self._copies.setdefault((frame.route_id, frame.argument), []).append(frame.push_order)
+            self._copies.setdefault((frame.route_id, frame.argument), []).append(arrival)
         elif frame.flags & Flag.CLOSE:
-            self._closes[frame.push_order] = frame.route_id
+            self._closes[arrival] = frame.route_id
         queue = self._sessions.get(frame.session_key)
         if queue is None:
             queue = self._sessions[frame.session_key] = collections.deque()
-        queue.append(frame)
+        queue.append((arrival, frame))
         if len(queue) == 1:
-            self._stand_in_line(frame)
+            self._stand_in_line(queue[0])
 
     def drop_route(self, route_id: int) -> list[QueuedFrame]:
         """Forget every waiting frame of a route (its epoch ended). Returns the dropped frames."""
         self._spread()
-        self._copies = {key: orders for key, orders in self._copies.items() if key[0] != route_id}
-        self._closes = {order: route for order, route in self._closes.items() if route != route_id}
+        self._copies = {key: arrivals for key, arrivals in self._copies.items() if key[0] != route_id}
+        self._closes = {arrival: route for arrival, route in self._closes.items() if route != route_id}
         mine = [key for key in self._sessions if key[0] == route_id]
-        return [frame for key in mine for frame in self._drop(key)]
+        return [frame for key in mine for _, frame in self._drop(key)]
 
     def take(self, now_ns: int) -> Step | None:
         """Return the next step, or None when nothing waits or the policy holds everything back."""
@@ -107,22 +111,28 @@ class Batcher:
             return None
         before = self.queued_rows
         if self._whole:
-            frames, choice = self._whole, self.policy.choose(self._whole, (), now_ns)
+            frames, choice = self._whole, self.policy.choose(self._whole, (), now_ns, is_prefill_first=False)
             if choice.n_decode == len(frames):
                 self._whole, self._n_frames, self.queued_rows = [], 0, 0
                 return Step([], frames, choice.close_reason, now_ns, before, 0)
             self._spread()
         controls = self._take_controls() if self._controls else []
-        decode, prefill = _in_order(self._decode), _in_order(self._prefill)
-        if not decode and not prefill:
+        if not self._decode and not self._prefill:
             return Step(controls, [], CONTROLS_ONLY, now_ns, before, before) if controls else None
-        choice = self.policy.choose(decode, prefill, now_ns)
-        frames = decode[: choice.n_decode] + prefill[: choice.n_prefill]
+        frames, close_reason = self._choose(now_ns)
         if not frames and not controls:
             return None
         for frame in frames:
             self._remove_head(frame)
-        return Step(controls, frames, choice.close_reason, now_ns, before, self.queued_rows)
+        return Step(controls, frames, close_reason, now_ns, before, self.queued_rows)
+
+    def _choose(self, now_ns: int) -> tuple[list[QueuedFrame], str]:
+        """Return the heads that the policy takes, and why it takes no more."""
+        decode, prefill = _in_order(self._decode), _in_order(self._prefill)
+        is_prefill_first = bool(prefill) and (not decode or prefill[0][0] < decode[0][0])
+        decoders, chunks = [frame for _, frame in decode], [frame for _, frame in prefill]
+        choice = self.policy.choose(decoders, chunks, now_ns, is_prefill_first=is_prefill_first)
+        return decoders[: choice.n_decode] + chunks[: choice.n_prefill], choice.close_reason
 
     def session_ids(self, route_id: int) -> set[int]:
         """Return the sessions of a route of which anything waits."""
@@ -140,12 +150,12 @@ class Batcher:
     def _take_controls(self) -> list[QueuedFrame]:
         """Take those that are due, in the order in which they came."""
         taken: list[QueuedFrame] = []
-        heads = [(head.push_order, head) for head in self._controls.values()]
+        heads = list(self._controls.values())
         heapq.heapify(heads)
         options_bytes = 0
         while heads and len(taken) < CONTROLS_PER_STEP_MAX:
-            _, head = heapq.heappop(heads)
-            if self._waits(head):  # for rows: controls that came before it have been looked at before it
+            arrival, head = heapq.heappop(heads)
+            if self._waits(head, arrival):  # for rows: controls that came before it have been looked at before it
                 continue
             if head.options is not None:
                 options_bytes += head.options.ByteSize()
@@ -155,74 +165,81 @@ class Batcher:
             taken.append(head)
             following = self._controls.get(head.session_key)
             if following is not None:
-                heapq.heappush(heads, (following.push_order, following))
+                heapq.heappush(heads, following)
         return taken
 
-    def _waits(self, control: QueuedFrame) -> bool:
+    def _waits(self, control: QueuedFrame, arrival: int) -> bool:
         """Return whether the control that it depends on has arrived earlier and is not done yet."""
         if control.flags & Flag.OPEN:
-            return next(iter(self._closes), control.push_order) < control.push_order
+            return next(iter(self._closes), arrival) < arrival
         if control.flags & Flag.CLOSE:
-            return self._copies.get(control.session_key, [control.push_order])[0] < control.push_order
+            return self._copies.get(control.session_key, [arrival])[0] < arrival
         if not control.flags & Flag.COPY_PREFIX:
             return False
         source = self._sessions.get((control.route_id, control.argument), ())
-        return any(frame.push_order < control.push_order for frame in source)
+        return any(came < arrival for came, _ in source)
 
-    def _control_gone(self, control: QueuedFrame) -> None:
-        self._closes.pop(control.push_order, None)
+    def _control_gone(self, control: QueuedFrame, arrival: int) -> None:
+        self._closes.pop(arrival, None)
         source = (control.route_id, control.argument)
-        if control.flags & Flag.COPY_PREFIX and (orders := self._copies.get(source)):
-            orders.remove(control.push_order)
-            if not orders:
+        if control.flags & Flag.COPY_PREFIX and (arrivals := self._copies.get(source)):
+            arrivals.remove(arrival)
+            if not arrivals:
                 del self._copies[source]
 
-    def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], QueuedFrame]:
+    def _line_of(self, frame: QueuedFrame) -> dict[tuple[int, int], Ranked]:
         if frame.is_control:
             return self._controls
         return self._prefill if frame.is_prefill else self._decode
 
-    def _stand_in_line(self, head: QueuedFrame, place: int | None = None) -> None:
-        head.line_order = next(self._line_orders) if place is None else place
-        self._line_of(head)[head.session_key] = head
+    def _stand_in_line(self, head: Ranked, place: int | None = None) -> None:
+        """Put the first of a session's queue into its line: at the end, or at `place`."""
+        _, frame = head
+        if frame.is_control:
+            self._controls[frame.session_key] = head
+        else:
+            self._line_of(frame)[frame.session_key] = (next(self._places) if place is None else place, frame)
 
-    def _place_beside(self, frame: QueuedFrame) -> int | None:
+    def _place_of_mates(self, frame: QueuedFrame) -> int | None:
         """Return where others of its envelope stand, in whichever line, if any do."""
         heads = itertools.chain(self._decode.values(), self._prefill.values())
-        return min((head.line_order for head in heads if head.envelope == frame.envelope), default=None)
+        return min((place for place, head in heads if head.envelope == frame.envelope), default=None)
 
     def _remove_head(self, head: QueuedFrame) -> None:
         del self._line_of(head)[head.session_key]
         queue = self._sessions[head.session_key]
-        queue.popleft()
+        arrival, _ = queue.popleft()
         self.queued_rows -= head.n_rows
         self._n_frames -= 1
         if head.is_control:
-            self._control_gone(head)
+            self._control_gone(head, arrival)
         if queue:
+            _, following = queue[0]
             # Several frames of one session in an envelope take turns with others: together they would keep these off.
-            has_gone = queue[0].envelope == head.envelope and not head.is_control
-            joins = not (has_gone or queue[0].is_control)
-            self._stand_in_line(queue[0], self._place_beside(queue[0]) if joins else None)
+            has_gone = following.envelope == head.envelope and not head.is_control
+            joins = not (has_gone or following.is_control)
+            self._stand_in_line(queue[0], self._place_of_mates(following) if joins else None)
         else:
             del self._sessions[head.session_key]
 
     def _drop_rows(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
-        waiting, copied_before = self._drop(session_key), self._copies.get(session_key, [0])[-1]
-        left = collections.deque(f for f in waiting if f.is_control or f.push_order < copied_before)
+        copied_before = self._copies.get(session_key, [0])[-1]
+        place, _ = self._decode.get(session_key) or self._prefill.get(session_key) or (None, None)
+        waiting = self._drop(session_key)
+        left = collections.deque(each for each in waiting if each[1].is_control or each[0] < copied_before)
         if left:
             self._sessions[session_key] = left
-            self.queued_rows += sum(frame.n_rows for frame in left)
+            self.queued_rows += sum(frame.n_rows for _, frame in left)
             self._n_frames += len(left)
-            self._stand_in_line(left[0], left[0].line_order if left[0] is waiting[0] else None)
-        return [frame for frame in waiting if not (frame.is_control or frame.push_order < copied_before)]
+            self._stand_in_line(left[0], place if left[0] is waiting[0] else None)
+        return [frame for arrival, frame in waiting if not (frame.is_control or arrival < copied_before)]
 
-    def _drop(self, session_key: tuple[int, int]) -> list[QueuedFrame]:
+    def _drop(self, session_key: tuple[int, int]) -> list[Ranked]:
         queue = self._sessions.pop(session_key, None)
         if not queue:
             return []
-        del self._line_of(queue[0])[session_key]
-        self.queued_rows -= sum(frame.n_rows for frame in queue)
+        del self._line_of(queue[0][1])[session_key]
+        self.queued_rows -= sum(frame.n_rows for _, frame in queue)
         self._n_frames -= len(queue)
         return list(queue)
 
@@ -237,5 +254,5 @@ def _are_decode_rows(frames: list[QueuedFrame]) -> bool:
     return len({frame.session_key for frame in frames}) == len(frames)
 
 
-def _in_order(heads: dict[tuple[int, int], QueuedFrame]) -> list[QueuedFrame]:
-    return sorted(heads.values(), key=operator.attrgetter("line_order"))
+def _in_order(heads: Mapping[tuple[int, int], Ranked]) -> list[Ranked]:
+    return sorted(heads.values(), key=operator.itemgetter(0))

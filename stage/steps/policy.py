@@ -33,9 +33,14 @@ class Choice(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides the next step. Both sequences hold at most one frame per session, oldest first."""
+    """Decides the next step. Both sequences hold at most one frame per session, oldest first.
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+    `is_prefill_first` says whether a prefill frame has been in line for longest; one of the two is not empty.
+    """
+
+    def choose(
+        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+    ) -> Choice:
         """Return what to take; taking nothing leaves the queue waiting for the next event."""
 
 
@@ -53,9 +58,11 @@ class DrainPolicy:
     prefill_rows: int  # prefill rows in a step with running decoders
     wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+    def choose(
+        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+    ) -> Choice:
         """See Policy."""
-        is_overdue = bool(prefill and decode) and prefill[0].line_order < decode[0].line_order
+        is_overdue = bool(decode) and is_prefill_first
         reserved, wanted = (prefill[0].n_rows, _wants(prefill[0])) if is_overdue else (0, 0)
         n_decode = n_rows = 0
         decode_max = min(self.max_rows - reserved, self.wanted_rows - wanted)
@@ -90,11 +97,11 @@ class SinglePolicy:
 
     max_rows: int  # rows of one native step
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+    def choose(
+        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+    ) -> Choice:
         """See Policy."""
-        if decode and (not prefill or decode[0].line_order < prefill[0].line_order):
-            return Choice(1, 0, ROW_CAP)
-        return Choice(0, 1, ROW_CAP)
+        return Choice(0, 1, ROW_CAP) if is_prefill_first else Choice(1, 0, ROW_CAP)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,9 +118,10 @@ class GroupPolicy:
     curve: CostCurve  # of decode rows
     wanted_rows: int = ROWS_PER_ENVELOPE_MAX  # rows of one step that want logits, as all of decode frames do
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+    def choose(
+        self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, *, is_prefill_first: bool
+    ) -> Choice:
         """See Policy."""
-        is_prefill_first = bool(prefill) and (not decode or prefill[0].line_order < decode[0].line_order)
         envelope = (prefill if is_prefill_first else decode)[0].envelope
         n_decode, rows = _of_envelope(decode, envelope, 0, min(self.max_rows, self.wanted_rows))
         if not prefill and n_decode == len(decode):  # nearly always

@@ -221,7 +221,7 @@ class HoldBack:
     def __init__(self) -> None:
         self.holds = True
 
-    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int) -> Choice:
+    def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, **_: bool) -> Choice:
         return Choice(0, 0, "held") if self.holds else Choice(len(decode), len(prefill), "let_go")
 
 
@@ -395,7 +395,7 @@ def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) 
     assert (len(batcher), batcher.queued_rows) == (0, 0)
     assert sorted(map(id, pushed)) == sorted(map(id, dropped + ran))
     for key in {frame.session_key for frame in ran}:
-        orders = [frame.push_order for frame in ran if frame.session_key == key]
+        orders = [pushed.index(frame) for frame in ran if frame.session_key == key]
         assert orders == sorted(orders)
 
 

@@ -9,8 +9,8 @@ from relayline.deploy.testing.cluster.clock import Clock
 from relayline.deploy.testing.cluster.node import Node, Part
 from relayline.deploy.testing.simulation.stage import SimStage
 from relayline.deploy.testing.simulation.world import equal_stages
+from relayline.stage.assembly import make_policy
 from relayline.stage.config import StageConfig
-from relayline.stage.process import make_policy
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.policy import (
@@ -33,12 +33,9 @@ from tests.support.fakes import rows_frame
 ROWS_MAX = 40
 
 
-def heads(*rows: int, first_order: int = 0) -> list[QueuedFrame]:
-    """Heads of different sessions with these row counts, standing in line since `first_order`, one after another."""
-    frames = [rows_frame(first_order + index, 0, n_rows, Flag.PREFILL) for index, n_rows in enumerate(rows)]
-    for index, frame in enumerate(frames):
-        frame.line_order = first_order + index
-    return frames
+def heads(*rows: int, first_id: int = 0) -> list[QueuedFrame]:
+    """Heads of different sessions, numbered from `first_id` on, with these row counts."""
+    return [rows_frame(first_id + index, 0, n_rows, Flag.PREFILL) for index, n_rows in enumerate(rows)]
 
 
 CASES = {  # max_rows 16, prefill_rows 8: (decode, prefill, prefill came first) -> (n_decode, n_prefill, reason)
@@ -64,8 +61,8 @@ CASES = {  # max_rows 16, prefill_rows 8: (decode, prefill, prefill came first) 
 @pytest.mark.parametrize("name", CASES)
 def test_choice(name: str) -> None:
     decode, prefill, prefill_first, expected = CASES[name]
-    decoders, chunks = heads(*decode, first_order=100), heads(*prefill, first_order=0 if prefill_first else 1_000)
-    choice = DrainPolicy(max_rows=16, prefill_rows=8).choose(decoders, chunks, 0)
+    policy = DrainPolicy(max_rows=16, prefill_rows=8)
+    choice = policy.choose(heads(*decode, first_id=100), heads(*prefill), 0, is_prefill_first=prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -100,9 +97,10 @@ GROUP_CASES = {  # max_rows 8: (rows and envelopes of decode heads, of prefill h
 @pytest.mark.parametrize("name", GROUP_CASES)
 def test_groups_stay_together_and_apart(name: str) -> None:
     decode, decode_envelopes, prefill, prefill_envelopes, prefill_first, expected = GROUP_CASES[name]
-    decoders = in_envelopes(heads(*decode, first_order=100), *decode_envelopes)
-    chunks = in_envelopes(heads(*prefill, first_order=0 if prefill_first else 1_000), *prefill_envelopes)
-    choice = GroupPolicy(8, STAIRS).choose(decoders, chunks, 0)
+    decoders = in_envelopes(heads(*decode, first_id=100), *decode_envelopes)
+    chunks = in_envelopes(heads(*prefill), *prefill_envelopes)
+    is_prefill_first = prefill_first or not decode
+    choice = GroupPolicy(8, STAIRS).choose(decoders, chunks, 0, is_prefill_first=is_prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -113,15 +111,15 @@ def test_what_is_left_does_not_make_a_group_of_rows_a_tile_of_attention() -> Non
     )
     for n_rows, expected in ((58, (60, PAD_TARGET)), (62, (62, GROUP)), (66, (68, PAD_TARGET))):
         decoders = in_envelopes(heads(*[1] * (n_rows + 2)), *[1] * n_rows, 2, 2)
-        choice = GroupPolicy(128, curve).choose(decoders, [], 0)
+        choice = GroupPolicy(128, curve).choose(decoders, [], 0, is_prefill_first=False)
         assert (choice.n_decode, choice.close_reason) == expected
 
 
 def test_single_takes_the_oldest_whatever_it_is() -> None:
-    decoders, chunks = heads(1, 1, first_order=10), heads(4, first_order=0)
-    assert SinglePolicy(8).choose(decoders, chunks, 0).n_prefill == 1
-    assert SinglePolicy(8).choose(decoders, [], 0).n_decode == 1
-    assert SinglePolicy(8).choose(heads(1), heads(4, first_order=9), 0).n_decode == 1
+    decoders, chunks, policy = heads(1, 1, first_id=10), heads(4), SinglePolicy(8)
+    assert policy.choose(decoders, chunks, 0, is_prefill_first=True).n_prefill == 1
+    assert policy.choose(decoders, [], 0, is_prefill_first=False).n_decode == 1
+    assert policy.choose(decoders, chunks, 0, is_prefill_first=False).n_decode == 1
 
 
 def test_a_new_policy_is_its_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relayline.deploy.testing.engines import stage_config
-from relayline.stage.process import make_policy
+from relayline.stage.assembly import make_policy
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.speed.curves import Curves, shape_of
 from relayline.stage.steps.policy import (
@@ -28,12 +28,9 @@ from tests.support.fakes import rows_frame
 PREFILL, SAMPLE, GUESSES = Flag.PREFILL, Flag.WANTS_SAMPLE, Flag.WANTS_SAMPLE | Flag.DRAFTED
 
 
-def heads(*frames: tuple[int, int], first_order: int) -> list[QueuedFrame]:
-    """Heads of sessions, (rows, flags) each, in line from `first_order` on."""
-    found = [rows_frame(first_order + index, 9, *frame) for index, frame in enumerate(frames)]
-    for index, frame in enumerate(found):
-        frame.line_order = first_order + index
-    return found
+def heads(*frames: tuple[int, int], first_id: int = 0) -> list[QueuedFrame]:
+    """Heads of sessions, numbered from `first_id` on, (rows, flags) each."""
+    return [rows_frame(first_id + index, 9, *frame) for index, frame in enumerate(frames)]
 
 
 def drafted(*rows: int) -> list[tuple[int, int]]:
@@ -59,8 +56,8 @@ CASES = {  # max_rows 32, prefill_rows 16, wanted_rows 12: (decode, prefill, pre
 @pytest.mark.parametrize("name", CASES)
 def test_drained_steps_want_no_more_than_the_engine_gives(name: str) -> None:
     decode, prefill, prefill_first, expected = CASES[name]
-    lines = heads(*decode, first_order=100), heads(*prefill, first_order=0 if prefill_first else 1_000)
-    choice = DrainPolicy(32, 16, 12).choose(*lines, 0)
+    lines = heads(*decode, first_id=100), heads(*prefill)
+    choice = DrainPolicy(32, 16, 12).choose(*lines, 0, is_prefill_first=prefill_first)
     assert (choice.n_decode, choice.n_prefill, choice.close_reason) == expected
 
 
@@ -92,10 +89,11 @@ def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
                     room[envelope] -= n_guesses
                     frame = rows_frame(index, 9, 1 + n_guesses, GUESSES if n_guesses else SAMPLE)
                     decode.append(frame)
-                frame.envelope, frame.line_order = envelope, rng.randrange(1_000) * 64 + index
-            decode.sort(key=lambda frame: frame.line_order)
-            prefill.sort(key=lambda frame: frame.line_order)
-            choice = policy.choose(decode, prefill, 0)
+                frame.envelope = envelope
+            rng.shuffle(decode)
+            rng.shuffle(prefill)
+            is_prefill_first = bool(prefill) and (not decode or rng.random() < 0.5)
+            choice = policy.choose(decode, prefill, 0, is_prefill_first=is_prefill_first)
             taken = decode[: choice.n_decode] + prefill[: choice.n_prefill]
             assert taken
             assert wanted(taken) <= n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -211,7 +212,8 @@ def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
     recorder = Recorder(engine)
     recorder.install(executor)
     facts = StageFacts(_artifact(index, width), config, "bench")
-    process.load_stage = lambda config, load=None, like=None: (facts, executor)
+    with_engine: Any = process
+    with_engine.load_stage = lambda config, load=None, like=None: (facts, executor)
 
     async def main(stopping: asyncio.Event) -> None:
         async with process.serve(config) as (address, *_):

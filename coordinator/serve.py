@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,20 +18,18 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.http.server import server_tls, start_http
+from relayline.coordinator.images.begin import encoder_of
 from relayline.coordinator.joining.config import JoinConfig, PoolState
 from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, TellAgain, rebalancer_of
 from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
-from relayline.coordinator.model.projectors import check_projector
 from relayline.coordinator.observe.telemetry_start import observed
-from relayline.coordinator.text.chat import ChatTemplate, read_template
+from relayline.coordinator.text.chat_choice import chat_template_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.process import run
 from relayline.wire.links.security import address_of, check_connects
-from relayline.wire.links.tls_server import server_context
 from relayline.wire.telemetry.config import TelemetryConfig
 
 log = logging.getLogger("relayline.coordinator")
@@ -145,8 +141,8 @@ async def _serve(
     joined = make_roster(config.join, on_member) if config.join is not None else None
     model_id = config.pipeline.serving.model_id or file.model_name
     limits = _limits(config)
-    chat = _chat_template(tokenizer, config.chat_template_file)
-    context = _http_context(config.http_tls)
+    chat = chat_template_of(tokenizer, config.chat_template_file)
+    context = server_tls(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
         pushed_level = config.telemetry.level if config.push_level else None
         named = _named(config, file)
@@ -158,7 +154,7 @@ async def _serve(
         control = TelemetryControl(observer, lambda: pipeline.stages)
         mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)
-        encoder = await _encoder_of(config, file, tokenizer)
+        encoder = await encoder_of(config.pipeline.serving.mmproj, file, tokenizer)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover, encoder)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
         if app[TEMPLATE_FAULT]:
@@ -211,33 +207,6 @@ def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
     )
 
 
-def _http_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
-    """Return the TLS of the HTTP API. Raises UsageError for files that cannot be used."""
-    if files is None:
-        return None
-    from relayline.wire.links.tls_material import check_pair  # loads cryptography, which plaintext does not need
-
-    cert, key = files
-    return server_context(cert, key, check=lambda: check_pair(cert, key))
-
-
-async def _encoder_of(config: ServeConfig, file: PipelineFile, tokenizer: Tokenizer) -> Encoder | None:
-    """Return the started encoder of images; None without a projector. Raises UsageError for one that is not served."""
-    if not config.pipeline.serving.mmproj:
-        return None
-    path = Path(config.pipeline.serving.mmproj)
-    check_projector(path, file)
-    if not tokenizer.has_text:
-        raise UsageError("--mmproj: images are parts of chats, and this model has no tokenizer")
-    encoder = Encoder(path, tokenizer.path, file.n_embd)
-    try:
-        await asyncio.to_thread(encoder.start)
-    except BaseException:
-        encoder.close()
-        raise
-    return encoder
-
-
 def _checked_url(url: str) -> str:
     """Return the address where traces are shown, without a trailing slash. Raises UsageError if it is not the address
     of a page.
@@ -271,15 +240,6 @@ def _named(config: ServeConfig, file: PipelineFile) -> PipelineConfig:
     join = config.join
     stages = tuple(join.stages[at].name for at in join.holders) if join is not None else ()
     return dataclasses.replace(config.pipeline, name=config.pipeline.name or file.model_name, stage_names=stages)
-
-
-def _chat_template(tokenizer: Tokenizer, path: Path | None) -> ChatTemplate:
-    """Return the model's own template, or the one in a file. Raises UsageError where that cannot be used."""
-    template = functools.partial(ChatTemplate, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    if path is not None:
-        return template(read_template(path))
-    of_tools = template(tokenizer.tool_template) if tokenizer.tool_template else None
-    return template(tokenizer.chat_template, for_tools=of_tools)
 
 
 async def _drive(

@@ -129,9 +129,11 @@ def write_tokens(
     records["flags"] = [frame.flags for frame in frames]
     records["argument"] = [frame.argument for frame in frames]
     records["enqueued_ns"] = now_ns
-    set_traces(records, [record_of(frame.session_id).trace for frame in frames])
+    set_traces(records, [record_of(frame.session_id).trace.context for frame in frames])
     buffer.seal(epoch, sequence, now_ns, context)
-    options = [_options(frame, record_of(frame.session_id).baggage) for frame in frames if frame.opening is not None]
+    options = [
+        _options(frame, record_of(frame.session_id).trace.baggage) for frame in frames if frame.opening is not None
+    ]
     drafts = [token for frame in frames if frame.flags & Flag.DRAFTED for token in frame.followers or frame.tokens]
     return with_extras(buffer, None, options, drafts)
 

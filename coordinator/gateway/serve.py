@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from relayline.coordinator.gateway.bounds import BACKENDS_MAX
 from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.server import server_tls, start_http
 from relayline.wire.common.bounds import DRAIN_TIMEOUT_S
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
-from relayline.wire.links.tls_server import server_context
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
 
     Raises UsageError, and StartError where the address is taken.
     """
-    context = _context(config.http_tls)
+    context = server_tls(config.http_tls)
     async with contextlib.AsyncExitStack() as stack:
         links = await stack.enter_async_context(Links(config.backends))
         app, gateway = make_gateway(links, config.limits)
@@ -78,12 +76,3 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 await gateway.forwarder.idle()
-
-
-def _context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
-    if files is None:
-        return None
-    from relayline.wire.links.tls_material import check_pair
-
-    cert, key = files
-    return server_context(cert, key, check=lambda: check_pair(cert, key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
+from pathlib import Path
 from typing import cast
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
 from relayline.wire.links.tls_door import Door
+from relayline.wire.links.tls_server import server_context
 
 LIMITS = web.AppKey("limits", HttpLimits)  # of an application, where it has its own
 
@@ -78,3 +80,13 @@ async def start_http(
         raise StartError(f"cannot listen on {address_of(host, port)} for {what}: {error.strerror or error}") from error
     actual_port: int = runner.addresses[0][1]
     return runner, actual_port
+
+
+def server_tls(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+    """Return the TLS of a certificate's and a key's file; None without them. Raises UsageError for unusable ones."""
+    if files is None:
+        return None
+    from relayline.wire.links.tls_material import check_pair  # loads cryptography, which plaintext does not need
+
+    cert, key = files
+    return server_context(cert, key, check=lambda: check_pair(cert, key))

@@ -7,24 +7,27 @@ import dataclasses
 import ipaddress
 import secrets
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from relayline.coordinator.answers.template import Conversation
-from relayline.coordinator.http.body_pool import BodyPool
+from relayline.coordinator.http.body_pool import BodyPool, find_style
 from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.choice import ChoiceState, Ending, Prompt, Speller
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.images import Images
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.observe import wants_content
-from relayline.coordinator.http.preparing import Asked, Prepared, as_sent, unpacked
+from relayline.coordinator.http.preparing import Asked, Prepared, as_sent, setting_of, unpacked
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import GenerationRequest, Generator, TokenStream
 from relayline.coordinator.sessions.request_log import RequestRecord
+from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError
@@ -49,6 +52,7 @@ class Service:
     observer: Observer
     pool: BodyPool
     images: Images | None = None  # of a model with a projector
+    template_fault: str = ""  # why the chat template cannot be used, or empty
 
     async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
         """Return a body after reading, checking and tokenising by a worker.
@@ -238,3 +242,40 @@ async def open_streams(generator: Generator, job: Job) -> list[TokenStream]:
             await stream.aclose()
         raise
     return streams
+
+
+def make_service(
+    generator: Generator,
+    tokenizer: Tokenizer,
+    chat: ChatTemplate,
+    model_id: str,
+    created: int,
+    limits: HttpLimits,
+    observer: Observer,
+    encoder: Encoder | None,
+) -> Service:
+    """Return the parts that the handlers of one application share; `encoder` has been started."""
+    setting = setting_of(model_id, limits, chat, has_images=encoder is not None)
+    style = setting.style = find_style(setting, tokenizer.path)
+    return Service(
+        generator,
+        tokenizer,
+        Speller(tokenizer),
+        Conversation(chat, tokenizer, style.tool_style()),
+        model_id,
+        created,
+        _fingerprint(),
+        limits,
+        observer,
+        BodyPool(setting, tokenizer),
+        Images(encoder) if encoder is not None else None,
+        style.fault,
+    )
+
+
+def _fingerprint() -> str:
+    """Return `system_fingerprint`: what computed the answer, as far as its arithmetic goes."""
+    try:
+        return f"relayline-{metadata.version('relayline')}"
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "relayline-dev"

@@ -262,8 +262,8 @@ def _request(record: RequestRecord, now_ns: int) -> dict[str, object]:
         "read_tokens": _read(first.session) if first is not None else 0,
         "cached_tokens": sum(session.n_copied for session in sessions),
         "tokens": sum(stream.n_tokens or stream.session.n_tokens for stream in record.streams),
-        "drafted_tokens": sum(session.n_drafted for session in sessions),
-        "accepted_tokens": sum(session.n_accepted for session in sessions),
+        "drafted_tokens": sum(session.guesses.n_sent for session in sessions),
+        "accepted_tokens": sum(session.guesses.n_accepted for session in sessions),
         **(_times(first, now_ns) if first is not None else {}),
     }
 
@@ -297,7 +297,7 @@ def _read(session: SessionRecord) -> int:
     """Return how many tokens of the prompt have passed the last stage."""
     if session.first_token_ns:
         return session.n_prompt
-    read = [chunk.position + chunk.n_rows for chunk in session.chunks if chunk.answered_ns]
+    read = [chunk.position + chunk.n_rows for chunk in session.prompt.chunks if chunk.answered_ns]
     return min(session.n_prompt, max([session.n_copied, *read]))
 
 

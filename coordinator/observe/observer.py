@@ -96,7 +96,7 @@ class Observer:
         session.admitted_ns = now_ns
         session.origin = self._stream(session, request, now_ns, record)
         if record is not None and record.span is not None:
-            session.baggage = record.baggage
+            session.trace.baggage = record.baggage
         self._sessions[session_id] = session
         return session.origin
 
@@ -134,7 +134,7 @@ class Observer:
                 continue
             session = self._sessions.get(frame.session_id)
             if session is not None and frame.flags & Flag.PREFILL:
-                session.chunk(frame.position, len(frame.tokens), now_ns)
+                session.prompt.sent(frame.position, len(frame.tokens), now_ns)
             elif session is not None:
                 self._drafted(session, frame.n_drafted)
         return self.passes.leaves(frames, now_ns, self.record_of)
@@ -144,7 +144,7 @@ class Observer:
         return self._sessions.get(session_id, UNKNOWN)
 
     def _drafted(self, session: SessionRecord, n_tokens: int) -> None:
-        session.n_drafted += n_tokens
+        session.guesses.n_sent += n_tokens
         self.n_drafted += n_tokens
         self.metrics.drafted(n_tokens)
 
@@ -152,7 +152,7 @@ class Observer:
         """Prompt rows up to `position` have passed the last stage."""
         session = self._sessions.get(session_id)
         if session is not None:
-            session.answered(position, now_ns)
+            session.prompt.answered(position, now_ns)
 
     def token(
         self,
@@ -168,7 +168,7 @@ class Observer:
             session.finish_reason = finish_reason
         self.n_tokens += not session.is_embedding
         if is_drafted:
-            session.n_accepted += 1
+            session.guesses.n_accepted += 1
             self.n_accepted += 1
             self.metrics.accepted.inc()
         gap_ns = session.token(position, now_ns)
@@ -179,7 +179,7 @@ class Observer:
             self.n_copied_tokens += session.n_copied
             self.metrics.read(session.n_prompt if session.looks_for_prefix else 0, session.n_copied)
             self.tracing.first_token(session)
-            session.next_phase()
+            session.trace.next_phase()
 
     def figures(self) -> dict[str, int]:
         """Return the token counts since the start, for GET /v1/pipeline.
@@ -235,8 +235,8 @@ class Observer:
                 continue
             _add_summary(session, summary)
             if session.ended_ns:
-                session.stages_after_end.add(summary.stage_index)
-                if len(session.stages_after_end) >= self._n_stages:
+                session.stage(summary.stage_index).has_seen_end = True
+                if sum(stage.has_seen_end for stage in session.stages.values()) >= self._n_stages:
                     self._finalize(session)
 
     def _finalize(self, session: SessionRecord) -> None:

@@ -91,7 +91,7 @@ class Passes:
         if window is None or window.is_full(now_ns):
             window = self._open(now_ns)
         records = [record_of(frame.session_id) for frame in rows]
-        traced = [record for record in records if trace_context.is_sampled(record.trace)]
+        traced = [record for record in records if trace_context.is_sampled(record.trace.context)]
         if not (window.is_sampled or traced):
             return trace_context.NONE
         sessions = {frame.session_id for frame in rows}
@@ -102,7 +102,7 @@ class Passes:
         window.last_ns = now_ns
         window.waiting.update([(f.session_id, f.position + len(f.tokens)) for f in rows])
         for record in traced:
-            record.passed(window.root)
+            record.trace.passes.add(window.root)
         return window.root
 
     def _open(self, now_ns: int) -> Window:

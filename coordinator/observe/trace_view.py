@@ -63,8 +63,8 @@ def _stream(
         "prompt_tokens": session.n_prompt,
         "copied_tokens": session.n_copied,
         "tokens": stream.n_tokens or session.n_tokens,
-        "drafted_tokens": session.n_drafted,
-        "accepted_tokens": session.n_accepted,
+        "drafted_tokens": session.guesses.n_sent,
+        "accepted_tokens": session.guesses.n_accepted,
         "admitted_at_ms": _ms(session.admitted_ns - zero_ns),
         "queue_ms": _ms((session.started_ns or end_ns) - session.admitted_ns),
         "prefill_ms": _ms((first_ns or end_ns) - session.started_ns) if session.started_ns else None,
@@ -78,9 +78,9 @@ def _stream(
                 "rows": chunk.n_rows,
                 "took_ms": _ms(chunk.answered_ns - chunk.sent_ns) if chunk.answered_ns else None,
             }
-            for chunk in session.chunks
+            for chunk in session.prompt.chunks
         ],
-        "chunks_forgotten": session.n_chunks_dropped,
+        "chunks_forgotten": session.prompt.n_dropped,
         "events": [
             {"at_ms": _ms(event.at_ns - zero_ns), "name": event.name, "detail": event.detail or None}
             for event in session.events

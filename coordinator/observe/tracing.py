@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry import baggage, propagate, trace
@@ -143,60 +143,60 @@ class Tracing:
     def started(self, session: SessionRecord) -> None:
         """A session has its lane: the span of its wait ends, the span of its prefill begins."""
         record = _request_of(session)
-        if record is None or record.span is None or session.prefill_span is not None:
+        if record is None or record.span is None or session.trace.prefill_span is not None:
             return
         common = _identity(record, session)
         self._child(record, names.SPAN_QUEUE, session.admitted_ns, session.started_ns, common)
-        session.prefill_span = self._child(record, names.SPAN_PREFILL, session.started_ns, 0, common)
-        session.trace = context_of(session.prefill_span)
+        session.trace.prefill_span = self._child(record, names.SPAN_PREFILL, session.started_ns, 0, common)
+        session.trace.context = context_of(session.trace.prefill_span)
 
     def first_token(self, session: SessionRecord) -> None:
         """The span of the decode phase begins; frames carry its context from here on."""
         record = _request_of(session)
-        if record is None or session.prefill_span is None:
+        if record is None or session.trace.prefill_span is None:
             return
         identity = _identity(record, session)
-        session.decode_span = self._child(record, names.SPAN_DECODE, session.first_token_ns, 0, identity)
-        session.trace = context_of(session.decode_span)
+        session.trace.decode_span = self._child(record, names.SPAN_DECODE, session.first_token_ns, 0, identity)
+        session.trace.context = context_of(session.trace.decode_span)
 
     def final(self, session: SessionRecord, n_stages: int) -> None:
         """Add the final attributes, and end the session's spans at their true times."""
         record = _request_of(session)
         if record is None or record.span is None:
             return
-        if session.prefill_span is None:  # never had a lane
+        if session.trace.prefill_span is None:  # never had a lane
             self._child(record, names.SPAN_QUEUE, session.admitted_ns, session.ended_ns, _identity(record, session))
             return
-        self._end_prefill(record, session, session.prefill_span)
-        last = session.decode_span or session.prefill_span
+        self._end_prefill(record, session, session.trace.prefill_span)
+        last = session.trace.decode_span or session.trace.prefill_span
         last.set_attributes(_session_attributes(session) | _stage_attributes(session.stages, n_stages))
-        _link_passes(last, session.passes)
-        if session.n_passes_dropped:
-            last.set_attribute(names.ATTR_LINKS_DROPPED, session.n_passes_dropped)
+        _link_passes(last, session.trace.passes.roots)
+        if session.trace.passes.n_dropped:
+            last.set_attribute(names.ATTR_LINKS_DROPPED, session.trace.passes.n_dropped)
         for event in session.events:
             detail = {"detail": event.detail} if event.detail else None
             last.add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
         self._recoveries(record, session, last)
         _say_failure(last, session, record)
         last.end(session.ended_ns + record.unix_offset_ns)
-        session.prefill_span = session.decode_span = None
+        session.trace.prefill_span = session.trace.decode_span = None
 
     def _end_prefill(self, record: RequestRecord, session: SessionRecord, span: Span) -> None:
         end_ns = session.first_token_ns or session.ended_ns
         span.set_attributes(
             {
                 names.ATTR_PROMPT_TOKENS: session.n_prompt,
-                names.ATTR_CHUNKS: len(session.chunks) + session.n_chunks_dropped,
+                names.ATTR_CHUNKS: len(session.prompt.chunks) + session.prompt.n_dropped,
             }
         )
         if self.telemetry.records(Level.BATCHES):
             parent = span.get_span_context()
-            for chunk in session.chunks:
+            for chunk in session.prompt.chunks:
                 rows = {names.ATTR_CHUNK_POSITION: chunk.position, names.ATTR_CHUNK_ROWS: chunk.n_rows}
                 until_ns = chunk.answered_ns or session.ended_ns
                 self._child(record, names.SPAN_PREFILL_CHUNK, chunk.sent_ns, until_ns, rows, parent)
-        if session.decode_span is not None:
-            _link_passes(span, session.prefill_passes)
+        if session.trace.decode_span is not None:
+            _link_passes(span, session.trace.prefill_passes)
             span.end(end_ns + record.unix_offset_ns)
 
     def _recoveries(self, record: RequestRecord, session: SessionRecord, last: Span) -> None:
@@ -233,7 +233,7 @@ class Tracing:
         span, record = stream.span, stream.request
         if span is None or record is None:
             return
-        context = trace_context.unpack(stream.session.trace)
+        context = trace_context.unpack(stream.session.trace.context)
         if context is not None:
             span.add_link(context, {names.ATTR_LINK: names.LINK_SESSION})
         reason, error = stream.outcome()
@@ -300,9 +300,9 @@ def _session_attributes(session: SessionRecord) -> dict[str, AttributeValue]:
         names.ATTR_QUEUE: (session.started_ns - session.admitted_ns) / S,
         names.ATTR_RECOVERIES: sum(event.name == names.EVENT_RESUMED for event in session.events),
     }
-    if session.n_drafted:
-        found[names.ATTR_DRAFTED] = session.n_drafted
-        found[names.ATTR_ACCEPTED] = session.n_accepted
+    if session.guesses.n_sent:
+        found[names.ATTR_DRAFTED] = session.guesses.n_sent
+        found[names.ATTR_ACCEPTED] = session.guesses.n_accepted
     if session.first_token_ns:
         found[names.ATTR_TTFT] = (session.first_token_ns - session.admitted_ns) / S
     if session.gaps.n:
@@ -331,7 +331,7 @@ def _stage_attributes(stages: Mapping[int, StageRecord], n_stages: int) -> dict[
     }
 
 
-def _link_passes(span: Span, roots: list[bytes]) -> None:
+def _link_passes(span: Span, roots: Sequence[bytes]) -> None:
     """Link to the traces of passes that a phase was in; Jaeger shows a link only on the span that holds it."""
     for root in roots:
         context = trace_context.unpack(root)

@@ -40,6 +40,41 @@ class ChunkRecord:
 
 
 @dataclasses.dataclass(slots=True)
+class PromptChunks:
+    """The prefill chunks of a session, in order; beyond CHUNKS_MAX they are only counted."""
+
+    chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
+    n_dropped: int = 0
+
+    def sent(self, position: int, n_rows: int, now_ns: int) -> None:
+        """Note that rows of the prompt left."""
+        if len(self.chunks) < CHUNKS_MAX:
+            self.chunks.append(ChunkRecord(position, n_rows, now_ns))
+        else:
+            self.n_dropped += 1
+
+    def answered(self, position: int, now_ns: int) -> None:
+        """Note that the rows up to `position` have passed the last stage. An echo changes nothing."""
+        for chunk in reversed(self.chunks):
+            if chunk.position + chunk.n_rows == position and not chunk.answered_ns:
+                chunk.answered_ns = now_ns
+                return
+
+    def token(self, position: int, now_ns: int) -> None:
+        """Note that a token came for `position`: the answer to the last chunk, if that has none."""
+        if self.chunks and not self.chunks[-1].answered_ns:
+            self.answered(position, now_ns)
+
+
+@dataclasses.dataclass(slots=True)
+class Guesses:
+    """Draft tokens of a session."""
+
+    n_sent: int = 0
+    n_accepted: int = 0
+
+
+@dataclasses.dataclass(slots=True)
 class EventRecord:
     """Something that happened to a running session from outside: paused, resumed, replayed."""
 
@@ -61,11 +96,47 @@ class StageRecord:
     batch_rows_sum: int = 0
     batch_rows_max: int = 0
     decode_ns: int = 0
+    has_seen_end: bool = False  # it has summed up since the session ended
 
     @property
     def batch_rows_mean(self) -> float:
         """Rows of its decode steps, batch mates included, on average."""
         return self.batch_rows_sum / self.n_decode_steps if self.n_decode_steps else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class PassRoots:
+    """Roots of the traces of passes in which rows of a session left, 25 bytes each: those of one phase."""
+
+    roots: list[bytes] = dataclasses.field(default_factory=list)
+    n_dropped: int = 0
+
+    def add(self, root: bytes) -> None:
+        """Note that a row left in a pass of this trace; the oldest beyond PASSES_MAX are forgotten."""
+        if self.roots and self.roots[-1] is root:
+            return  # nearly always
+        self.roots.append(root)
+        if len(self.roots) > PASSES_MAX:
+            del self.roots[0]
+            self.n_dropped += 1
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """A session's own trace, see coordinator.observe.tracing."""
+
+    context: bytes = NO_TRACE
+    """The trace context that its frames carry: of its current span. Made once per phase, not per token."""
+    baggage: str = ""  # of its request, as W3C's header says it; travels with its opens
+    prefill_span: Span | None = None
+    decode_span: Span | None = None
+    passes: PassRoots = dataclasses.field(default_factory=PassRoots)
+    prefill_passes: tuple[bytes, ...] = ()  # roots of the phase before
+
+    def next_phase(self) -> None:
+        """The prompt has been read; what leaves from here on belongs to the next phase."""
+        self.prefill_passes = tuple(self.passes.roots)
+        self.passes.roots = []
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,8 +160,7 @@ class SessionRecord:
     n_copied: int = 0  # tokens of it that were copied from a kept lane
     looks_for_prefix: bool = True  # whether any of it may be copied
     n_tokens: int = 0
-    n_drafted: int = 0  # guesses that were sent
-    n_accepted: int = 0  # and those of them that were right
+    guesses: Guesses = dataclasses.field(default_factory=Guesses)
     admitted_ns: int = 0
     started_ns: int = 0  # got its lane
     first_token_ns: int = 0
@@ -99,32 +169,22 @@ class SessionRecord:
     finish_reason: str = ""
     error: str = ""  # label of the error that ended it
     error_text: str = ""  # the error's message
-    baggage: str = ""  # of its request, as W3C's header says it; travels with its opens
-    passes: list[bytes] = dataclasses.field(default_factory=list)  # roots of traces of passes in this phase, 25 bytes
-    prefill_passes: list[bytes] = dataclasses.field(default_factory=list)  # and of the phase before
-    n_passes_dropped: int = 0
-    n_chunks_dropped: int = 0
-    chunks: list[ChunkRecord] = dataclasses.field(default_factory=list)
+    trace: Trace = dataclasses.field(default_factory=Trace)
+    prompt: PromptChunks = dataclasses.field(default_factory=PromptChunks)
     events: list[EventRecord] = dataclasses.field(default_factory=list)
     stages: dict[int, StageRecord] = dataclasses.field(default_factory=dict)
-    stages_after_end: set[int] = dataclasses.field(default_factory=set)  # that have summed up since it ended
-    trace: bytes = NO_TRACE
-    """The trace context that its frames carry: of its current span. Made once per phase, not per token."""
     gaps_ns: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"))
     """Times between its tokens while it runs, at most max_tokens; condensed and emptied at the end."""
     gaps: Gaps = dataclasses.field(default_factory=Gaps)
     is_final: bool = False  # nothing will be added
     is_paused: bool = False  # the epoch in which it ran was lost, and it has not started again
     origin: StreamRecord | None = None  # the stream that opened it
-    prefill_span: Span | None = None
-    decode_span: Span | None = None
     is_embedding: bool = False  # its only answer is no token
 
     def token(self, position: int, now_ns: int) -> int | None:
         """Note the token for `position`; returns the time since the one before it, None for the first."""
         self.n_tokens += not self.is_embedding
-        if self.chunks and not self.chunks[-1].answered_ns:
-            self.answered(position, now_ns)
+        self.prompt.token(position, now_ns)
         gap_ns = None
         if self.last_token_ns:
             gap_ns = now_ns - self.last_token_ns  # 0 for one that came together with the one before it
@@ -134,37 +194,10 @@ class SessionRecord:
         self.last_token_ns = now_ns
         return gap_ns
 
-    def chunk(self, position: int, n_rows: int, now_ns: int) -> None:
-        """Note that rows of the prompt left."""
-        if len(self.chunks) < CHUNKS_MAX:
-            self.chunks.append(ChunkRecord(position, n_rows, now_ns))
-        else:
-            self.n_chunks_dropped += 1
-
-    def answered(self, position: int, now_ns: int) -> None:
-        """Note that the rows up to `position` have passed the last stage. An echo changes nothing."""
-        for chunk in reversed(self.chunks):
-            if chunk.position + chunk.n_rows == position and not chunk.answered_ns:
-                chunk.answered_ns = now_ns
-                return
-
     def event(self, name: str, now_ns: int, detail: str = "", stage: int | None = None) -> None:
         """Note an event; beyond EVENTS_MAX they are forgotten."""
         if len(self.events) < EVENTS_MAX:
             self.events.append(EventRecord(name, now_ns, detail, stage))
-
-    def passed(self, root: bytes) -> None:
-        """Note that a row of it left in a pass of this trace."""
-        if self.passes and self.passes[-1] is root:
-            return  # nearly always
-        self.passes.append(root)
-        if len(self.passes) > PASSES_MAX:
-            del self.passes[0]
-            self.n_passes_dropped += 1
-
-    def next_phase(self) -> None:
-        """The prompt has been read; what leaves from here on belongs to the next phase."""
-        self.prefill_passes, self.passes = self.passes, []
 
     def end(self, now_ns: int) -> None:
         """Note the end and condense the times between tokens."""

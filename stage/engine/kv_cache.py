@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from llama_cpp import llama_cpp as llama
@@ -21,6 +22,15 @@ FLASH_ATTN: dict[str, int] = {
 TILED_KV_TYPES = ("f16", "f32")  # of others rows are read one by one however many there are
 CTX_STEP_TOKENS = 256  # llama.cpp rounds a context up to this; done here first, so that n_batch is not clipped
 SPARE_CELLS = 256  # of one spare lane, in a unified cache
+
+
+@dataclasses.dataclass(slots=True)
+class Attention:
+    """How a loaded slice attends."""
+
+    window: int  # positions of its sliding window; 0: no layer has one
+    has_scores: bool  # those of a whole step are computed, without flash attention
+    goes_by_tiles: bool  # see `goes_by_tiles`
 
 
 def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int, n_rows: int) -> int:

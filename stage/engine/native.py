@@ -23,7 +23,7 @@ from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
-from relayline.stage.engine.kv_cache import FLASH_ATTN, goes_by_tiles, lay_out
+from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_state import (
     read_lane,
@@ -115,7 +115,6 @@ class NativeEngine:
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         try:
             self._model = load_model(self.artifact, settings, load)
-            self.window: int = llama.llama_model_n_swa(self._model)  # 0: no layer has a sliding window
             self._check_model()
             self._states = RecurrentLanes(self._model, self.artifact.architecture, settings.kv_layout)
             self._allocate()
@@ -177,8 +176,11 @@ class NativeEngine:
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
         )
-        self.has_scores: bool = params.flash_attn_type == FLASH_ATTN["off"]  # of a whole step, without flash attention
-        self.goes_by_tiles = goes_by_tiles(self._model, settings.kv_type)
+        self.attention = Attention(
+            window=llama.llama_model_n_swa(self._model),
+            has_scores=params.flash_attn_type == FLASH_ATTN["off"],
+            goes_by_tiles=goes_by_tiles(self._model, settings.kv_type),
+        )
         params.n_outputs_max = max(self.max_wanted, config.n_sequences) if self.is_last else n_rows
         params.n_outputs_max_per_seq = 0  # no fewer of one lane: with guesses, each of its rows is wanted
         params.n_threads = params.n_threads_batch = settings.n_threads
@@ -323,7 +325,7 @@ class NativeEngine:
         """
         self._check_lanes(lane)
         self._states.require(lane, position, self.lane_tokens(lane))
-        require(self._context, lane, position, self.window)
+        require(self._context, lane, position, self.attention.window)
 
     def checkpoint(self, lane: int) -> None:
         """Remember the lane's recurrent state at its end, to be able to come back to it. Without one it does nothing.

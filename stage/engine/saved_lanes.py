@@ -149,7 +149,7 @@ class SavedLanes:
         if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
             return False
         # llama_kv_cache::state_write leaves out what lies before the window of the next row.
-        if 0 < engine.window < n_tokens:
+        if 0 < engine.attention.window < n_tokens:
             return False
         return copy_lane(self._context, source_lane, target_lane)
 

@@ -219,7 +219,7 @@ def _measure_context(
 
 def _guess(engine: NativeEngine, row_ns: float) -> _Context:
     """Return what context costs in lanes with cells of their own, while only a first row's price is known."""
-    return _Context(row_ns, FURTHER_PART * row_ns if engine.has_scores else 0.0)
+    return _Context(row_ns, FURTHER_PART * row_ns if engine.attention.has_scores else 0.0)
 
 
 def _beside_context(
@@ -243,8 +243,8 @@ def _has_two_prices(engine: NativeEngine) -> bool:
     computed at once. Flash attention may be tiled there too, but from 64 rows on alone.
     """
     if engine.config.settings.kv_layout == "per-lane":
-        return engine.has_scores
-    return not _is_offloaded(engine) and engine.goes_by_tiles
+        return engine.attention.has_scores
+    return not _is_offloaded(engine) and engine.attention.goes_by_tiles
 
 
 def _measure(

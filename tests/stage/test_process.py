@@ -16,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.assembly import load_stage, make_policy
 from relayline.stage.config import StageConfig
-from relayline.stage.process import load_stage, make_policy, serve
+from relayline.stage.process import serve
 from relayline.stage.queue_types import Step
 from relayline.stage.speed.curves import Curves
 from relayline.stage.steps.lanes import LaneTable

@@ -141,7 +141,7 @@ class Simulation:
         ]
 
     def _refresh(self) -> None:
-        held = [Held(stage.n_decode_frames, stage.decode_held_ns) for stage in self.stages]
+        held = [Held(stage.counts.n_decode_frames, stage.counts.decode_held_ns) for stage in self.stages]
         self.scheduler.refresh(self._stage_costs(), held)
         if self._heap:  # otherwise nothing can happen any more, and unfinished requests never end
             self._at(self.now_ns + self.world.refresh_ns, self._refresh)

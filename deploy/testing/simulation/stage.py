@@ -32,6 +32,17 @@ class Violation(AssertionError):
     """An invariant was violated: the code under test is wrong."""
 
 
+@dataclasses.dataclass(slots=True)
+class StageCounts:
+    """What one stage has done so far."""
+
+    n_steps: int = 0
+    n_rows: int = 0
+    n_parts: int = 0  # micro-batches of its steps
+    n_decode_frames: int = 0
+    decode_held_ns: int = 0  # sum over these, from arrival to the end of their step
+
+
 class SimStage:
     """Queue, engine and lanes of one stage."""
 
@@ -59,8 +70,7 @@ class SimStage:
         self.placed: list[Placed] = []  # the computed part of the step
         self.cancelled: set[int] = set()
         self.cost_max_ns = 0  # dearest step so far
-        self.n_steps = self.n_rows = self.n_parts = 0
-        self.n_decode_frames = self.decode_held_ns = 0
+        self.counts = StageCounts()
         self._rng = rng
         self._pointless: list[QueuedFrame] = []  # and its wrong guesses
         self._samplers: dict[int, OracleSampler] = {}  # of the last stage
@@ -131,12 +141,12 @@ class SimStage:
         for item in self.placed:
             item.lane.next_position = item.position_after
         if self.placed:
-            self.n_steps += 1
-            self.n_rows += self.n_placed
+            self.counts.n_steps += 1
+            self.counts.n_rows += self.n_placed
             arrived_ns = [item.frame.arrived_ns for item in self.placed if not item.frame.is_prefill]
-            self.n_decode_frames += len(arrived_ns)
+            self.counts.n_decode_frames += len(arrived_ns)
             # Curves do not include host work here, so plans treat it as overhead.
-            self.decode_held_ns += len(arrived_ns) * (now_ns - self.model.host_ns) - sum(arrived_ns)
+            self.counts.decode_held_ns += len(arrived_ns) * (now_ns - self.model.host_ns) - sum(arrived_ns)
             self.curves.observe(self._shape, self._step_cost_ns)
         return step.controls + step.frames
 
@@ -252,7 +262,7 @@ class SimStage:
         if not lanes:
             return 0.0
         parts = cut(np.array(lanes, np.int32))
-        self.n_parts += len(parts.sizes)
+        self.counts.n_parts += len(parts.sizes)
         self._shape = dataclasses.replace(shape, micro_batches=parts.sizes)
         head_ns = self.model.decode.cost_ns(shape.decode_rows) - self.model.prefill.cost_ns(shape.decode_rows)
         rows_ns = sum(map(self.model.prefill.cost_ns, parts.sizes)) + max(0.0, head_ns)

@@ -10,8 +10,8 @@ import pytest
 
 from relayline.coordinator.answers.syntax import HERMES, SYNTAXES, NamedBody, ObjectBody, Syntax, write_calls
 from relayline.coordinator.answers.template import Conversation
-from relayline.coordinator.serve import _chat_template
 from relayline.coordinator.text.chat import ChatTemplate, read_template
+from relayline.coordinator.text.chat_choice import chat_template_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, IM_END, N_VOCAB, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, UsageError
@@ -221,7 +221,7 @@ def test_marks_that_are_control_tokens_are_shown_and_no_others(tmp_path: Path) -
 def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.gguf", tool_template="[tools]" + template_of(HERMES))
     tokenizer = Tokenizer.load(path)
-    conversation = Conversation(_chat_template(tokenizer, None), tokenizer)
+    conversation = Conversation(chat_template_of(tokenizer, None), tokenizer)
     assert conversation.style.writes_calls
     assert conversation.render(CHAT[:2], [], {}).startswith("<|im_start|>system")
     for text in (conversation.render(CHAT[:2], [WEATHER], {}), conversation.render(CHAT, [], {})):
@@ -233,7 +233,7 @@ def test_a_template_in_a_file_stands_before_the_model_s_own(tmp_path: Path) -> N
     tokenizer = Tokenizer.load(path)
     given = tmp_path / "chat.jinja"
     given.write_text("[given é]" + template_of(HERMES), encoding="utf-8")
-    conversation = Conversation(_chat_template(tokenizer, given), tokenizer)
+    conversation = Conversation(chat_template_of(tokenizer, given), tokenizer)
     for tools in ([], [WEATHER]):
         assert conversation.render(CHAT[:2], tools, {}).startswith("[given é]")
 

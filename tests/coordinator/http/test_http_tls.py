@@ -19,9 +19,8 @@ from aiohttp import web
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.connection import Server
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import LIMITS, start_http
-from relayline.coordinator.serve import _http_context
-from relayline.deploy.cli.up_manifest import changes_of
+from relayline.coordinator.http.server import LIMITS, server_tls, start_http
+from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.launch.certificates import init_authority, issue
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.serving import flag_defaults
@@ -65,7 +64,7 @@ async def test_the_api_is_https_and_takes_up_a_renewed_certificate(pair: tuple[P
 
     app = web.Application()
     app.router.add_get("/", answer)
-    runner, port = await start_http(app, "127.0.0.1", 0, context=_http_context(pair))
+    runner, port = await start_http(app, "127.0.0.1", 0, context=server_tls(pair))
     try:
         ca = ssl.create_default_context(cafile=str(tmp_path / "ca" / "ca.pem"))
         before = await serial_shown(port, ca)
@@ -95,7 +94,7 @@ async def test_connections_count_and_end_amid_their_handshake(
     """asyncio says nothing of them before, so no bound would hold; they make room for whoever comes next."""
     app = web.Application()
     app[LIMITS] = HttpLimits(connections_max=4)
-    runner, port = await start_http(app, "127.0.0.1", 0, context=_http_context(pair))
+    runner, port = await start_http(app, "127.0.0.1", 0, context=server_tls(pair))
     crowd = cast(Server, runner.server).crowd
     try:
         unfinished = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
@@ -123,7 +122,7 @@ async def test_connections_count_and_end_amid_their_handshake(
 
 def test_files_that_cannot_be_used(pair: tuple[Path, Path], tmp_path: Path):
     cert, key = pair
-    assert _http_context(None) is None
+    assert server_tls(None) is None
     assert "is missing; give the files of your web server's certificate" in fault(tmp_path / "none.pem", key)
     assert "is missing" in fault(cert, tmp_path / "none.pem")
     assert "cannot be read: Is a directory" in fault(tmp_path, key)

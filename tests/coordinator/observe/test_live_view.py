@@ -151,9 +151,9 @@ def test_how_far_a_request_is() -> None:
     bare, queued, reading, paused, failed, done = records
     bare.streams.clear()
     queued.streams[0].session.started_ns = 0
-    reading.streams[0].session.chunk(0, 4, 5 * MS)
-    reading.streams[0].session.chunk(4, 4, 5 * MS)
-    reading.streams[0].session.answered(4, 6 * MS)
+    reading.streams[0].session.prompt.sent(0, 4, 5 * MS)
+    reading.streams[0].session.prompt.sent(4, 4, 5 * MS)
+    reading.streams[0].session.prompt.answered(4, 6 * MS)
     paused.streams[0].session.is_paused = True
     failed.error, failed.ended_ns = "overloaded", 8 * MS
     done.ended_ns = 9 * MS

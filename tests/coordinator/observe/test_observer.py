@@ -242,7 +242,7 @@ def test_drafts_and_how_many_of_them_were_right() -> None:
     following = Frame(session.session_id, 8, (12,), Flag.WANTS_SAMPLE | Flag.DRAFTED, n_drafted=1)
     world.observer.sent([Frame(session.session_id, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
     world.observer.sent([following], 3_200)
-    assert (session.record.n_drafted, session.record.n_accepted) == (3, 2)
+    assert (session.record.guesses.n_sent, session.record.guesses.n_accepted) == (3, 2)
     told = world.observer.figures()
     assert (told["generated_tokens"], told["drafted_tokens"], told["accepted_tokens"]) == (3, 3, 2)
     assert told["prompt_tokens"] == 3, "tokens that come together are not each the first"
@@ -259,13 +259,13 @@ def test_drafts_and_how_many_of_them_were_right() -> None:
 def test_frames_carry_the_context_of_the_phase_they_belong_to() -> None:
     world = World()
     session = world.open(world.receive())
-    assert session.record.trace == NO_TRACE
+    assert session.record.trace.context == NO_TRACE
     world.observer.started(session.record, 3_000)
-    in_prefill = session.record.trace
+    in_prefill = session.record.trace.context
     world.observer.token(session.record, 3, None, 3_100)
-    in_decode = session.record.trace
+    in_decode = session.record.trace.context
     world.observer.token(session.record, 4, "stop", 3_200)
-    assert session.record.trace is in_decode  # the same bytes for every token
+    assert session.record.trace.context is in_decode  # the same bytes for every token
     world.observer.ended(session.record, 3_200)
     world.observer.close()
     for context, name in ((in_prefill, names.SPAN_PREFILL), (in_decode, names.SPAN_DECODE)):
@@ -291,7 +291,7 @@ def test_what_is_not_traced_costs_no_span_and_carries_zeros(
     record = world.receive(**headers)
     session = world.open(record)
     world.run(session)
-    assert session.record.trace == NO_TRACE
+    assert session.record.trace.context == NO_TRACE
     world.observer.left(record.streams[0], 9_000)
     world.observer.answered(record, 9_000)
     world.observer.close()
@@ -335,11 +335,11 @@ def test_a_phase_links_to_the_latest_seconds_of_passes_that_it_was_in() -> None:
     session = world.open(world.receive())
     roots = [trace_context.new_root() for _ in range(PASSES_MAX + 5)]
     world.observer.started(session.record, 3_000)
-    session.record.passed(roots[0])
+    session.record.trace.passes.add(roots[0])
     world.observer.token(session.record, 3, None, 3_100)
     for root in roots:
-        session.record.passed(root)
-        session.record.passed(root)  # a second of passes has many of them
+        session.record.trace.passes.add(root)
+        session.record.trace.passes.add(root)  # a second of passes has many of them
     world.observer.token(session.record, 4, "length", 3_200)
     world.observer.ended(session.record, 3_200)
     world.observer.close()
@@ -549,6 +549,6 @@ def test_baggage_goes_on_and_what_is_none_is_left_out() -> None:
     assert found["baggage.tenant"] == "blue team"
     assert "baggage.bad key" not in found
     assert len(found) == BAGGAGE_ENTRIES_MAX
-    assert session.record.baggage.startswith("tenant=blue%20team,")
-    assert session.record.baggage.isascii()
-    assert len(session.record.baggage) <= BAGGAGE_BYTES_MAX
+    assert session.record.trace.baggage.startswith("tenant=blue%20team,")
+    assert session.record.trace.baggage.isascii()
+    assert len(session.record.trace.baggage) <= BAGGAGE_BYTES_MAX

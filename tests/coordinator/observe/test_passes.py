@@ -36,7 +36,7 @@ class World:
         return self.records.setdefault(session_id, SessionRecord())
 
     def trace(self, session_id: int) -> None:
-        self.record_of(session_id).trace = trace_context.new_root()
+        self.record_of(session_id).trace.context = trace_context.new_root()
 
     def leave(self, now_ns: int, *session_ids: int, position: int = 3) -> bytes:
         frames = [Frame(i, position, (7,), Flag.WANTS_SAMPLE) for i in session_ids]
@@ -98,8 +98,8 @@ def test_of_an_unsampled_second_only_the_passes_of_sampled_requests_are_there() 
     assert world.leave(0, 1) == trace_context.NONE
     context = world.leave(1, 1, 2)
     assert trace_context.is_sampled(context)
-    assert world.records[2].passes == [context]
-    assert world.records[1].passes == []
+    assert world.records[2].trace.passes.roots == [context]
+    assert world.records[1].trace.passes.roots == []
     assert world.leave(2, 1, position=4) == trace_context.NONE
     world.passes.close(3)
     world.back(context, 4, 1, 2)

@@ -15,12 +15,12 @@ def lived() -> RequestRecord:
     record = RequestRecord("req", "POST", "/v1/completions", 10 * MS, 1_000 * MS, "cmpl-a", "m", 200, n_prompt=7)
     record.tokenize_start_ns, record.tokenize_end_ns, record.ended_ns = 11 * MS, 12 * MS, 110 * MS
     session = SessionRecord(5, "cmpl-a-0", n_prompt=7, admitted_ns=12 * MS, started_ns=20 * MS)
-    session.chunk(0, 7, 20 * MS)
+    session.prompt.sent(0, 7, 20 * MS)
     session.token(7, 40 * MS)
     session.token(8, 50 * MS)
     session.token(9, 70 * MS)
     session.event("paused", 55 * MS, "stage 1 is gone")
-    session.n_drafted, session.n_accepted = 5, 2
+    session.guesses.n_sent, session.guesses.n_accepted = 5, 2
     session.end(71 * MS)
     session.finish_reason = "length"
     session.stages[0] = StageRecord(n_prefill_steps=1, n_decode_steps=2, batch_rows_sum=7, batch_rows_max=4)

@@ -84,17 +84,17 @@ def test_a_session_counts_tokens_and_the_times_between_them() -> None:
 
 def test_chunks_are_answered_by_their_end_and_bounded() -> None:
     session = SessionRecord(n_prompt=40)
-    session.chunk(0, 16, 10)
-    session.chunk(16, 24, 11)
-    session.answered(16, 20)
-    session.answered(16, 25)  # an echo
-    session.answered(17, 26)  # of nobody
-    assert [chunk.answered_ns for chunk in session.chunks] == [20, 0]
+    session.prompt.sent(0, 16, 10)
+    session.prompt.sent(16, 24, 11)
+    session.prompt.answered(16, 20)
+    session.prompt.answered(16, 25)  # an echo
+    session.prompt.answered(17, 26)  # of nobody
+    assert [chunk.answered_ns for chunk in session.prompt.chunks] == [20, 0]
     session.token(40, 30)  # the first token answers the last chunk
-    assert [chunk.answered_ns for chunk in session.chunks] == [20, 30]
+    assert [chunk.answered_ns for chunk in session.prompt.chunks] == [20, 30]
     for _ in range(CHUNKS_MAX):
-        session.chunk(0, 1, 50)
-    assert (len(session.chunks), session.n_chunks_dropped) == (CHUNKS_MAX, 2)
+        session.prompt.sent(0, 1, 50)
+    assert (len(session.prompt.chunks), session.prompt.n_dropped) == (CHUNKS_MAX, 2)
     for at_ns in range(EVENTS_MAX + 5):
         session.event("paused", at_ns)
     assert len(session.events) == EVENTS_MAX

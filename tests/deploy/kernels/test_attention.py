@@ -208,4 +208,4 @@ def test_a_stage_knows_whether_many_rows_go_by_tiles(
     need_own_cells()
     artifact, _ = write_pipeline(tmp_path, TinyShape(n_embd=128, n_heads=4, n_kv_heads=n_kv_heads), [2])
     with NativeEngine(engine_config(artifact, n_lanes=2, ctx_tokens=32, max_rows=8, kv_type=kv_type)) as engine:
-        assert engine.goes_by_tiles == goes_by_tiles
+        assert engine.attention.goes_by_tiles == goes_by_tiles

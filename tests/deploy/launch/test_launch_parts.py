@@ -16,7 +16,7 @@ from relayline.deploy.cli.join_flags import coordinator_join
 from relayline.deploy.cli.options import given_settings
 from relayline.deploy.cli.processes import schedule_config, serve_command
 from relayline.deploy.cli.up import up_command
-from relayline.deploy.cli.up_manifest import changes_of
+from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.doctor.files import look_security, names_here
 from relayline.deploy.doctor.report import Outcome
 from relayline.deploy.launch.arrange import arrange
@@ -125,7 +125,7 @@ def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkey
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: told.extend(arguments))
     flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state"), "--allow-host", "a.example",
              "--allow-host", "b.example", "--no-share", "--http", "127.0.0.1:0", "--cuts", "4"]  # fmt: skip
-    monkeypatch.setattr("relayline.deploy.cli.up_manifest.with_stage_flags", lambda manifest, *_: manifest)
+    monkeypatch.setattr("relayline.deploy.cli.up_launch.with_stage_flags", lambda manifest, *_: manifest)
     up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", said, *flags], standalone_mode=False)
     again = up_command.make_context("up", told).params
     assert (again["draft"], again["no_share"], again["http"], again["cuts"], again["target"], again["name"]) == (

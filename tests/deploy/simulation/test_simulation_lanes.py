@@ -18,7 +18,7 @@ def per_lane(n_stages: int, curve: str, context_ns: float = 0.0, further_ns: flo
 
 
 def parts_per_step(simulation: Simulation) -> float:
-    return sum(s.n_parts for s in simulation.stages) / sum(s.n_steps for s in simulation.stages)
+    return sum(s.counts.n_parts for s in simulation.stages) / sum(s.counts.n_steps for s in simulation.stages)
 
 
 @pytest.mark.parametrize("n_streams", [8, 16, 32])

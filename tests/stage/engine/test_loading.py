@@ -16,6 +16,7 @@ import pytest
 
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.assembly import load_stage
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import (
     CHECKING,
@@ -28,7 +29,7 @@ from relayline.stage.engine.loading import (
 )
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.joining.artifact_store import Slot, Writer, has_content
-from relayline.stage.process import load_stage, serve
+from relayline.stage.process import serve
 from relayline.wire.common.places import cache_dir
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 

@@ -16,8 +16,8 @@ import pytest
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.assembly import load_stage
 from relayline.stage.engine.native import NativeEngine
-from relayline.stage.process import load_stage
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
 from relayline.wire.common.errors import NativeError, PositionGapError
@@ -169,7 +169,7 @@ def test_rows_of_guesses_give_what_single_rows_do(name: str, kv_layout: str, pat
         stages.close()
         n_refused, n_full, n_failed = n_refused + stages.n_refused, n_full + stages.n_full, n_failed + stages.n_failed
     has_windows = name != "llama"
-    assert [engine.window for engine in stages.engines] == [WINDOW * has_windows] * 2
+    assert [engine.attention.window for engine in stages.engines] == [WINDOW * has_windows] * 2
     assert (n_refused > 0) == (has_windows and kv_layout == "unified")
     assert n_failed > 0
     if not n_refused:

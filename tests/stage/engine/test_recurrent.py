@@ -15,10 +15,10 @@ from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config, stage_config
+from relayline.stage.assembly import load_stage
 from relayline.stage.engine import ggml
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.stage.engine.native import NativeEngine
-from relayline.stage.process import load_stage
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, layout_refusal
 from tests.support.tiny_families import N_HEADS, N_KV_HEADS

@@ -90,7 +90,7 @@ def test_checkpoints_come_back_with_their_lane(engine: NativeEngine) -> None:
     try:
         engine.check_rewind(1, 24)
     except PositionGapError:
-        assert engine.window, "cells that no next row would read are not saved"
+        assert engine.attention.window, "cells that no next row would read are not saved"
         return
     engine.drop_from(1, 24)
     got = feed(engine, 1, 24, N_HELD)

@@ -232,8 +232,8 @@ def test_where_attention_computes_no_scores_further_rows_have_no_price_of_their_
     apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LaneMachine(apart, monkeypatch, row_ms=20, tiled_ns=0)
-    assert apart.has_scores
-    apart.has_scores = False
+    assert apart.attention.has_scores
+    apart.attention.has_scores = False
     curves = calibrate(apart)
     assert curves.context_ns == pytest.approx(18_000)
     assert curves.context_tiled_ns == 0.0
@@ -269,7 +269,7 @@ def test_nor_is_one_when_the_time_is_spent_or_attention_knows_no_tiles(
 ) -> None:
     PricedMachine(roomy, monkeypatch, row_ms=1, tiled_ns=5_000)
     assert calibrate(roomy, budget_s=0).context_tiled_ns == 0.0
-    monkeypatch.setattr(roomy, "goes_by_tiles", False)
+    monkeypatch.setattr(roomy.attention, "goes_by_tiles", False)
     assert calibrate(roomy).context_tiled_ns == 0.0
 
 

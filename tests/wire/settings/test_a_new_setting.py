@@ -51,7 +51,7 @@ exec(compile(before + head + entry + after, path, "exec"), vars(table))
 from relayline.coordinator.joining.config import engine_message
 from relayline.deploy.cli.processes import serve_command, stage_command
 from relayline.deploy.cli.up import up_command
-from relayline.deploy.cli.up_manifest import changes_of
+from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.dump import dump_manifest
@@ -74,7 +74,7 @@ def stage(*arguments):
 def up(*arguments):
     # The flux of the stages that `up MODEL` starts.
     with (
-        mock.patch("relayline.deploy.cli.up_manifest.resolve_model", Path),
+        mock.patch("relayline.deploy.cli.up_launch.resolve_model", Path),
         mock.patch("relayline.deploy.cli.up_manifest.launch") as launch,
     ):
         up_command.main(["m.gguf", "--http", "127.0.0.1:0", *arguments], standalone_mode=False)

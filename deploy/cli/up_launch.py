@@ -1,0 +1,55 @@
+"""The launch that the flags of `relayline up` describe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relayline.deploy.cli.options import check_draft
+from relayline.deploy.cli.stage_flags import with_stage_flags
+from relayline.deploy.cli.up_changes import changes_of, http_of, named
+from relayline.deploy.launch.checks import check_before_work
+from relayline.deploy.launch.here import at_home
+from relayline.deploy.launch.lanes import with_usual_lanes
+from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.run import Launch
+from relayline.deploy.launch.target import manifest_of
+from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest.gateway import is_gateway
+from relayline.deploy.manifest.smallest import smallest_manifest
+
+
+def gateway_of(given: dict[str, Any]) -> Path | None:
+    """Return the path of the manifest, where it is a gateway's."""
+    if given["target"] is None and given["model"] is not None:
+        return None
+    path = manifest_of(given["target"], Path.cwd())
+    return path if path is not None and is_gateway(path) else None
+
+
+def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
+    """Return the launch: the named manifest, or a model's smallest one, with the flags applied."""
+    is_flag = given["target"] is None and given["model"] is not None
+    target = given["model"] if is_flag else given["target"]
+    path = None if is_flag else manifest_of(target, Path.cwd())
+    changes = changes_of(changed)
+    if path is not None:
+        # Of a pipeline behind a gateway: its hosts are looked at like a manifest's own.
+        told = json.loads(given["change"]) if given["change"] else {}
+        manifest, source = at_home(with_usual_lanes(override(load_manifest(path), told))), path.absolute()
+    else:
+        # Everything is looked at before a model is loaded from the hub, which may take an hour.
+        placeholder = smallest_manifest(Path("model.gguf"), given["name"])
+        check_before_work(override(placeholder, changes | http_of(given)))
+        model = resolve_model(str(target))
+        manifest, source = with_usual_lanes(smallest_manifest(model, given["name"])), model.absolute()
+        changes |= http_of(given)
+    manifest = override(manifest, changes)
+    if given["name"]:
+        manifest = named(manifest, given["name"])
+    check_draft(manifest.serving, manifest.engine.policy)
+    manifest = with_stage_flags(manifest, given, changed)
+    is_again = given["report_fd"] is not None
+    return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)

@@ -1,0 +1,118 @@
+"""A stage put together: from its artifact and configuration to the parts that compute its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.config import StageConfig
+from relayline.stage.engine.artifact import StageArtifact, open_artifact, verify_artifact
+from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.load_attempts import attempt
+from relayline.stage.engine.loading import Load
+from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.open_tier import open_tier
+from relayline.stage.engine.place import idle_gpus, place_of
+from relayline.stage.facts import StageFacts
+from relayline.stage.sampling.constraint import read_vocabulary
+from relayline.stage.speed.calibrate import cached_curves
+from relayline.stage.speed.curves import Curves
+from relayline.stage.steps.lane_states import LaneStates
+from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.padding import Padding
+from relayline.stage.steps.policy import POLICIES, Policy, StepLimits
+from relayline.stage.steps.step import StepExecutor
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
+
+log = logging.getLogger("relayline.stage")
+
+
+def load_stage(
+    config: StageConfig, load: Load | None = None, like: Curves | None = None
+) -> tuple[StageFacts, StepExecutor]:
+    """Verify and load the artifact; takes as long as the disk needs.
+
+    Raises LoadStoppedError when stopped. Its speed is measured if the configuration asks for it, or starts as a copy of
+    the curves of `like`.
+    """
+    artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
+    with attempt(config.artifact):
+        return _load(config, artifact, load, like)
+
+
+def _load(
+    config: StageConfig, artifact: StageArtifact, load: Load | None, like: Curves | None
+) -> tuple[StageFacts, StepExecutor]:
+    settings = config.engine.of_architecture(artifact.architecture)
+    config = dataclasses.replace(config, engine=settings)
+    if settings.gpu_layers and not llama.llama_supports_gpu_offload():
+        log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
+    elif not settings.gpu_layers and (idle := idle_gpus()):
+        log.warning("%s is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there", idle[0])
+    # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
+    spare_lanes = 1 if settings.layout_used == "unified" else 0
+    wanted_max = min(settings.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, settings.max_rows)
+    engine = NativeEngine(
+        EngineConfig(
+            artifact_path=config.artifact,
+            settings=settings,
+            spare_lanes=spare_lanes,
+            max_wanted=wanted_max,
+        ),
+        load,
+    )
+    try:
+        embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
+        if like is not None:
+            curves = like.copy(has_head=engine.is_last)
+        else:
+            curves = (
+                cached_curves(engine, load=load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
+            )
+    except BaseException:
+        engine.close()
+        raise
+    rewinds = not engine.keeps_state and (not engine.attention.window or settings.layout_used == "per-lane")
+    facts = StageFacts(
+        artifact,
+        config,
+        importlib.metadata.version("relayline"),
+        curves,
+        rewinds,
+        engine.keeps_state,
+        engine.rewind_rows,
+        place=place_of(settings),
+        name=own_name(config),
+    )
+    # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
+    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.keeps_state
+    executor = StepExecutor(
+        engine,
+        LaneTable(settings.n_lanes, settings.ctx_tokens),
+        artifact.stage_index,
+        embeddings,
+        close=engine.close,
+        padding=Padding(curves, settings.n_lanes, wanted_max, enabled=pads),
+        vocabulary=read_vocabulary(engine.vocab, engine.n_vocab) if engine.is_last else None,
+        states=LaneStates(engine, engine.saved, open_tier(settings, artifact)),
+    )
+    return facts, executor
+
+
+def own_name(config: StageConfig) -> str:
+    """Return which stage its credential says that this is, empty without one."""
+    identity = config.security.identity
+    return identity.name if identity is not None else ""
+
+
+def make_policy(config: StageConfig, curves: Curves) -> Policy:
+    """Return the batching policy that the configuration names."""
+    settings = config.engine
+    # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
+    curve = curves.decode if settings.layout_used == "unified" else CostCurve()
+    limits = StepLimits(settings.max_rows, settings.prefill_rows, curve, settings.n_lanes + DRAFTED_ROWS_MAX)
+    return POLICIES[settings.policy](limits)

@@ -54,8 +54,8 @@ def make_app(
     middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
-    if images is not None:
-        facts["images_max"] = images.per_request_max
+    if service.images is not None:
+        facts["images_max"] = service.images.per_request_max
     feed = LiveFeed(generator, control, facts)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=middlewares)
     app[LIMITS] = limits

@@ -54,7 +54,7 @@ class SavedLanes:
         self._token_bytes = max(1, n_bytes)
         state = read_lane(self._context, lane)
         artifact = self._engine.artifact
-        if state is not None and not self._engine.keeps_state and not self._engine.window:
+        if state is not None and not self._engine.keeps_state and not self._engine.attention.window:
             self.shape = layer_cells.shape_of(state, artifact.layer_end - artifact.layer_start)
 
     def forms(self) -> tuple[layer_cells.Form, ...]:

@@ -186,6 +186,16 @@ async def llama_server(
         yield Target(f"http://127.0.0.1:{port}", "llama")
 
 
+@contextlib.asynccontextmanager
+async def llama_server_with(name: str, flags: Sequence[str], setup: Setup, peers: Peers) -> AsyncIterator[str]:
+    """Run llama-server with these flags and no others; yields its address."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [str(peers.server), "--model", str(setup.model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    async with process(name, command, setup) as child:
+        await _healthy(name, child, url, setup)
+        yield url
+
+
 async def _healthy(name: str, child: subprocess.Popen[bytes], url: str, setup: Setup) -> None:
     async with aiohttp.ClientSession() as session, asyncio.timeout(READY_TIMEOUT_S):
         while True:

@@ -145,6 +145,7 @@ class Handlers:
             "eos_token": service.tokenizer.eos_text,
             "modalities": {"vision": service.images is not None, "audio": False},
             "build_info": service.fingerprint,
+            "is_sleeping": False,
         }
         return json_response(msgspec.json.encode(fields))
 

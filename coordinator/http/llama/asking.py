@@ -20,7 +20,7 @@ from relayline.coordinator.http.bodies import (
     decode_body,
 )
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLERS, generation_settings
+from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLER_LETTERS, SAMPLERS, generation_settings
 from relayline.coordinator.http.validation import Plan
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
@@ -69,12 +69,12 @@ class LlamaBody(CompletionBody, kw_only=True):
     """POST /completion."""
 
     prompt: Any = None  # text, token ids, a mixture, {"prompt_string": ...}, or a list of these
-    temperature: Annotated[float, Meta(ge=0)] | None = None
+    temperature: float | None = None  # below 0 as 0: the likeliest token
     n_probs: LogprobCount | None = None
     n_cmpl: Positive | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Meta(max_length=RESPONSE_FIELDS_MAX)] | None = None
-    samplers: list[str] | None = None
+    samplers: list[str] | str | None = None  # a text: a letter for each
     post_sampling_probs: Any = None
     min_keep: Any = None
     n_indent: Any = None
@@ -180,7 +180,8 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
         if fields[name] is None:
             fields[name] = value
     if sent.samplers is not None:
-        fields |= _without(sent.samplers)
+        fields |= _without(sent.samplers if isinstance(sent.samplers, list) else _of_letters(sent.samplers))
+    fields["temperature"] = max(0.0, fields["temperature"])
     n_probs = sent.n_probs if sent.n_probs is not None else sent.logprobs
     fields["logprobs"] = n_probs or None
     fields["n"] = sent.n_cmpl or sent.n
@@ -190,6 +191,15 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
     if sent.n_predict is not None:  # its first name for this counts most; the first token is always picked
         fields["max_tokens"] = max(1, sent.n_predict) if sent.n_predict >= 0 else None
     return CompletionBody(**(fields | {"prompt": ""}))
+
+
+def _of_letters(letters: str) -> list[str]:
+    """Return samplers by their letters. Raises InvalidRequestError."""
+    unknown = next((letter for letter in letters if letter not in SAMPLER_LETTERS), None)
+    if unknown is not None:
+        text = f"{unknown!r} is the letter of no sampler; known are {''.join(SAMPLER_LETTERS)}"
+        raise InvalidRequestError(f"samplers: {text}", param="samplers")
+    return [SAMPLER_LETTERS[letter] for letter in letters]
 
 
 def _without(samplers: list[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 # In the order in which they act here, which is llama-server's default.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+SAMPLER_LETTERS: Mapping[str, str] = MappingProxyType(dict(zip("edskypmxt", SAMPLERS, strict=True)))
 # Settings that this server does not have, with the values by which llama-server shows them as off.
 _FIXED: Mapping[str, Any] = MappingProxyType(
     {
@@ -39,6 +40,8 @@ _FIXED: Mapping[str, Any] = MappingProxyType(
         "lora": (),
     }
 )
+
+_OF_ANSWERS = ("grammar_lazy", "grammar_triggers", "preserved_tokens")  # GET /props does not show them
 
 
 def default_settings() -> dict[str, Any]:
@@ -70,7 +73,7 @@ def default_settings() -> dict[str, Any]:
         "stream": False,
         "n_probs": 0,
         "timings_per_token": False,
-        **_FIXED,
+        **{name: value for name, value in _FIXED.items() if name not in _OF_ANSWERS},
     }
 
 
@@ -78,37 +81,47 @@ def generation_settings(plan: Plan, sent: CompletionBody, body: CompletionBody) 
     """Return the settings used: of a checked plan, the body as sent, and as understood."""
     sampling, numbers = plan.sampling, dict(plan.sampling.numbers)
     n_predict = -1 if plan.max_tokens is None else plan.max_tokens
-    return default_settings() | {
-        "seed": sampling.seed,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "top_n_sigma": numbers.get("top_n_sigma", -1.0),
-        "xtc_probability": numbers.get("xtc_probability", 0.0),
-        "xtc_threshold": numbers.get("xtc_threshold", 0.1),
-        "typical_p": numbers.get("typical_p", 1.0),
-        "repeat_last_n": int(numbers.get("repeat_last_n", REPEAT_LAST_DEFAULT)),
-        "repeat_penalty": numbers.get("repetition_penalty", 1.0),
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "dry_multiplier": numbers.get("dry_multiplier", 0.0),
-        "dry_base": numbers.get("dry_base", 1.75),
-        "dry_allowed_length": int(numbers.get("dry_allowed_length", 2)),
-        "dry_penalty_last_n": int(numbers.get("dry_penalty_last_n", REPEAT_LAST_DEFAULT)),
-        "dry_sequence_breakers": DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers,
-        "reasoning_format": "deepseek",
-        "mirostat": int(numbers.get("mirostat", 0)),
-        "mirostat_tau": numbers.get("mirostat_tau", 5.0),
-        "mirostat_eta": numbers.get("mirostat_eta", 0.1),
-        "stop": plan.stops,
-        "max_tokens": n_predict,
-        "n_predict": n_predict,
-        "ignore_eos": plan.ignore_eos,
-        "stream": plan.stream,
-        "logit_bias": [{"bias": bias, "token": token} for token, bias in sampling.logit_bias],
-        "n_probs": max(0, plan.n_logprobs),
-        "grammar": body.grammar or "",
-        "samplers": getattr(sent, "samplers", None) or SAMPLERS,
-        "timings_per_token": bool(sent.timings_per_token),
-    }
+    return (
+        default_settings()
+        | {name: _FIXED[name] for name in _OF_ANSWERS}
+        | {
+            "seed": sampling.seed,
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "top_n_sigma": numbers.get("top_n_sigma", -1.0),
+            "xtc_probability": numbers.get("xtc_probability", 0.0),
+            "xtc_threshold": numbers.get("xtc_threshold", 0.1),
+            "typical_p": numbers.get("typical_p", 1.0),
+            "repeat_last_n": int(numbers.get("repeat_last_n", REPEAT_LAST_DEFAULT)),
+            "repeat_penalty": numbers.get("repetition_penalty", 1.0),
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "dry_multiplier": numbers.get("dry_multiplier", 0.0),
+            "dry_base": numbers.get("dry_base", 1.75),
+            "dry_allowed_length": int(numbers.get("dry_allowed_length", 2)),
+            "dry_penalty_last_n": int(numbers.get("dry_penalty_last_n", REPEAT_LAST_DEFAULT)),
+            "dry_sequence_breakers": DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers,
+            "reasoning_format": "deepseek",
+            "mirostat": int(numbers.get("mirostat", 0)),
+            "mirostat_tau": numbers.get("mirostat_tau", 5.0),
+            "mirostat_eta": numbers.get("mirostat_eta", 0.1),
+            "stop": plan.stops,
+            "max_tokens": n_predict,
+            "n_predict": n_predict,
+            "ignore_eos": plan.ignore_eos,
+            "stream": plan.stream,
+            "logit_bias": [{"bias": bias, "token": token} for token, bias in sampling.logit_bias],
+            "n_probs": max(0, plan.n_logprobs),
+            "grammar": body.grammar or "",
+            "samplers": _samplers(getattr(sent, "samplers", None)),
+            "timings_per_token": bool(sent.timings_per_token),
+        }
+    )
+
+
+def _samplers(sent: list[str] | str | None) -> list[str] | tuple[str, ...]:
+    if sent is None:
+        return SAMPLERS
+    return [SAMPLER_LETTERS[letter] for letter in sent] if isinstance(sent, str) else sent

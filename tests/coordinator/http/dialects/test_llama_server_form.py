@@ -117,6 +117,8 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": "x", "mirostat": 3}, "mirostat: must be a whole number"),
         ({"prompt": "x", "samplers": ["temperature", "top_k"]}, "samplers: only some of"),
         ({"prompt": "x", "samplers": ["infill"]}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": "tk"}, "samplers: only some of"),
+        ({"prompt": "x", "samplers": "kz"}, "samplers: 'z' is the letter of no sampler"),
         ({"prompt": "x", "n_probs": 21}, "n_probs"),
         ({"prompt": [1, 9_999]}, "prompt: token 9999"),
     ],
@@ -134,6 +136,16 @@ async def test_samplers_that_are_left_out_do_nothing(tokenizer: Tokenizer) -> No
     assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.temperature) == (40, 1.0, 0.0, 1.0)
     assert (sampling.numbers, sampling.presence_penalty) == ((), 0.0)
     assert found["generation_settings"]["samplers"] == ["top_k"]
+    by_letter, (request,) = await asked(tokenizer, "/completion", says(b"y"), **(body | {"samplers": "kt"}))
+    assert (request.sampling.temperature, request.sampling.top_p) == (0.8, 1.0)
+    assert by_letter["generation_settings"]["samplers"] == ["top_k", "temperature"]
+    none, _ = await asked(tokenizer, "/completion", says(b"y"), **(body | {"samplers": []}))
+    assert none["generation_settings"]["samplers"] == []
+
+
+async def test_a_temperature_below_0_is_the_likeliest_token(tokenizer: Tokenizer) -> None:
+    _, (request,) = await asked(tokenizer, "/completion", says(b"y"), prompt="x", temperature=-1, n_predict=1)
+    assert request.sampling.temperature == 0.0
 
 
 async def test_a_gap_is_filled_in(tokenizer: Tokenizer) -> None:

@@ -68,6 +68,10 @@ class Handing:
     def __init__(self, lanes: LaneTable, saver: Saver | None) -> None:
         self._lanes, self._saver = lanes, saver
 
+    def close(self) -> None:
+        """The engine is about to be freed: whoever still asks gets nothing."""
+        self._saver = None
+
     def forms(self) -> tuple[Form, ...]:
         """Return the form of each layer's cells; empty where lanes cannot change hands."""
         return self._saver.forms() if self._saver is not None else ()

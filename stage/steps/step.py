@@ -192,6 +192,7 @@ class StepExecutor:
         for route_id in list(self.routes):
             self.reset_route(route_id, None)
         self.sessions.states.close()
+        self.sessions.handing.close()
         self._close_engine()
 
     # --- controls and placement ---------------------------------------------------------------------------------------

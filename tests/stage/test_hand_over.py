@@ -16,7 +16,9 @@ from relayline.deploy.testing.cluster.model import CELLS, ModelEngine
 from relayline.stage import hand_over as module
 from relayline.stage.hand_over import Engine, HandOver, pieces
 from relayline.stage.steps.handing import HandedLane, Handing, joined
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     NotReadyError,
@@ -286,3 +288,25 @@ def test_joined_parts_have_the_tokens_that_all_of_them_have() -> None:
     assert (parts.n_tokens, len(parts.layers)) == (3, 9)
     assert all(layer.form == CELLS and layer.tensors[0].shape == (1, 3, 4) for layer in parts.layers)
     assert np.array_equal(parts.layers[0].tensors[0], lane_of(1, 5).layers[0].tensors[0][:, :3])
+
+
+def test_an_engine_that_was_freed_gives_and_takes_nothing() -> None:
+    """Its decode thread may still be asked: a stage that takes is slow, and was waited for long enough."""
+    engine = ModelEngine(range(3), N_LANES, is_last=False)
+    freed: list[str] = []
+    executor = StepExecutor(
+        engine,
+        LaneTable(N_LANES, CTX_TOKENS),
+        0,
+        None,
+        close=lambda: freed.append("engine"),
+        states=LaneStates(engine, engine, None),
+    )
+    handing = executor.sessions.handing
+    assert handing.take(lane_of(1))
+    assert handing.give((ROUTE, 1), 0, 3) is not None
+    executor.close()
+    assert freed == ["engine"]
+    assert handing.give((ROUTE, 1), 0, 3) is None
+    assert not handing.take(lane_of(2))
+    assert handing.forms() == ()

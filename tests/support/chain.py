@@ -31,6 +31,11 @@ class Chain:
         self.table = EmbeddingTable(self.engines[0].artifact)
         self.position = 0
 
+    @property
+    def flash_attn(self) -> str:
+        """How a whole model must attend for the same arithmetic: stages may have chosen to compute scores."""
+        return "off" if self.engines[0].attention.has_scores else "auto"
+
     def step(self, tokens: Sequence[int]) -> np.ndarray:
         """Feed tokens at the next positions to every lane; return the logits of all: f32 [n_lanes * n, n_vocab]."""
         n_lanes, n_rows = len(self.lanes), len(self.lanes) * len(tokens)

@@ -63,8 +63,7 @@ def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) ->
         steps = [fed[:PREFILL], *([token] for token in fed[PREFILL:])]
         found = [chain.step(step).reshape(3, len(step), -1) for step in steps]
         assert chain.engines[0].micro_batches == (2, 1)
-        flash_attn = "off" if chain.engines[0].attention.has_scores else "auto"
-    expected = whole_logits(model, facts.n_vocab, flash_attn=flash_attn)
+    expected = whole_logits(model, facts.n_vocab, chain.flash_attn)
     error = np.abs(np.concatenate(found, axis=1) - expected).max() / expected.std()
     assert error < ERROR_OTHER_ROWS_MAX, error
 
@@ -305,9 +304,8 @@ def test_llama4_attends_within_chunks_of_8192_positions(kv_layout: str, tmp_path
     with Chain(tmp_path / "out", pipeline, kv_layout=kv_layout) as chain:
         chain.position = first
         found = chain.step(fed[:PREFILL])
-        flash_attn = "off" if chain.engines[0].attention.has_scores else "auto"
     positions, later = range(first, first + PREFILL), range(100, 100 + PREFILL)
-    with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=flash_attn) as reference:
+    with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=chain.flash_attn) as reference:
         expected = reference.decode(fed[:PREFILL], positions, [0] * PREFILL, [True] * PREFILL)
         reference.drop_from(0, 0)
         elsewhere = reference.decode(fed[:PREFILL], later, [0] * PREFILL, [True] * PREFILL)

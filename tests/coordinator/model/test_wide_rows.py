@@ -112,7 +112,7 @@ def test_deepseek4_compresses_what_two_lanes_have_read(tmp_path: Path) -> None:
     steps = [fed[start:end] for start, end in itertools.pairwise(edges)]
     with Chain(tmp_path / "out", pipeline, lanes=(2, 0), ctx_tokens=256, max_rows=80, kv_layout="per-lane") as chain:
         found = np.concatenate([chain.step(step).reshape(2, len(step), -1) for step in steps], axis=1)
-    with ReferenceModel(model, n_ctx=256, n_seq_max=1) as reference:
+    with ReferenceModel(model, n_ctx=256, n_seq_max=1, flash_attn=chain.flash_attn) as reference:
         expected = np.concatenate(
             [
                 reference.decode(step, range(start, start + len(step)), [0] * len(step), [True] * len(step))

@@ -173,11 +173,7 @@ class Cycle:
 
     def busiest_ns(self, works: Sequence[int]) -> int:
         """Return the work of the busiest device, given that of each stage."""
-        devices: dict[tuple[int, int], int] = {}
-        for at, (host, work) in enumerate(zip(self.costs.instance.hosts, works, strict=True)):
-            key = (host.device, 0) if host.device >= 0 else (-1, at)
-            devices[key] = devices.get(key, 0) + work
-        return max(devices.values())
+        return max(devices_ns(self.costs.instance, works).values())
 
     def crowds_ns(self, works: Sequence[int]) -> dict[Machine, int]:
         """Return how long the cores of machines with too many threads work, given their stages' work."""
@@ -222,6 +218,15 @@ class Cycle:
     def _whole_ns(self, stage: int, rows: int) -> int:
         """Return the least time of all layers on one host."""
         return min(self.costs.layers_ns(stage, padded)[-1] for padded in self.costs.padded(rows)) if rows else 0
+
+
+def devices_ns(instance: Instance, works: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return the work of each device, given that of each stage: stages on one device take turns."""
+    devices: dict[tuple[int, int], int] = {}
+    for at, (host, work) in enumerate(zip(instance.hosts, works, strict=True)):
+        key = (host.device, 0) if host.device >= 0 else (-1, at)
+        devices[key] = devices.get(key, 0) + work
+    return devices
 
 
 def crowd_ns(spent_ns: float, cores: int) -> int:

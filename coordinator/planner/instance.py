@@ -43,9 +43,9 @@ class ModelShape:
     has_indexers: bool = False
     """Layers score all cells for each row of a step, to choose the ones it attends to."""
     state_bytes: tuple[int, ...] = ()
+    """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     rewinds_states: bool = False
     """Whether llama.cpp can keep earlier states too; see Load.rewind_rows."""
-    """Bytes per lane and layer of a recurrent state; empty where no layer has one."""
     row_widths: tuple[int, ...] = ()
     """Values of each row that enters a layer; empty where they are n_embd in all."""
     bits_per_weight: float = 0.0
@@ -128,6 +128,40 @@ class Machine:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, or several over which stages are split, with memory of its own."""
+
+    name: str
+    memory_bytes: int | None = None
+    """What it has; None when nobody knows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offload:
+    """What of a stage goes to a GPU, as llama.cpp shares it out. Per-layer tuples are of the whole model."""
+
+    gpu: Gpu
+    gpu_layers: int = -1
+    """The stage's last layers that go there; -1 for all of them, and the head."""
+    n_cpu_moe: int = 0
+    """The experts of so many of the stage's first layers stay in the host's memory."""
+    expert_bytes: tuple[int, ...] = ()
+    """Weights of experts, without those in `kept_bytes`; empty where no layer has any."""
+    kept_bytes: tuple[int, ...] = ()
+    """Weights that --override-tensor keeps in the host's memory; empty for none."""
+    kept_head_bytes: int = 0
+    """And of the head."""
+
+    def n_layers(self, start: int, end: int) -> int:
+        """Return how many layers of a stage with the layers [start, end) go to the GPU."""
+        return end - start if self.gpu_layers < 0 else min(self.gpu_layers, end - start)
+
+    def takes_head(self, start: int, end: int) -> bool:
+        """Whether the head of such a last stage goes there."""
+        return self.gpu_layers < 0 or self.gpu_layers > end - start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Host:
     """One stage's place."""
 
@@ -137,12 +171,14 @@ class Host:
     """Threads of a native step."""
     speed: Speed
     memory_bytes: int | None = None
-    """A limit for this stage alone; None for no limit but the machine's."""
+    """A limit for this stage alone, of its GPU's memory where it has one; None for no limit but the machine's."""
     layers: tuple[int, int] | None = None
     """Its layers [start, end) when they are given; None when the planner decides."""
     link: Link = Link()
     device: int = -1
     """Stages of the same number, from 0 on, take turns: they compute on one device."""
+    offload: Offload | None = None
+    """What goes to a GPU; None: it computes on the processor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from relayline.coordinator.planner.instance import KV_VALUE_BYTES, Instance, Load, Machine, ModelShape
+from relayline.coordinator.planner.instance import (
+    KV_VALUE_BYTES,
+    Gpu,
+    Host,
+    Instance,
+    Load,
+    Machine,
+    ModelShape,
+    Offload,
+)
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
@@ -31,9 +40,29 @@ LANES_LEAST = 4  # even then
 HEADROOM = 0.05  # of a limit, for whatever else the host does
 
 
+Pool = Machine | Gpu  # whose memory stages share
+GPU_RESERVE = 0.1  # of a GPU's memory, for its driver, a desktop and what the estimate misses
+GPU_RESERVE_BYTES_MIN = 768 * MIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of one stage in a GPU's own memory."""
+
+    weights_bytes: int
+    kv_bytes: int
+    """KV cells and recurrent states of the layers that are there."""
+    compute_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage."""
+    """Bytes of one stage: of the host's memory, and of its GPU's."""
 
     weights_bytes: int
     """Layers, head on the last stage, embedding table on the first."""
@@ -43,11 +72,18 @@ class StageMemory:
     process_bytes: int = PROCESS_BYTES
     prefix_bytes: int = 0
     """Stored prefixes, as much as they may take."""
+    gpu: GpuMemory | None = None
+    """None: all of it is in the host's memory."""
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All of it that is in the host's memory."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.process_bytes + self.prefix_bytes
+
+    @property
+    def limited_bytes(self) -> int:
+        """The part that a limit of the stage's own is for: in the GPU's memory where it has one."""
+        return self.total_bytes if self.gpu is None else self.gpu.total_bytes
 
 
 def kv_cells(load: Load) -> int:
@@ -58,15 +94,39 @@ def kv_cells(load: Load) -> int:
     return -(-cells // CELLS_STEP) * CELLS_STEP
 
 
-def stage_memory(model: ModelShape, load: Load, start: int, end: int) -> StageMemory:
-    """Return the memory of a stage with the layers [start, end)."""
+def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: Offload | None = None) -> StageMemory:
+    """Return the memory of a stage with the layers [start, end); `offload`: what of it goes to a GPU."""
     is_last = end == model.n_layers
-    weights = sum(model.layer_bytes[start:end])
-    weights += (model.head_bytes if is_last else 0) + (model.embedding_bytes if start == 0 else 0)
+    head = model.head_bytes if is_last else 0
+    weights = sum(model.layer_bytes[start:end]) + head + (model.embedding_bytes if start == 0 else 0)
+    kept = _cells_bytes(model, load, start, end) + states_bytes(model, load, start, end)
+    compute, prefixes = compute_bytes(model, load, is_last=is_last), load.prefix_memory_bytes
+    if offload is None:
+        return StageMemory(weights, kept, compute, prefix_bytes=prefixes)
+    first = end - offload.n_layers(start, end)
+    gpu_weights = sum(_offloaded_bytes(model, offload, start, layer) for layer in range(first, end))
+    if offload.takes_head(start, end):
+        gpu_weights += max(0, head - (offload.kept_head_bytes if is_last else 0))
+    gpu_kept = _cells_bytes(model, load, first, end) + _lanes_states_bytes(model, load, first, end)
+    gpu = GpuMemory(gpu_weights, gpu_kept, compute_bytes(model, load, is_last=is_last, is_on_gpu=True))
+    is_whole = first == start and (not is_last or offload.takes_head(start, end))
+    stays = offload.n_cpu_moe or any(offload.kept_bytes[start:end]) or offload.kept_head_bytes
+    if is_whole and not stays:  # the processor computes nothing: only rows and logits pass through
+        compute = _passing_bytes(model, load, is_last=is_last)
+    return StageMemory(weights - gpu_weights, kept - gpu_kept, compute, prefix_bytes=prefixes, gpu=gpu)
+
+
+def _offloaded_bytes(model: ModelShape, offload: Offload, start: int, layer: int) -> int:
+    """Return the weights of a layer that go to the GPU, where the stage begins at `start`."""
+    kept = offload.kept_bytes[layer] if offload.kept_bytes else 0
+    if offload.expert_bytes and layer - start < offload.n_cpu_moe:
+        kept += offload.expert_bytes[layer]
+    return model.layer_bytes[layer] - kept
+
+
+def _cells_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     kv = sum(model.kv_bytes[start:end]) * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"]
-    kept = int(kv * kv_cells(load)) + states_bytes(model, load, start, end)
-    compute = compute_bytes(model, load, is_last=is_last)
-    return StageMemory(weights, kept, compute, prefix_bytes=load.prefix_memory_bytes)
+    return int(kv * kv_cells(load))
 
 
 def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
@@ -74,12 +134,15 @@ def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
 
     Of a lane there may be several, to take guessed rows back.
     """
-    one = sum(model.state_bytes[start:end])
+    checkpoints = sum(model.state_bytes[start:end]) * load.n_lanes * CHECKPOINTS_PER_LANE_MAX
+    return _lanes_states_bytes(model, load, start, end) + min(checkpoints, CHECKPOINT_BYTES_MAX)
+
+
+def _lanes_states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
+    """Return what llama.cpp allocates for states: where their layers are. Checkpoints stay in the host's memory."""
     n_spare = 0 if load.kv_layout == "per-lane" else 1
     n_states = 1 + (load.rewind_rows if model.rewinds_states else 0)
-    return one * n_states * (load.n_lanes + n_spare) + min(
-        one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX, CHECKPOINT_BYTES_MAX
-    )
+    return sum(model.state_bytes[start:end]) * n_states * (load.n_lanes + n_spare)
 
 
 def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:
@@ -91,15 +154,28 @@ def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:
     return min(n_usual, max(LANES_LEAST, LANE_STATES_BYTES // one)) if one else n_usual
 
 
-def compute_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
+def compute_bytes(model: ModelShape, load: Load, *, is_last: bool, is_on_gpu: bool = False) -> int:
     """Estimate llama.cpp's compute buffers and this project's row buffers."""
-    rows = max(load.max_rows, load.n_lanes + 1)
-    graph = rows * (_attention_bytes(model, load, rows) + 4 * (FF_COPIES * model.n_ff + EMBD_COPIES * model.widest_row))
-    logits = 4 * model.n_vocab * min(load.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, rows) if is_last else 0
-    return graph + logits
+    rows = _rows(load)
+    widths = FF_COPIES * model.n_ff + EMBD_COPIES * model.widest_row
+    graph = rows * (_attention_bytes(model, load, is_on_gpu=is_on_gpu) + 4 * widths)
+    return graph + (_logits_bytes(model, load) if is_last else 0)
 
 
-def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
+def _passing_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
+    """Return what a stage that computes on a GPU holds of rows in the host's memory: those that come and that go."""
+    return 2 * 4 * model.widest_row * _rows(load) + (_logits_bytes(model, load) if is_last else 0)
+
+
+def _rows(load: Load) -> int:
+    return max(load.max_rows, load.n_lanes + 1)
+
+
+def _logits_bytes(model: ModelShape, load: Load) -> int:
+    return 4 * model.n_vocab * min(load.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, _rows(load))
+
+
+def _attention_bytes(model: ModelShape, load: Load, *, is_on_gpu: bool) -> int:
     """Return the bytes of masks and scores for each row of a step; there are scores without flash attention alone."""
     choice = CHOICE_BYTES if model.has_indexers else 0
     if load.kv_layout == "unified":
@@ -107,8 +183,9 @@ def _attention_bytes(model: ModelShape, load: Load, rows: int) -> int:
     scores = 4 * model.n_heads * load.ctx_tokens
     # As in any build on a CPU: most of those on x86 need no scores, and a stage on a GPU needs none.
     score_bytes = load.max_rows * scores
+    gpu_layers = -1 if is_on_gpu else 0
     scored = has_scores(
-        load.kv_layout, kv_type=load.kv_type, gpu_layers=0, score_bytes=score_bytes, reads_own_cells=False
+        load.kv_layout, kv_type=load.kv_type, gpu_layers=gpu_layers, score_bytes=score_bytes, reads_own_cells=False
     )
     if scored:
         scores += CHOICE_SCORED_BYTES * load.ctx_tokens if model.has_indexers else 0
@@ -124,6 +201,22 @@ def machine_usable_bytes(machine: Machine) -> int | None:
     """Return what of a machine's memory its stages may use together."""
     usable = usable_bytes(machine.memory_bytes)
     return None if usable is None else max(0, usable - machine.reserved_bytes)
+
+
+def gpu_usable_bytes(gpu: Gpu) -> int | None:
+    """Return what of a GPU's memory its stages may use together."""
+    size = gpu.memory_bytes
+    return None if size is None else max(0, size - max(GPU_RESERVE_BYTES_MIN, int(GPU_RESERVE * size)))
+
+
+def pools_of(host: Host) -> tuple[Pool, ...]:
+    """Return the memories that a stage there takes part of: of its machine, and of its GPU."""
+    return (host.machine,) if host.offload is None else (host.machine, host.offload.gpu)
+
+
+def pool_usable_bytes(pool: Pool) -> int | None:
+    """Return what stages may use of one; None where nobody knows its size."""
+    return machine_usable_bytes(pool) if isinstance(pool, Machine) else gpu_usable_bytes(pool)
 
 
 def total_bytes(instance: Instance) -> int:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from relayline.coordinator.planner.costs import COORDINATOR_FLIGHT_NS, COORDINATOR_TOKEN_NS, Costs, Cycle, crowd_ns
+from relayline.coordinator.planner.costs import (
+    COORDINATOR_FLIGHT_NS,
+    COORDINATOR_TOKEN_NS,
+    Costs,
+    Cycle,
+    crowd_ns,
+    devices_ns,
+)
 from relayline.coordinator.planner.instance import Instance, Machine
-from relayline.coordinator.planner.memory import StageMemory, machine_usable_bytes, stage_memory, usable_bytes
-from relayline.coordinator.planner.search import Edges
+from relayline.coordinator.planner.memory import Pool, StageMemory, pool_usable_bytes, pools_of, usable_bytes
+from relayline.coordinator.planner.search import Edges, Room
 from relayline.coordinator.schedule.groups import GroupPlanner
 
 ROWS_SHOWN = (1, 8, 32)
@@ -31,6 +38,10 @@ class StagePlan:
     threads: int
     source: str
     """Where its speed is from."""
+    gpu: str = ""
+    """The GPU that holds `memory.gpu`; empty: none."""
+    gpu_limit_bytes: int | None = None
+    """Its limit of that GPU's memory, less what other stages have of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,29 +95,35 @@ def predict(instance: Instance, edges: Edges) -> Prediction:
 def _stage(costs: Costs, edges: Edges, stage: int) -> StagePlan:
     instance = costs.instance
     host, edge = instance.hosts[stage], edges[stage]
+    room = Room(instance, ignore_memory=True)
+    gpu = None if host.offload is None else host.offload.gpu
+    own, shared = usable_bytes(host.memory_bytes), _limit_bytes(room, edges, stage, host.machine)
+    of_gpu = None if gpu is None else _limit_bytes(room, edges, stage, gpu)
     return StagePlan(
         name=host.name,
         machine=host.machine.name,
         layers=edge,
-        memory=stage_memory(instance.model, instance.load, *edge),
-        limit_bytes=_limit_bytes(instance, edges, stage),
+        memory=room.need(stage, *edge),
+        limit_bytes=_least(shared, own if gpu is None else None),
         step_ns={rows: costs.step_ns(stage, *edge, rows) for rows in ROWS_SHOWN if rows <= instance.load.max_rows},
         threads=host.threads,
         source=host.speed.source,
+        gpu="" if gpu is None else gpu.name,
+        gpu_limit_bytes=_least(of_gpu, None if gpu is None else own),
     )
 
 
-def _limit_bytes(instance: Instance, edges: Edges, stage: int) -> int | None:
-    host = instance.hosts[stage]
-    own, shared = usable_bytes(host.memory_bytes), machine_usable_bytes(host.machine)
-    if shared is not None:
-        shared -= sum(
-            stage_memory(instance.model, instance.load, *edge).total_bytes
-            for at, (other, edge) in enumerate(zip(instance.hosts, edges, strict=True))
-            if other.machine == host.machine and at != stage
-        )
-    limits = [limit for limit in (own, shared) if limit is not None]
-    return min(limits) if limits else None
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _limit_bytes(room: Room, edges: Edges, stage: int, pool: Pool) -> int | None:
+    """Return what a stage may use of a memory: what its other stages leave."""
+    usable = pool_usable_bytes(pool)
+    if usable is None:
+        return None
+    others = (at for at, host in enumerate(room.instance.hosts) if at != stage and pool in pools_of(host))
+    return usable - sum(room.need_of(pool, at, *edges[at]) for at in others)
 
 
 def _rate(costs: Costs, edges: Edges, planner: GroupPlanner, n_streams: int) -> RatePlan:
@@ -144,5 +161,6 @@ def _ttft_ns(costs: Costs, edges: Edges, planner: GroupPlanner, overhead_ns: int
     for host, step in zip(instance.hosts, steps, strict=True):
         spent[host.machine] = spent.get(host.machine, 0) + host.threads * step
     crowded = instance.crowded_machines
-    slot = max(*steps, *(crowd_ns(ns, machine.cores) for machine, ns in spent.items() if machine in crowded), 0)
+    devices = devices_ns(instance, steps).values()
+    slot = max(*devices, *(crowd_ns(ns, machine.cores) for machine, ns in spent.items() if machine in crowded), 0)
     return sum(steps) + (math.ceil(tokens / chunk) - 1) * slot + overhead_ns

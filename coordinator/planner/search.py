@@ -3,10 +3,10 @@
 The best split makes the most tokens per second with `Load.streams` running streams, under the best grouping of them.
 Among equal rates the search takes the least sum of the stages' squared work, which is fast and even.
 
-For a given grouping the rate falls with three numbers: the work of the busiest stage, the work of the busiest cores,
-and the time of a flight's way. Labels of these three find the best split (see frontier). A label also holds the used
-memory of machines that several stages share. A rate already found bounds the work of every stage, so later groupings
-have few stage ends to look at.
+For a given grouping the rate falls with three numbers: the work of the busiest device, the work of the busiest cores,
+and the time of a flight's way. Labels of these three find the best split (see frontier). A label also holds the work of
+devices, and the used memory of machines and GPUs, that several stages share. A rate already found bounds the work of
+every stage, so later groupings have few stage ends to look at.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from collections.abc import Iterator, Sequence
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.costs import Costs, Cycle, best_rate, candidates, crowd_ns
 from relayline.coordinator.planner.frontier import Effort, Label, TooLargeError, frontier
-from relayline.coordinator.planner.instance import Instance, Machine
-from relayline.coordinator.planner.memory import machine_usable_bytes, stage_memory, usable_bytes
+from relayline.coordinator.planner.instance import Instance, Machine, Offload
+from relayline.coordinator.planner.memory import (
+    Pool,
+    StageMemory,
+    pool_usable_bytes,
+    pools_of,
+    stage_memory,
+    usable_bytes,
+)
 
 Edges = tuple[tuple[int, int], ...]
 BEAM_WIDTH = 3  # labels that a first, quick search goes on with
@@ -30,35 +37,39 @@ SAME = 1 - 1e-12  # rates this close are equal: floating point
 
 
 class Room:
-    """What stages may hold: layers that are legal and fit the memory of host and machine."""
+    """What stages may hold: layers that are legal and fit the memory of stage, machine and GPU."""
 
     def __init__(self, instance: Instance, *, ignore_memory: bool = False) -> None:
         self.instance = instance
         self.limits = tuple(None if ignore_memory else usable_bytes(host.memory_bytes) for host in instance.hosts)
-        self.machines = () if ignore_memory else self._limited_machines()
-        self.last_stage = {host.machine: stage for stage, host in enumerate(instance.hosts)}
-        limited = [machine for machine, _ in self.machines]
-        self._slot_of = [_index_of(host.machine, limited) for host in instance.hosts]
-        self._needs: dict[tuple[int, int], int] = {}
+        self.pools: tuple[tuple[Pool, int], ...] = () if ignore_memory else self._limited_pools()
+        """Of each machine and GPU whose memory is known, what its stages may use together."""
+        self.last_stage = {pool: stage for stage, host in enumerate(instance.hosts) for pool in pools_of(host)}
+        limited = [pool for pool, _ in self.pools]
+        self._slots_of = [
+            [(limited.index(pool), pool) for pool in pools_of(host) if pool in limited] for host in instance.hosts
+        ]
+        offloads: list[Offload | None] = list(dict.fromkeys(host.offload for host in instance.hosts))
+        self._kinds = [offloads.index(host.offload) for host in instance.hosts]
+        self._needs: dict[tuple[int, int, int], StageMemory] = {}
 
-    def _limited_machines(self) -> tuple[tuple[Machine, int], ...]:
-        machines = dict.fromkeys(host.machine for host in self.instance.hosts)
-        usable = ((machine, machine_usable_bytes(machine)) for machine in machines)
-        return tuple((machine, size) for machine, size in usable if size is not None)
+    def _limited_pools(self) -> tuple[tuple[Pool, int], ...]:
+        pools = dict.fromkeys(pool for host in self.instance.hosts for pool in pools_of(host))
+        usable = ((pool, pool_usable_bytes(pool)) for pool in pools)
+        return tuple((pool, size) for pool, size in usable if size is not None)
 
     def take(self, slots: list[float], first: int, stage: int, start: int, end: int) -> bool:
-        """Add a stage's memory to its machine's slot, slots[first:] being those; False if it does not fit.
+        """Add a stage's memory to the slots of its machine and GPU, slots[first:] being those; False if it does not
+        fit.
 
-        After a machine's last stage its slot is 0 again, because later stages do not share its memory.
+        After a pool's last stage its slot is 0 again, because later stages do not share its memory.
         """
-        at = self._slot_of[stage]
-        if at is None:
-            return True
-        slots[first + at] += self.need_bytes(start, end)
-        if slots[first + at] > self.machines[at][1]:
-            return False
-        if stage == self.last_stage[self.instance.hosts[stage].machine]:
-            slots[first + at] = 0
+        for at, pool in self._slots_of[stage]:
+            slots[first + at] += self.need_of(pool, stage, start, end)
+            if slots[first + at] > self.pools[at][1]:
+                return False
+            if stage == self.last_stage[pool]:
+                slots[first + at] = 0
         return True
 
     def some_cuts(self) -> tuple[int, ...] | None:
@@ -68,16 +79,24 @@ class Room:
             slots = list(label)
             return tuple(slots) if self.fits(stage, start, end) and self.take(slots, 0, stage, start, end) else None
 
-        first = (0,) * len(self.machines)
+        first = (0,) * len(self.pools)
         found = frontier(len(self.instance.hosts), self.instance.model.n_layers, first, self.ends, extend)
         return found[0][1] if found else None
 
-    def need_bytes(self, start: int, end: int) -> int:
+    def need(self, stage: int, start: int, end: int) -> StageMemory:
         """Return the memory of a stage with these layers."""
-        key = (start, end)
+        key = (self._kinds[stage], start, end)
         if key not in self._needs:
-            self._needs[key] = stage_memory(self.instance.model, self.instance.load, start, end).total_bytes
+            offload = self.instance.hosts[stage].offload
+            self._needs[key] = stage_memory(self.instance.model, self.instance.load, start, end, offload)
         return self._needs[key]
+
+    def need_of(self, pool: Pool, stage: int, start: int, end: int) -> int:
+        """Return what of it is in the memory of a machine, or of a GPU."""
+        need = self.need(stage, start, end)
+        if isinstance(pool, Machine):
+            return need.total_bytes
+        return 0 if need.gpu is None else need.gpu.total_bytes
 
     def ends(self, stage: int, start: int) -> Iterator[int]:
         """Yield the ends that are legal for a stage that begins here, ascending, with layers left for later stages."""
@@ -99,7 +118,7 @@ class Room:
     def fits(self, stage: int, start: int, end: int) -> bool:
         """Tell whether the stage's own limit allows these layers."""
         limit = self.limits[stage]
-        return limit is None or self.need_bytes(start, end) <= limit
+        return limit is None or self.need(stage, start, end).limited_bytes <= limit
 
 
 def _index_of(machine: Machine, machines: Sequence[Machine]) -> int | None:
@@ -185,13 +204,13 @@ def _labels(
     width: int | None = None,
     effort: Effort | None = None,
 ) -> list[tuple[Label, tuple[int, ...]]]:
-    """Return the splits worth having with one grouping: (busiest stage, busiest cores, way, ...) and cuts.
+    """Return the splits worth having with one grouping: (busiest device, busiest cores, way, ...) and cuts.
 
     Splits that cannot reach `rate` may be left out. With breaks_ties the last item is the sum of the squared work.
     """
     walk = _Walk(cycle, room, rate, breaks_ties)
     crowds = tuple(cycle.idle_crowd_ns(machine) for machine in walk.crowded)
-    first = (0, 0, 0, *crowds, *(0,) * (len(room.machines) + (1 if breaks_ties else 0)))
+    first = (0, 0, 0, *crowds, *(0,) * (len(walk.devices) + len(room.pools) + (1 if breaks_ties else 0)))
     if walk.earliest is None:
         return []
     return frontier(len(room.instance.hosts), cycle.costs.n_layers, first, walk.ends, walk.extend, width, effort)
@@ -200,7 +219,8 @@ def _labels(
 class _Walk:
     """Labels of one grouping.
 
-    (busiest stage, busiest cores, way, thread-ns of each crowded machine, bytes of each machine).
+    (busiest device, busiest cores, way, thread-ns of each crowded machine, ns of each shared device, bytes of each
+    pool of memory).
     """
 
     def __init__(self, cycle: Cycle, room: Room, rate: float, breaks_ties: bool) -> None:
@@ -208,6 +228,9 @@ class _Walk:
         self.hosts = room.instance.hosts
         self.crowded = room.instance.crowded_machines
         self.crowd_of = [_index_of(host.machine, self.crowded) for host in self.hosts]
+        numbers = [host.device for host in self.hosts]
+        self.devices = [each for each in dict.fromkeys(numbers) if each >= 0 and numbers.count(each) > 1]
+        self.last_on = {number: stage for stage, number in enumerate(numbers)}
         self.cycle_max_ns = cycle.n_tokens / rate if rate else float("inf")
         self.last_stage = room.last_stage
         self.rest_ns = cycle.least_rest_ns()
@@ -235,23 +258,31 @@ class _Walk:
         for end in self.room.ends(stage, start):
             if end < self.earliest[stage + 1]:
                 continue
-            if not self._is_possible(stage, start, end):
-                return  # nor is anything longer
-            yield end
+            if self.cycle.work_ns(stage, start, end) > self.cycle_max_ns:
+                return  # nor does anything longer
+            if self.room.fits(stage, start, end):  # a longer one may fit: its last layers, on the GPU, may be smaller
+                yield end
 
     def extend(self, label: Label, stage: int, start: int, end: int) -> Label | None:
         """Add a stage to a label."""
         cycle, host = self.cycle, self.hosts[stage]
         work = cycle.work_ns(stage, start, end)
         busiest, crowd, way = max(label[0], work), label[1], label[2] + cycle.way_ns(stage, start, end)
-        slots = list(label[3 : 3 + len(self.crowded) + len(self.room.machines)])
+        n_before = len(self.crowded) + len(self.devices)
+        slots = list(label[3 : 3 + n_before + len(self.room.pools)])
         at = self.crowd_of[stage]
         if at is not None:
             slots[at] += host.threads * work
             crowd = max(crowd, crowd_ns(slots[at], self.crowded[at].cores))
             if stage == self.last_stage[host.machine]:
                 slots[at] = 0
-        if not self.room.take(slots, len(self.crowded), stage, start, end):
+        if host.device in self.devices:  # stages on one device take turns
+            at = len(self.crowded) + self.devices.index(host.device)
+            slots[at] += work
+            busiest = max(busiest, slots[at])
+            if stage == self.last_on[host.device]:
+                slots[at] = 0
+        if not self.room.take(slots, n_before, stage, start, end):
             return None
         least_way = way + self.rest_ns[end] + cycle.ways_ns
         if max(busiest, crowd, least_way) > self.cycle_max_ns:

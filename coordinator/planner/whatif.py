@@ -9,7 +9,7 @@ from typing import Any
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.planner.frontier import Label, frontier
 from relayline.coordinator.planner.instance import Host, Instance, Machine
-from relayline.coordinator.planner.memory import GIB, HEADROOM, usable_bytes
+from relayline.coordinator.planner.memory import GIB, HEADROOM, pools_of, stage_memory, usable_bytes
 from relayline.coordinator.planner.quantisations import smaller_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
 
@@ -97,23 +97,23 @@ def _least_missing(instance: Instance) -> tuple[int, ...] | None:
     """
     room = Room(instance)
     bare = Room(instance, ignore_memory=True)
-    machines = [machine for machine, _ in room.machines]
-    limits = dict(room.machines)
+    pools = [pool for pool, _ in room.pools]
 
     def extend(label: Label, stage: int, start: int, end: int) -> Label | None:
-        need, host = room.need_bytes(start, end), instance.hosts[stage]
         limit = room.limits[stage]
-        short: list[float] = [0 if limit is None else max(0, need - limit)]
+        short: list[float] = [0 if limit is None else max(0, room.need(stage, start, end).limited_bytes - limit)]
         held = list(label[2:])
-        if host.machine in limits:
-            at = machines.index(host.machine)
-            held[at] += need
-            if stage == room.last_stage[host.machine]:
-                short.append(max(0, held[at] - limits[host.machine]))
+        for pool in pools_of(instance.hosts[stage]):
+            if pool not in pools:
+                continue
+            at = pools.index(pool)
+            held[at] += room.need_of(pool, stage, start, end)
+            if stage == room.last_stage[pool]:
+                short.append(max(0, held[at] - room.pools[at][1]))
                 held[at] = 0
         return (label[0] + sum(short), max(label[1], *short, 0), *held)
 
-    first = (0,) * (2 + len(machines))
+    first = (0,) * (2 + len(pools))
     found = frontier(len(instance.hosts), instance.model.n_layers, first, bare.ends, extend)
     return min(found)[1] if found else None
 
@@ -121,15 +121,15 @@ def _least_missing(instance: Instance) -> tuple[int, ...] | None:
 def _shortages(instance: Instance, cuts: Sequence[int]) -> tuple[Shortage, ...]:
     room, edges = Room(instance), ranges(instance.model.n_layers, cuts)
     found = []
-    for host, edge in zip(instance.hosts, edges, strict=True):
-        limit, need = usable_bytes(host.memory_bytes), room.need_bytes(*edge)
+    for stage, (host, edge) in enumerate(zip(instance.hosts, edges, strict=True)):
+        limit, need = usable_bytes(host.memory_bytes), room.need(stage, *edge).limited_bytes
         if limit is not None and need > limit:
             found.append(Shortage(f"stage {host.name}", need, limit, edge))
-    for machine, usable in room.machines:
-        mine = [edge for host, edge in zip(instance.hosts, edges, strict=True) if host.machine == machine]
-        need = sum(room.need_bytes(*edge) for edge in mine)
+    for pool, usable in room.pools:
+        mine = [stage for stage, host in enumerate(instance.hosts) if pool in pools_of(host)]
+        need = sum(room.need_of(pool, stage, *edges[stage]) for stage in mine)
         if need > usable:
-            found.append(Shortage(machine.name, need, usable, (mine[0][0], mine[-1][1])))
+            found.append(Shortage(pool.name, need, usable, (edges[mine[0]][0], edges[mine[-1]][1])))
     return tuple(found)
 
 
@@ -185,7 +185,7 @@ def _one_more_bytes(instance: Instance) -> int | None:
         return any(Room(_with(instance, at, host)).some_cuts() is not None for at in places)
 
     most = MEMORY_MAX_BYTES // MEMORY_STEP_BYTES
-    whole = Room(instance, ignore_memory=True).need_bytes(0, instance.model.n_layers)
+    whole = stage_memory(instance.model, instance.load, 0, instance.model.n_layers).total_bytes
     most = min(most, int(whole / (1 - HEADROOM)) // MEMORY_STEP_BYTES + 2)
     if not fits(most):
         return None
@@ -204,7 +204,11 @@ def one_more(instance: Instance, stage: int) -> OneMore | None:
     """
     host = instance.hosts[stage]
     machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0)
-    copy = dataclasses.replace(host, name=f"{host.name}-copy", machine=machine, layers=None, device=-1)
+    offload = host.offload
+    if offload is not None:  # on a GPU of its own
+        offload = dataclasses.replace(offload, gpu=dataclasses.replace(offload.gpu, name=f"like-{offload.gpu.name}"))
+    name = f"{host.name}-copy"
+    copy = dataclasses.replace(host, name=name, machine=machine, layers=None, device=-1, offload=offload)
     places = dict.fromkeys((stage + 1, len(instance.hosts)))
     found = [(best, at) for at in places if (best := best_split(_with(instance, at, copy))) is not None]
     if not found:

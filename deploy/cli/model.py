@@ -13,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.coordinator.model.family import ATTENDS, BOTH, NEITHER, RECURRENT
+from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
+from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
@@ -73,6 +75,7 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
             for share in facts.quantization
         ],
         "layer_bytes": list(facts.layer_bytes),
+        "expert_bytes": list(_experts(facts)),
         "embedding_bytes": facts.embedding_bytes,
         "head_bytes": facts.head_bytes,
         "tied_embeddings": facts.tied_embeddings,
@@ -88,6 +91,20 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "may_be_tried": facts.may_be_tried,
         "legal_cuts": list(facts.legal_cuts) if facts.supported else [],
     }
+
+
+def _experts(facts: ModelFacts) -> tuple[int, ...]:
+    return expert_bytes_of(open_model(facts.path).tensors.values(), facts.n_layers)
+
+
+def _devices_of(facts: ModelFacts) -> str:
+    """Return where the weights lie when a GPU has all layers."""
+    experts = _experts(facts)
+    weights = sum(facts.layer_bytes) + facts.head_bytes
+    text = f"{_size(weights)} and KV in the GPU's memory, the embedding's {_size(facts.embedding_bytes)} in the host's"
+    if not experts:
+        return text
+    return f"{text}; --n-cpu-moe {facts.n_layers} leaves {_size(sum(experts))} of experts there too"
 
 
 def _states_of(facts: ModelFacts) -> dict[str, str]:
@@ -156,6 +173,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
         + _runs(facts.kv_bytes_per_token, _size),
         **_states_of(facts),
+        "on a GPU": _devices_of(facts),
         "legal cuts": _runs_of_cuts(facts.legal_cuts) if facts.supported else "none",
     }
     table = Table(show_header=False, box=None, pad_edge=False)

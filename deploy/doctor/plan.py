@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
-from relayline.coordinator.planner.memory import COORDINATOR_BYTES, stage_memory
+from relayline.coordinator.planner.memory import COORDINATOR_BYTES
 from relayline.deploy.launch.prepare import choose_cuts
 from relayline.deploy.launch.splits import split_place
 from relayline.deploy.manifest import Manifest, is_local
-from relayline.deploy.planning.inputs import load_of, shape_of
+from relayline.deploy.planning.inputs import memory_of
 from relayline.wire.common.errors import RelaylineError
 
 
 def needed_memory_bytes(manifest: Manifest) -> int | None:
-    """Return the memory of all processes of this machine; None where the model is not here to tell."""
+    """Return the memory of all processes of this machine, without that of GPUs.
+
+    None where the model is not here to tell.
+    """
     model = _model_here(manifest)
     if model is None:
         return None
     facts = inspect_model(model)
-    shape, load = shape_of(facts), load_of(manifest)
     total = COORDINATOR_BYTES if is_local(manifest.spec.coordinator.host) else 0
-    for stage, (start, end) in zip(manifest.stages, ranges(facts.n_layers, choose_cuts(manifest, model)), strict=True):
-        if stage.is_local:
-            total += stage_memory(shape, load, start, end).total_bytes
-    return total
+    needs = memory_of(manifest, facts, choose_cuts(manifest, model))
+    return total + sum(need.total_bytes for stage, need in zip(manifest.stages, needs, strict=True) if stage.is_local)
 
 
 def split_of(manifest: Manifest) -> Path | None:

@@ -70,14 +70,16 @@ class Stage(Part):
         split_mode: str = "layer"
         tensor_split: str = ""
         main_gpu: int = 0
+        cpu_moe_layers: int = 0
         override_tensor: str = ""
     declare_settings(locals(), STAGES, but=("gpuLayers",))
     cores: CoreList = "auto"
     """Cores that it keeps to, such as 0-3,8. auto: stages on localhost divide this machine's, in proportion to their
     threads, where no stage there says anything else and there are as many cores as threads; any: it may run on all."""
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
-    """Memory that this stage may use, in GiB: the planner stays below it, containers are limited to it. Without it the
-    planner counts the memory of this machine for local stages."""
+    """Memory that this stage may use, in GiB: the planner stays below it, containers are limited to it. With device
+    gpu the planner takes it for the GPU's memory. Without it the planner counts the memory of this machine, and of its
+    GPUs, for local stages."""
     layers: Layers = "auto"
     """`auto`: decided by the planner. Or [first, end): two integers, the second is not included."""
     metrics_port: Port = 0

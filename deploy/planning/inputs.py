@@ -17,19 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from relayline.coordinator.model.cuts import is_allowed
+from relayline.coordinator.model.cuts import is_allowed, ranges
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import BLOCK_NAME, ModelFacts, inspect_model
-from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape
-from relayline.coordinator.planner.memory import COORDINATOR_BYTES, GIB
+from relayline.coordinator.planner.instance import Host, Instance, Link, Load, Machine, ModelShape, Offload
+from relayline.coordinator.planner.memory import COORDINATOR_BYTES, GIB, StageMemory, stage_memory
 from relayline.coordinator.planner.search import Best, best_split
 from relayline.coordinator.planner.speed import Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain
 from relayline.deploy.machine import facts as machine
+from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.manifest.stage import Link as StageLink
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
+from relayline.deploy.planning.offload import GpuFact, offloads_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -105,12 +107,13 @@ def instance_of(
     is_running: bool = False,
     ignore_measured: bool = False,
     known: Mapping[str, KnownHost] | None = None,
+    gpus: Sequence[GpuFact] | None = None,
 ) -> Instance:
     """Return the planning problem of a manifest.
 
     With is_running the pipeline is up already, so this machine counts with all its memory, not only the free part.
-    `known`: the hosts' own reports, by stage; without it their earlier ones. Raises UsageError for an unusable
-    calibration file.
+    `known`: the hosts' own reports, by stage; without it their earlier ones. `gpus`: this machine's; without it they
+    are looked for. Raises UsageError for an unusable calibration file.
     """
     if known is None:
         known = NOBODY if ignore_measured else known_hosts(manifest, facts.path)
@@ -118,8 +121,8 @@ def instance_of(
     machines = _machines(manifest, threads, known, is_running=is_running)
     bytes_per_weight = _bytes_per_weight(facts)
     hosts = []
-    devices = gpu_numbers(manifest)
-    for stage, n_threads, device in zip(manifest.stages, threads, devices, strict=True):
+    places = zip(gpu_numbers(manifest), _offloads(manifest, facts, gpus), strict=True)
+    for stage, n_threads, (device, offload) in zip(manifest.stages, threads, places, strict=True):
         measured = None if ignore_measured or not stage.is_local else _measured(manifest, facts, stage, n_threads)
         told = known[stage.name].speed if stage.name in known else None
         hosts.append(
@@ -134,12 +137,28 @@ def instance_of(
                 memory_bytes=None if stage.memory_gib is None else int(stage.memory_gib * GIB),
                 layers=stage.layer_range,
                 device=device,
+                offload=offload,
             )
         )
     links = _links(manifest, known)
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
     coordinator = machines.get("localhost") if is_local(manifest.spec.coordinator.host) else None
     return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], coordinator)
+
+
+def _offloads(manifest: Manifest, facts: ModelFacts, gpus: Sequence[GpuFact] | None) -> list[Offload | None]:
+    if not any(stage.gpu_layers_used for stage in manifest.stages):
+        return [None] * len(manifest.stages)
+    if gpus is None:
+        gpus = known_gpus() if any(stage.is_local and stage.gpu_layers_used for stage in manifest.stages) else ()
+    return offloads_of(manifest, [*open_model(facts.path).tensors.values()], facts.n_layers, gpus)
+
+
+def memory_of(manifest: Manifest, facts: ModelFacts, cuts: Sequence[int]) -> list[StageMemory]:
+    """Return the memory of each stage of a manifest, cut so."""
+    shape, load, offloads = shape_of(facts), load_of(manifest), _offloads(manifest, facts, None)
+    edges = ranges(facts.n_layers, cuts)
+    return [stage_memory(shape, load, *edge, offload) for edge, offload in zip(edges, offloads, strict=True)]
 
 
 def _machines(

@@ -51,9 +51,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
     Keys: name, model, cuts, exact, streams, reachable_tok_s (at `streams`, with the best way to group), stages (index,
     name, host, layers [start, end), threads, weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
-    prefix_bytes, memory_bytes, memory_limit_bytes or null, step_ms by rows, speed_source), rates (streams, tok_s,
-    groups, group_rows, limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms), one_more
-    (like, after, why, tok_s, gain, cuts), advice, notes.
+    prefix_bytes, memory_bytes, memory_limit_bytes or null, gpu or null, step_ms by rows, speed_source), rates (streams,
+    tok_s, groups, group_rows, limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms),
+    one_more (like, after, why, tok_s, gain, cuts), advice, notes. A stage's own bytes are of its host's memory; `gpu`
+    (name, weights_bytes, kv_bytes, compute_bytes, memory_bytes, memory_limit_bytes or null) has those of its GPU.
     """
     instance, prediction = plan.instance, plan.prediction
     return {
@@ -100,6 +101,16 @@ def _stage_json(plan: Plan, index: int, stage: StagePlan) -> dict[str, Any]:
         "prefix_bytes": memory.prefix_bytes,
         "memory_bytes": memory.total_bytes,
         "memory_limit_bytes": stage.limit_bytes,
+        "gpu": None
+        if memory.gpu is None
+        else {
+            "name": stage.gpu,
+            "weights_bytes": memory.gpu.weights_bytes,
+            "kv_bytes": memory.gpu.kv_bytes,
+            "compute_bytes": memory.gpu.compute_bytes,
+            "memory_bytes": memory.gpu.total_bytes,
+            "memory_limit_bytes": stage.gpu_limit_bytes,
+        },
         "step_ms": {str(rows): round(ns / 1e6, 3) for rows, ns in stage.step_ns.items()},
         "speed_source": stage.source,
     }
@@ -168,9 +179,25 @@ def _memory_table(stages: Sequence[StagePlan]) -> Table:
             *((f"{memory.prefix_bytes / GIB:.2f}",) if stores else ()),
             f"{(memory.compute_bytes + memory.process_bytes) / GIB:.2f}",
             f"{memory.total_bytes / GIB:.2f}",
-            "unknown" if stage.limit_bytes is None else f"{stage.limit_bytes / GIB:.2f}",
+            _limit(stage.limit_bytes),
         )
+        if memory.gpu is not None:
+            table.add_row(
+                "",
+                stage.gpu,
+                "",
+                f"{memory.gpu.weights_bytes / GIB:.2f}",
+                f"{memory.gpu.kv_bytes / GIB:.2f}",
+                *(("",) if stores else ()),
+                f"{memory.gpu.compute_bytes / GIB:.2f}",
+                f"{memory.gpu.total_bytes / GIB:.2f}",
+                _limit(stage.gpu_limit_bytes),
+            )
     return table
+
+
+def _limit(limit_bytes: int | None) -> str:
+    return "unknown" if limit_bytes is None else f"{limit_bytes / GIB:.2f}"
 
 
 def _step_table(stages: Sequence[StagePlan]) -> Table:

@@ -27,18 +27,19 @@ def gpu_sharing(manifest: Manifest) -> tuple[str, ...]:
 def _places(stages: Sequence[Stage]) -> list[Place]:
     found = []
     for stage in stages:
-        host = _host(stage)
-        named = {name for each in stages if _host(each) == host for name in _gpus(each)}
-        gpus = _gpus(stage) or (named | {"all GPUs"} if stage.n_gpus else set())
+        host = place_name(stage)
+        named = {name for each in stages if place_name(each) == host for name in used_gpus(each)}
+        gpus = used_gpus(stage) or (named | {"all GPUs"} if stage.n_gpus else set())
         found.append(Place(host if gpus else "", {gpu: f"{gpu} of {host}" for gpu in gpus}))
     return found
 
 
-def _host(stage: Stage) -> str:
+def place_name(stage: Stage) -> str:
+    """Return the host of a stage as a plan names it."""
     return "localhost" if stage.is_local else stage.host
 
 
-def _gpus(stage: Stage) -> set[str]:
+def used_gpus(stage: Stage) -> set[str]:
     """Return the GPUs that a stage names; none where it takes all that its host has, or computes on the processor."""
     if stage.device == "cpu" or stage.devices == NO_DEVICE:
         return set()

@@ -24,6 +24,8 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
+    EXPERTS,
+    HOST_MEMORY,
     NO_DEVICE,
     read_devices,
     read_overrides,
@@ -37,9 +39,7 @@ SPLIT_MODES: dict[str, int] = {
     "row": llama.LLAMA_SPLIT_MODE_ROW,
     "tensor": llama.LLAMA_SPLIT_MODE_TENSOR,
 }
-HOST_MEMORY = "CPU"  # the processor's name in ggml
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # as llama.cpp's --n-cpu-moe
 
 
 class _Override(ctypes.Structure):
@@ -138,7 +138,7 @@ def _elsewhere(settings: EngineSettings, artifact: StageArtifact, found: Sequenc
         if in_layer:
             name = f"blk.{int(in_layer[1]) + artifact.layer_start}.{in_layer[2]}"
         where = next((device for pattern, device in patterns if pattern.search(name)), "")
-        if not where and in_layer and int(in_layer[1]) < settings.n_cpu_moe and _EXPERTS.search(name):
+        if not where and in_layer and int(in_layer[1]) < settings.n_cpu_moe and EXPERTS.search(name):
             where = HOST_MEMORY
         if where:
             elsewhere[tensor.name] = where

@@ -12,6 +12,8 @@ SPLIT_MODES = ("layer", "none", "row", "tensor")
 NO_DEVICE = "none"
 DEVICES_MAX = 16  # llama_max_devices
 OVERRIDES_MAX = 256
+HOST_MEMORY = "CPU"  # the processor's name in ggml
+EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # tensors of --n-cpu-moe, as llama.cpp names them
 
 
 def read_devices(text: str) -> tuple[str, ...]:

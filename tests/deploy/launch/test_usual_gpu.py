@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.model.inspection import inspect_model
-from relayline.coordinator.planner.memory import GIB, MIB, stage_memory
-from relayline.deploy.launch import gpus
-from relayline.deploy.launch.gpus import Gpu, gpus_here, layers_that_fit, offloaded, with_usual_gpu
+from relayline.coordinator.planner.instance import Gpu as PlannedGpu
+from relayline.coordinator.planner.instance import Offload
+from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN, MIB, stage_memory
+from relayline.deploy.launch.gpus import layers_that_fit, offloaded, with_usual_gpu
+from relayline.deploy.machine.gpus import Gpu, gpus_here
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.deploy.planning.inputs import load_of, shape_of
 from relayline.deploy.testing import paths
@@ -67,11 +69,12 @@ def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixtur
     """From one layer's bytes under the need of all to one over: the last layers go first, the head with all alone."""
     model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL))
     n_layers = model.n_layers
-    whole = stage_memory(model, load, 0, n_layers)
-    need = whole.weights_bytes + whole.kv_bytes + whole.compute_bytes - model.embedding_bytes
+    whole = stage_memory(model, load, 0, n_layers, Offload(PlannedGpu("CUDA0"))).gpu
+    assert whole is not None
+    need = whole.total_bytes
 
     def fitting(usable_bytes: int) -> int:
-        return layers_that_fit([Gpu("CUDA0", "small", gpus.RESERVE_BYTES_MIN + usable_bytes)], model, load)
+        return layers_that_fit([Gpu("CUDA0", "small", GPU_RESERVE_BYTES_MIN + usable_bytes)], model, load)
 
     assert fitting(need) == n_layers
     assert fitting(need - 1) == n_layers - 1
@@ -80,7 +83,7 @@ def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixtur
     assert counts[0] == 0
 
     with caplog.at_level(logging.INFO):
-        small = Gpu("CUDA0", "small", gpus.RESERVE_BYTES_MIN + need - 1)
+        small = Gpu("CUDA0", "small", GPU_RESERVE_BYTES_MIN + need - 1)
         flags = offloaded(StageFlags(), [small], model, load)
         assert (flags.n_stages, flags.gpu_layers) == (1, n_layers - 1)
         assert f"{n_layers - 1} of {n_layers} layers, which is what fits," in caplog.text

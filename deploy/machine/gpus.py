@@ -1,0 +1,68 @@
+"""The GPUs of this machine, as llama.cpp lists them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from relayline.wire.common.child_command import code_command
+
+log = logging.getLogger("relayline.up")
+
+LIST_TIMEOUT_S = 60.0  # a driver that wakes up takes seconds
+_NO_GPU = ("base", "cpu", "blas", "rpc")  # backends by the names of their libraries
+_LIST = """
+import json, os
+from relayline.stage.engine import ggml
+found = [device for device in ggml.list_devices() if device.has_own_memory]
+print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in found]), flush=True)
+os._exit(0)  # some backends take offence at exit, at what was not freed
+"""
+
+
+class Gpu(NamedTuple):
+    """One GPU with memory of its own."""
+
+    name: str
+    """As llama.cpp's flags have it, such as CUDA0."""
+    description: str
+    memory_bytes: int
+
+
+def gpus_here(program: str = _LIST) -> tuple[Gpu, ...]:
+    """Return this machine's GPUs that llama.cpp can use; none where its build, or a fault of the driver, forbids it.
+
+    A process of its own looks: a backend opens the GPU for that, and keeps some of its memory.
+    """
+    if not _has_backend():
+        return ()
+    try:
+        done = subprocess.run(code_command(program), capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=True)
+        return tuple(Gpu(*each) for each in json.loads(done.stdout.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
+        log.warning("GPUs of this machine cannot be listed, so the processor is used: %s; see `relayline doctor`",
+                    type(error).__name__)  # fmt: skip
+        return ()
+
+
+def _has_backend() -> bool:
+    """Return whether llama.cpp's build has a backend for GPUs, from the names of its libraries alone."""
+    found = importlib.util.find_spec("llama_cpp")
+    said = os.environ.get("LLAMA_CPP_LIB_PATH")
+    if found is None or found.origin is None:
+        return False
+    directory = Path(said) if said else Path(found.origin).parent / "lib"
+    names = [path.name.partition("ggml-")[2] for path in directory.glob("*ggml-*")]
+    return any(not name.startswith(_NO_GPU) for name in names)
+
+
+@functools.cache
+def known_gpus() -> tuple[Gpu, ...]:
+    """Return `gpus_here()`, looked for once."""
+    return gpus_here()

@@ -14,13 +14,13 @@ from typing import Any
 
 import aiohttp
 import jsonschema
-import openai
 import pytest
 
 from relayline.deploy.testing.forked import own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, child_running, children, relayline, running, wait_gone
 from tests.support.http_client import Client, assert_same_greedy, text_of, tokens_of
+from tests.support.openai_client import openai_client
 from tests.support.polling import pause
 
 PROMPTS = (
@@ -149,7 +149,7 @@ async def test_tools_are_called_as_they_want_to_be(served: Running) -> None:
     ]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 400}
     body["parallel_tool_calls"] = False  # it would call on and on
-    async with openai.AsyncOpenAI(base_url=f"{served.event['url']}/v1", api_key="none") as client:
+    async with openai_client(served.event["url"], max_retries=2) as client:
 
         async def called(seed: int, choice: Any) -> list[Any]:
             asked = {**body, "model": "relayline-demo", "seed": seed, "tool_choice": choice, "temperature": seed / 2}

@@ -33,6 +33,7 @@ from relayline.deploy.testing.vocabulary_files import EOS, write_no_tokenizer, w
 from tests.coordinator.answers.test_answer_grammars import MARKS, Fits
 from tests.coordinator.answers.test_answer_templates import CALL, WEATHER
 from tests.support.http_support import MODEL, FakeGenerator, Served, serving
+from tests.support.openai_client import openai_client
 
 THOUGHT = "<|channel|>analysis<|message|>They ask for Rome.<|end|>"
 NEXT = "<|start|>assistant"
@@ -315,7 +316,7 @@ async def client_of(answer: str, path: Path) -> AsyncIterator[tuple[openai.Async
     template = TEMPLATE + "{# {{ reasoning_effort }} #}"
     async with (
         serving(tokenizer, FakeGenerator(script, ctx_tokens=4_096), template=template) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(served.url) as client,
     ):
         yield client, served, lambda text: len(tokenizer.encode(text, add_special=False))
 

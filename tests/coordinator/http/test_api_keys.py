@@ -26,6 +26,7 @@ from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import UsageError
 from tests.coordinator.observe.test_metrics import DESCRIBED
 from tests.support.http_support import CREATED, MODEL, WAIT_S, FakeGenerator
+from tests.support.openai_client import openai_client
 
 ALICE, BOB, CAROL = "alice-key-0123456789", "bob-key-0123456789ab", "carol-key-0123456789"
 FILE = f"# keys of the team\nalice: {ALICE}\n\n{BOB}\n"
@@ -167,7 +168,7 @@ async def test_headers_that_are_no_key(header: str, tokenizer: Tokenizer, file: 
 
 async def test_the_refusal_is_openais(tokenizer: Tokenizer, file: Path):
     async with serving(tokenizer, file) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=CAROL, max_retries=0) as client:
+        async with openai_client(url, CAROL) as client:
             with pytest.raises(openai.AuthenticationError) as caught:
                 await client.models.list()
         assert caught.value.code == "invalid_api_key"
@@ -175,7 +176,7 @@ async def test_the_refusal_is_openais(tokenizer: Tokenizer, file: Path):
         assert caught.value.response.headers["www-authenticate"] == 'Bearer realm="relayline"'
         assert caught.value.response.headers["x-request-id"]
         assert CAROL not in caught.value.response.text
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=ALICE, max_retries=0) as client:
+        async with openai_client(url, ALICE) as client:
             assert [model.id async for model in await client.models.list()] == [MODEL]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import openai
 import pytest
 
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
@@ -16,6 +15,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import NotServedError, OverloadedError
 from tests.support.http_support import MODEL, FakeGenerator, serving
+from tests.support.openai_client import openai_client
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ async def test_vectors_as_they_are_asked_for(tokenizer: Tokenizer) -> None:
 async def test_the_official_client_reads_them(tokenizer: Tokenizer) -> None:
     async with (
         serving(tokenizer, FakeGenerator(pooling)) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client,
+        openai_client(served.url) as client,
     ):
         found = await client.embeddings.create(model=MODEL, input=["a", "b"])  # asks for base64, and unpacks it
     row = np.array([3.0, 4.0, ord("b")])

@@ -17,6 +17,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import EOS, N_VOCAB, write_tokenizer
 from relayline.wire.common.errors import InternalError, NotReadyError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Script, Served, Step, says, serving, tokens
+from tests.support.openai_client import openai_client
 
 USER = {"role": "user", "content": "hi"}
 
@@ -33,7 +34,7 @@ async def client_of(
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
     async with (
         serving(tokenizer, generator, **options) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(served.url) as client,
     ):
         yield client, served
 

@@ -27,6 +27,7 @@ from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Served, says, serving
+from tests.support.openai_client import openai_client
 
 USER = {"role": "user", "content": "hi"}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -198,7 +199,7 @@ async def client_of(
     generator = FakeGenerator(says(text.encode()), ctx_tokens=limits.pop("ctx_tokens", 4_096))
     async with (
         serving(tokenizer, generator, template=template, **limits) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(served.url) as client,
     ):
 
         async def ask(**fields: Any) -> Any:

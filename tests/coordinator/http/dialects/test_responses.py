@@ -19,6 +19,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.errors import InvalidRequestError, OverloadedError, StageLostError
 from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
+from tests.support.openai_client import openai_client
 
 # A template that has thoughts, and calls as Hermes writes them.
 TEMPLATE = (
@@ -50,7 +51,7 @@ async def client_of(
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served]]:
     async with (
         serving(tokenizer, generator, template=template, **limits) as served,
-        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        openai_client(served.url) as client,
     ):
         yield client, served
 

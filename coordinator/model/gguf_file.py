@@ -6,10 +6,12 @@ so that they can be copied unchanged. wire/model_files/gguf_header.py reads one 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relayline.wire.common.errors import ModelFileError
@@ -60,11 +62,56 @@ class GgufModel:
         return found if isinstance(found, str) else default
 
 
+_States = list[tuple[int, ...]]
+_opened: contextvars.ContextVar[dict[Path, tuple[_States, GgufModel]] | None] = contextvars.ContextVar(
+    "opened", default=None
+)
+
+
+@contextlib.contextmanager
+def headers_read_once() -> Iterator[None]:
+    """During a with block `open_model` reads a model again only if a file of it has changed.
+
+    A plan opens its model a dozen times, and each time a vocabulary of 150,000 tokens takes tenths of a second. What
+    was read is forgotten at the end of the outermost block.
+    """
+    outer = _opened.get()
+    token = _opened.set({} if outer is None else outer)
+    try:
+        yield
+    finally:
+        _opened.reset(token)
+
+
 def open_model(path: Path) -> GgufModel:
     """Read the headers of a model given as its only file or as the first file of a sharded set.
 
     Raises ModelFileError: no such file, not a GGUF, truncated, inconsistent, or a shard missing or out of place.
     """
+    opened = _opened.get()
+    if opened is None:
+        return _read(path)
+    if path in opened:
+        states, model = opened[path]
+        if states == _states(model):
+            return model
+    model = _read(path)
+    states = _states(model)
+    if [state[:2] for state in states] == [(file.size_bytes, file.mtime_ns) for file in model.files]:
+        opened[path] = states, model  # else it changed meanwhile
+    return model
+
+
+def _states(model: GgufModel) -> _States:
+    """Return what changes when a file of a model is written or replaced."""
+    try:
+        found = [os.stat(file.path) for file in model.files]
+    except OSError:
+        return []
+    return [(state.st_size, state.st_mtime_ns, state.st_dev, state.st_ino, state.st_ctime_ns) for state in found]
+
+
+def _read(path: Path) -> GgufModel:
     budget = HeaderBudget()
     first = read_header(path, budget=budget)
     count = first.value("split.count")

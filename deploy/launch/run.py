@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from relayline.coordinator.model.gguf_file import headers_read_once
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context
@@ -166,7 +167,8 @@ def launch(
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
-        plan, mend = plan_of(what, directory)
+        with headers_read_once():
+            plan, mend = plan_of(what, directory)
         if (said := plan_event(what.manifest, directory.plan)) is not None:
             emit(said)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from relayline.coordinator.model import gguf_file
 from relayline.coordinator.model.gguf_file import open_model, read_entries
 from relayline.coordinator.model.gguf_write import F32, U32, TensorSlot, encode_array, encode_entry, encode_header
 from relayline.wire.common.errors import ModelFileError
@@ -49,6 +51,35 @@ def test_values_and_tensors(tmp_path: Path) -> None:
     assert (one.name, one.dims, one.type_name, one.size_bytes) == ("t.one", (3, 2), "F32", 24)
     raw = (tmp_path / "m.gguf").read_bytes()
     assert raw[two.offset : two.offset + two.size_bytes] == np.arange(5, dtype=np.float16).tobytes()
+
+
+def test_a_plan_reads_a_model_once_unless_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = small_file(tmp_path / "m.gguf"), make_tiny("llama", tmp_path / "other.gguf")
+    read: list[Path] = []
+
+    def counted(path: Path, *arguments: Any, **named: Any) -> gguf_header.GgufFile:
+        read.append(path)
+        return read_header(path, *arguments, **named)
+
+    monkeypatch.setattr(gguf_file, "read_header", counted)
+    with gguf_file.headers_read_once():
+        first = open_model(path)
+        with gguf_file.headers_read_once():
+            assert open_model(path) is first
+        assert open_model(other).path == other
+        assert read == [path, other]
+        other.replace(path)
+        changed = open_model(path)
+        assert "a.words" in first.entries
+        assert "a.words" not in changed.entries
+        assert open_model(path) is changed
+        path.unlink()
+        with pytest.raises(ModelFileError, match="no such file"):
+            open_model(path)
+    small_file(path)
+    read.clear()
+    assert open_model(path) is not open_model(path), "nothing is remembered beyond the plan"
+    assert read == [path, path]
 
 
 def test_written_headers_read_back(tmp_path: Path) -> None:

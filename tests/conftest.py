@@ -49,7 +49,17 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 gc.disable()
 
 # Rooms whose files take longest, first: with `--no-loadscope-reorder` no worker is left alone with one at the end.
-LONGEST = ("end_to_end/", "deploy/certify/", "benches/", "deploy/", "stage/", "wire/")
+LONGEST = (
+    "end_to_end/",
+    "deploy/certify/",
+    "benches/",
+    "deploy/",
+    "stage/",
+    "wire/",
+    "test_architecture.py",
+    "coordinator/model/",
+    "coordinator/engine/",
+)
 
 OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("stage", "coordinator", "wire"))
 

@@ -31,10 +31,10 @@ RAN = "ran"  # a file: when a suite ran last, and against which commit
 CTX_TOKENS = 1_024  # the demo model never ends by itself
 
 
-def run_suite(suite: Suite, url: str, model: str) -> Result:
+def run_suite(suite: Suite, url: str, model: str, commit: str) -> Result:
     """Install a suite and run it."""
     result, place = Result(suite), WORK / suite.name
-    ran = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {_commit()}"
+    ran = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {commit}"
     try:
         report = RUNNERS[suite.kind](suite, place, url, model)
     except (NotInstalledError, subprocess.TimeoutExpired) as error:
@@ -93,10 +93,11 @@ async def main() -> int:
     suites = [suite for suite in SUITES if args.only in (None, suite.name)]
     found = {}
     for settings, alike in itertools.groupby(sorted(suites, key=_settings), _settings):
+        commit = "not known" if args.url else _commit()  # of the server
         async with served(args.url, dict(settings)) as (url, model):
             for suite in alike:
                 print(f"{suite.name}: {suite.what}", flush=True)
-                result = found[suite.name] = await asyncio.to_thread(run_suite, suite, url, model)
+                result = found[suite.name] = await asyncio.to_thread(run_suite, suite, url, model, commit)
                 print(f"  {result.n_passed} passed, {len(result.failures)} failed {result.skipped}", flush=True)
     results = [found[suite.name] for suite in suites]
     page = written(results)

@@ -195,6 +195,8 @@ def _so_far(job: Job, states: Sequence[ChoiceState], begun_ns: int) -> SoFar:
     first_ns = min((state.first_ns for state in states if state.first_ns), default=now_ns)
     n_cached = usage.prompt_tokens_details.cached_tokens
     n_read, n_said = usage.prompt_tokens - n_cached, usage.completion_tokens
+    # The first token of a choice comes of its prompt's last step, before the time that is measured here.
+    n_steps = n_said - sum(state.n_tokens > 0 for state in states)
     read_ms, said_ms = (first_ns - begun_ns) / 1e6, (now_ns - first_ns) / 1e6
     timings = Timings(
         cache_n=n_cached,
@@ -204,8 +206,8 @@ def _so_far(job: Job, states: Sequence[ChoiceState], begun_ns: int) -> SoFar:
         prompt_per_second=n_read * 1e3 / read_ms if read_ms else 0.0,
         predicted_n=n_said,
         predicted_ms=said_ms,
-        predicted_per_token_ms=said_ms / max(1, n_said),
-        predicted_per_second=n_said * 1e3 / said_ms if said_ms else 0.0,
+        predicted_per_token_ms=said_ms / n_steps if n_steps else 0.0,
+        predicted_per_second=n_steps * 1e3 / said_ms if said_ms else 0.0,
     )
     return SoFar(usage if job.plan.continuous_usage else None, timings)
 

@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory):
     return path
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(450)  # it starts a dozen processes each time
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
 def test_every_request_is_answered(endpoint, tokenizer, tmp_path):
     command = [Path(sys.executable).parent / "aiperf", "profile", "--model", MODEL, "--url", URL, *LOAD, *SIZES]

@@ -66,6 +66,8 @@ async def test_a_whole_answer_has_llama_servers_fields(tokenizer: Tokenizer) -> 
     assert first["top_logprobs"] == [{"id": 111, "token": "o", "bytes": [111], "logprob": -0.5}]
     timings = found["timings"]
     assert (timings["prompt_n"], timings["predicted_n"]) == (n_prompt, 3)
+    steps_ms = 2 * timings["predicted_per_token_ms"]  # the first token comes of the prompt's last step
+    assert steps_ms == pytest.approx(timings["predicted_ms"])
     used = found["generation_settings"]
     assert (used["n_predict"], used["seed"], used["n_probs"]) == (3, 7, 1)
     # What the body leaves out has llama-server's default, in the answer and at the stages.

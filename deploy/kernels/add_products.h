@@ -1,4 +1,4 @@
-/* What products of Q4_K, Q5_K and Q6_K have in common: sums of 16 bits meet their scales. */
+/* Shared by the products of Q4_K, Q5_K and Q6_K: 16-bit sums times their scales. */
 #pragma once
 
 #include <immintrin.h>

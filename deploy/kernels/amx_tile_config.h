@@ -1,9 +1,11 @@
-/* Included ahead of llama.cpp's AMX kernels, for GCC: without it they die of a general protection fault.
+/* Included before llama.cpp's AMX kernels. Without it, code from older GCCs dies of a general protection fault there.
  *
- * `ldtilecfg` reads 64 bytes. GCC before 11.5, 12.4, 13.3 and 14 has an intrinsic that tells the optimiser of 8 of them
- * (its bug 114098), so that the rest of llama.cpp's tile configuration, a local variable, is never written, and the
- * processor refuses what happens to lie there. Debian 12 and Ubuntu 22.04 have such compilers, and llama.cpp takes its
- * AMX kernels by itself on every processor that has them (Xeon from Sapphire Rapids on).
+ * `ldtilecfg` reads 64 bytes. In GCC before 11.5, 12.4, 13.3 and 14 its intrinsic tells the optimiser of only 8 of them
+ * (GCC bug 114098). llama.cpp's tile configuration is a local variable, so its other bytes are never written. The
+ * processor then refuses the random bytes that lie there.
+ *
+ * Debian 12 and Ubuntu 22.04 have such compilers. llama.cpp uses its AMX kernels on every processor with AMX (Xeon from
+ * Sapphire Rapids on).
  */
 #if defined(__AMX_TILE__)
 #include <immintrin.h>

@@ -1,15 +1,19 @@
-/* Attention of a few rows over a cache that many lanes share, in place of llama.cpp's for processors with AVX2.
+/* Attention of a few rows over a cache that many lanes share, for processors with AVX2.
  *
- * Streams that are decoded together share one cache, of which each row may see its own lane's cells alone. llama.cpp asks
- * every cell of every lane for each row and head, and takes the seen ones one by one: a head's query by a cell's key, one
- * exponential, one sum of halves. Here the seen cells of a row are collected first, sixteen asked at a time; heads that
- * share a key (grouped-query attention) are computed at once, so that it is read and converted once for up to four of
- * them; exponentials go in eights, and values are added in single precision, where llama.cpp rounds each sum to half.
- * Cells are taken in the order in which they were written (cell_order.cpp). So a row's result depends on its lane's tokens
- * alone, wherever their cells lie, and whoever else is in the cache and in the step. What is not computed here stays
- * llama.cpp's: other types than F16, biases by distance, few heads for many threads, and steps of many rows of few lanes
- * where few heads share a key (TILED_ROWS, PAIRS).
- * kernels.cmake adds this file, llama.cpp.patch the call. Figures: docs/results/kernels.md.
+ * Streams that are decoded together share one cache, and a row may see only the cells of its own lane. For each row and
+ * head, llama.cpp checks the cells of all lanes and computes the visible ones one by one, with sums in half precision.
+ *
+ * This code differs in four ways. It first collects the visible cells of a row, sixteen checks at a time. Up to four heads
+ * that share a key (grouped-query attention) are computed together, so the key is read and converted once. Exponentials
+ * are computed eight at a time. Values are added in single precision.
+ *
+ * Cells are taken in the order in which they were written (cell_order.cpp). So a row's result depends only on the tokens
+ * of its lane. It does not depend on the places of the cells, or on other streams in the cache and the step.
+ *
+ * llama.cpp still computes: types other than F16, biases by distance (ALiBi), few heads on many threads, and steps of many
+ * rows of few lanes where few heads share a key (TILED_ROWS, PAIRS).
+ *
+ * kernels.cmake adds this file; llama.cpp.patch adds the call. Figures: docs/results/kernels.md.
  */
 #include "cell_order.h"
 #include "ggml-cpu-impl.h"
@@ -26,24 +30,24 @@
 
 namespace {
 
-/* Cells that are computed at once, so few that their keys or values of one head fit the first cache, where those of
- * neighbours lie in the same sets of lines; and heads. */
+/* Cells and heads that are computed at once. The keys, or the values, of so few cells fit the L1 cache for one head,
+ * although neighbouring cells map to the same cache sets. */
 constexpr int CELLS = 32, HEADS = 4;
 constexpr uint16_t HIDDEN = 0xFC00; // minus infinity in half precision
-/* From so many rows on llama.cpp multiplies tiles of rows and cells in single precision, which is quicker where no more
- * than so many heads share a key. */
+/* From TILED_ROWS rows on, llama.cpp multiplies tiles of rows and cells in single precision. That is faster unless more
+ * heads than this share a key. */
 constexpr int TILED_ROWS = 64, TILED_HEADS = 2;
-/* A tile computes every cell of every lane for each of its rows. That pays where rows see the same cells, as those of a
- * prompt do; of streams that are decoded together each row sees its own lane's. So many pairs of neighbours are asked. */
+/* A tile computes all cells of all lanes for each of its rows. That pays if the rows see the same cells, as the rows of a
+ * prompt do. Rows of streams that are decoded together see different cells. This many pairs of neighbours are compared. */
 constexpr int PAIRS = 4;
 
-/* Walks along the cells that one row may see. */
+/* Walks over the cells that one row may see. */
 struct seen_cells {
-    const ggml_fp16_t * mask; // nullptr: all of them
+    const ggml_fp16_t * mask; // nullptr: the row sees all cells
     int64_t             end;
     int64_t             group = 0; // of sixteen cells
 
-    /* All of them, in the order of their places. */
+    /* All visible cells, in order of place. */
     void collect(std::vector<int32_t> & cells) {
         size_t n = 0;
         for (group = 0; group < end; group += 16) {
@@ -58,7 +62,7 @@ struct seen_cells {
         cells.resize(n);
     }
 
-    /* Which of the sixteen cells of `group` are seen, by a bit each. */
+    /* One bit for each of the sixteen cells of `group`: whether the row sees it. */
     uint32_t ask() const {
         const int n = std::min<int64_t>(end - group, 16);
         if (mask && n == 16) {
@@ -75,13 +79,13 @@ struct seen_cells {
     }
 };
 
-/* The seen cells that are computed next. */
+/* The visible cells that are computed next. */
 struct block_of_cells {
     int     n;
     int32_t cells[CELLS];
     float   bias[CELLS];
 
-    /* Those from `first` on, and what the mask adds to their scores. */
+    /* The cells from `first` on, and the mask's value for each, which is added to its score. */
     void take(const std::vector<int32_t> & seen, size_t first, const ggml_fp16_t * mask) {
         n = std::min<size_t>(CELLS, seen.size() - std::min(first, seen.size()));
         for (int i = 0; i < n; i++) {
@@ -91,7 +95,7 @@ struct block_of_cells {
     }
 };
 
-/* Of heads that are computed at once: their greatest score so far, and the sum of all exponentials. */
+/* For each head that is computed at once: its greatest score so far, and its sum of exponentials. */
 struct progress {
     __m128 greatest = _mm_set1_ps(-INFINITY), total = _mm_setzero_ps();
 };
@@ -100,7 +104,7 @@ struct attention {
     const ggml_tensor *   dst, *q, *k, *v, *mask, *sinks;
     float                 scale, softcap;
     int                   dk, dv, sharing, pieces_of_key;
-    const written_cells * written; // nullptr: cells are taken in the order of their places
+    const written_cells * written; // nullptr: cells are taken in order of place
 
     explicit attention(const ggml_tensor * dst)
         : dst(dst), q(dst->src[0]), k(dst->src[1]), v(dst->src[2]), mask(dst->src[3]), sinks(dst->src[4]),
@@ -113,7 +117,7 @@ struct attention {
         }
     }
 
-    /* How many sets of up to HEADS heads that share their keys there are. */
+    /* The number of sets of up to HEADS heads that share keys. */
     int n_pieces() const { return k->ne[2] * pieces_of_key; }
 
     /* Pieces from `begin` to `end` of one row. */
@@ -220,8 +224,8 @@ void attention::add_scores(const char * keys, const char * queries, const block_
     }
 }
 
-/* Turn scores into weights. The softmax over cells that come a few at a time keeps the greatest score so far and shrinks
- * what was summed up when a greater one comes (https://arxiv.org/abs/2112.05682). */
+/* Turn scores into weights. The cells come a few at a time, so the softmax keeps the greatest score so far. When a greater
+ * one comes, it scales the earlier sums down (https://arxiv.org/abs/2112.05682). */
 template <int R>
 void attention::weigh(float (&scores)[CELLS][HEADS], int n, progress & so_far, float * sums_of_heads) const {
     __m128 greatest = so_far.greatest;
@@ -249,7 +253,7 @@ void attention::weigh(float (&scores)[CELLS][HEADS], int n, progress & so_far, f
     so_far = { greatest, total };
 }
 
-/* sums += values of cells by their weights. */
+/* sums += the values of cells, multiplied by their weights. */
 template <int R>
 void attention::add_values(const char * values, const block_of_cells & now, const block_of_cells & then,
                            const float (&weights)[CELLS][HEADS], float * sums_of_heads) const {
@@ -294,7 +298,7 @@ void attention::finish(int row, int piece, int stream, const progress & all) con
     }
 }
 
-/* Whether two rows see half of the cells in common that either sees. */
+/* Whether two rows have at least half of the cells in common that either of them sees. */
 bool see_alike(seen_cells one, seen_cells other) {
     int64_t n_both = 0, n_any = 0;
     for (one.group = other.group = 0; one.group < one.end; one.group += 16, other.group += 16) {
@@ -305,8 +309,8 @@ bool see_alike(seen_cells one, seen_cells other) {
     return 2 * n_both >= n_any;
 }
 
-/* Whether most neighbouring rows of a step of many see the same cells. It depends on the step's own rows alone, so that a
- * prompt's rows have the same bits whatever other lanes hold, and it is the same for all threads. */
+/* Whether most neighbouring rows of a large step see the same cells. The answer depends only on the rows of the step. So
+ * the rows of a prompt give the same bits whatever other lanes hold, and all threads agree. */
 bool rows_see_alike(const attention & it) {
     if (!it.mask) {
         return true;
@@ -350,7 +354,7 @@ bool relayline_attend(const ggml_compute_params * params, const ggml_tensor * ds
     if (!relayline_attends_own_cells(it.q->ne[1], it.q->ne[2], it.k->ne[2]) && rows_see_alike(it)) {
         return false;
     }
-    // One thread takes all heads of a row, and reads a cell's keys from one place, unless there are too few rows.
+    // One thread computes all heads of a row, so a cell's keys are read once; unless there are too few rows for that.
     const int64_t wanted = n_threads == 1 ? 1 : (4 * n_threads + n_rows - 1) / n_rows;
     const int64_t n_shares = std::min<int64_t>(wanted, it.n_pieces());
     for (int64_t unit = params->ith; unit < n_rows * n_shares; unit += n_threads) {

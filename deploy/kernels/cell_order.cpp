@@ -1,9 +1,12 @@
-/* Sums of floats depend on their order. Where lanes share the cells of a cache, llama.cpp puts a row into any free one. So
- * the cells of a lane lie in another order after other streams have ended, and attention that follows their places has
- * other last bits then. Here each cell's last write is noted, so that attention can follow the lane's tokens instead.
+/* Remembers when each cell of a KV cache was written, so that attention can follow the order of a lane's tokens.
  *
- * Cells that were not written by a step (a lane that was restored) count as the oldest, in the order of their places.
- * llama.cpp.patch adds the call where rows are written, kernels.cmake this file.
+ * A sum of floats depends on its order. In a cache that lanes share, llama.cpp puts a row into any free cell. So the cells
+ * of a lane lie in a different order after other streams have ended. Attention in order of place would then give other
+ * last bits.
+ *
+ * Cells that no step has written (of a restored lane) count as the oldest, in order of place.
+ *
+ * kernels.cmake adds this file; llama.cpp.patch adds the call where rows are written.
  */
 #include "cell_order.h"
 
@@ -18,8 +21,8 @@
 
 namespace {
 
-constexpr size_t CACHES_MAX = 4096; // each layer's keys are one; beyond that, the one that was not used for longest goes
-/* Rows of a step, and cells of a row, whose order is kept from layer to layer. */
+constexpr size_t CACHES_MAX = 4096; // one for the keys of each layer; beyond that, the least recently used is forgotten
+/* The order is kept from layer to layer for this many rows of a step, and this many cells of a row. */
 constexpr int64_t ROWS_KEPT = 128;
 constexpr size_t  CELLS_KEPT = 16384;
 
@@ -27,7 +30,7 @@ std::mutex                                      tables_mutex;
 std::unordered_map<const void *, written_cells> tables; // by the address of a cache's keys
 uint64_t                                        n_uses = 0;
 
-/* The keys of a cache whose lanes share cells, of which `view` is a part; else nullptr. */
+/* The keys of the cache that `view` is a part of; nullptr unless its lanes share cells. */
 const ggml_tensor * shared_keys(const ggml_tensor * view) {
     const ggml_tensor * keys = view->view_src;
     const bool is_one = keys && keys->ne[2] == 1 && keys->ne[3] == 1 && view->data == keys->data;

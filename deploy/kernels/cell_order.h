@@ -1,4 +1,4 @@
-/* In which order the cells of a KV cache were written (cell_order.cpp). */
+/* The order in which the cells of a KV cache were written (cell_order.cpp). */
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 struct ggml_tensor;
 
-/* When each cell of a cache was written last, by the number of rows that were written before it. Numbers begin anew after
- * 2^32 rows, which does no harm as long as no cell is as old. */
+/* When each cell of a cache was last written: the number of rows that were written before it. The numbers wrap after
+ * 2^32 rows. That does no harm unless a cell is as old as that. */
 struct written_cells {
     std::vector<uint32_t> when;
     uint32_t              n_written = 0;
@@ -16,11 +16,11 @@ struct written_cells {
     uint32_t age(int32_t cell) const { return n_written - when[cell]; }
 };
 
-/* The cells behind the keys of an attention; nullptr where they lie in order: where lanes have cells of their own. */
+/* The write times of the cells that hold these keys. nullptr where each lane has its own cells, which lie in order. */
 const written_cells * relayline_written_cells(const ggml_tensor * k);
 
-/* Return cells in the order in which they were written, which is that of their lane's tokens. They come in the order of
- * their places and hold until the thread's next call. One row of a step asks this in every layer: `row` and `mask` tell
- * which, so that it is sorted for the first one alone. */
+/* Return `cells` in the order in which they were written, which is the order of their lane's tokens. The argument is in
+ * order of place. The result is valid until this thread's next call. Each row of a step calls this in every layer; `row`
+ * and `mask` identify it, so that only the first layer sorts. */
 const std::vector<int32_t> & relayline_in_order(const written_cells & cache, const std::vector<int32_t> & cells, int64_t row,
                                                 const void * mask);

@@ -1,26 +1,30 @@
-/* Products of rows by Q4_0 and MXFP4 weights as llama.cpp repacks them (eight columns side by side), in place of its own.
+/* Products of rows and repacked Q4_0 or MXFP4 weights (eight columns side by side), in place of llama.cpp's.
  *
- * What a step of several rows costs beside one of a single row is what batching pays, and that is these functions.
- * llama.cpp's kernels for AVX2 and AVX-512 read the weights' nibbles as signed bytes, of which no instruction makes dot
- * products, so that each takes two; they also shuffle rows and weights into one another. Here nibbles are read as
- * unsigned bytes, too large by a constant, eight values of a row are repeated along a register as they are loaded, and
- * that constant times a row's sums is taken off where its dot products begin. Sums of integers are exact and what follows
- * them is llama.cpp's, in its order: the products are the same to the bit in half the time (docs/results/kernels.md).
- * kernels.cmake adds this file where the processor has AVX2, and gives llama.cpp's functions
- * other names.
+ * Most of the extra time of a step with several rows is spent here, so these functions decide what batching costs.
+ *
+ * llama.cpp's kernels for AVX2 and AVX-512 read the nibbles of the weights as signed bytes. No instruction multiplies two
+ * signed bytes, so each dot product takes two. They also shuffle rows and weights together.
+ *
+ * Here the nibbles are read as unsigned bytes, which are too large by a constant. That constant, times the sum of the row,
+ * is subtracted at the start of each dot product. Eight values of a row are repeated along a register as they are loaded.
+ *
+ * Integer sums are exact, and the later steps are llama.cpp's, in its order. So the products are equal to the bit, in half
+ * the time (docs/results/kernels.md).
+ *
+ * kernels.cmake adds this file if the processor has AVX2, and renames llama.cpp's functions.
  */
 #include "repack_rows.h"
 
 namespace {
 
-/* How a type's nibbles become bytes of at most 24 that are too large by TOO_LARGE, and what its eight scales are, in the
- * order in which sums of neighbours come: columns 0 1 4 5 2 3 6 7. */
+/* For each type of weights: its nibbles as bytes of at most 24, which are too large by TOO_LARGE, and its eight scales.
+ * The scales have the column order of the sums of neighbours: 0 1 4 5 2 3 6 7. */
 template <typename block_t> struct weights_of;
 
 template <> struct weights_of<block_q4_0x8> {
     static constexpr int TOO_LARGE = 8;
 
-    static __m256i low_nibbles(__m256i q) { // repacking turned them into signed ones; this turns them back
+    static __m256i low_nibbles(__m256i q) { // repacking made them signed; this undoes it
         return _mm256_and_si256(_mm256_xor_si256(q, _mm256_set1_epi8((char) 0x88)), _mm256_set1_epi8(15));
     }
 
@@ -45,7 +49,7 @@ template <> struct weights_of<block_mxfp4x8> {
 
     static __m256i high_nibbles(__m256i q) { return bytes(_mm256_srli_epi16(q, 4)); }
 
-    static __m256 scales(const block_mxfp4x8 & w) { // halves of powers of two, as ggml_e8m0_to_fp32_half has them
+    static __m256 scales(const block_mxfp4x8 & w) { // half of a power of two each, like ggml_e8m0_to_fp32_half
         const __m256i columns = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) w.e));
         const __m256i e = _mm256_permute4x64_epi64(columns, 0xD8);
         const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
@@ -55,8 +59,8 @@ template <> struct weights_of<block_mxfp4x8> {
     }
 };
 
-/* start + products of unsigned by signed bytes, summed in fours. The bytes are at most 24 and 128, so that four pairs
- * of products fit in 16 bits. */
+/* start + the products of unsigned and signed bytes, in sums of four. The bytes are at most 24 and 128, so four pairs of
+ * products fit in 16 bits. */
 inline __m256i dot(__m256i start, const __m256i (&w)[4], const __m256i (&x)[4]) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     for (int i = 0; i < 4; i++) {
@@ -75,8 +79,8 @@ inline __m256i dot(__m256i start, const __m256i (&w)[4], const __m256i (&x)[4]) 
 #endif
 }
 
-/* What all columns need of R rows: of their values, the sums of those whose place divided by four is even, and odd, as dot
- * products add them up, times what is to be taken off; and the scales. */
+/* What every column needs of R rows: the scales, and the amounts to subtract. These are sums over a row's even fours and
+ * over its odd fours, as the dot products add them up, times TOO_LARGE. */
 template <typename block_t> struct four_bits {
     using weights_t = block_t;
     using in_turns_t = block_q8_0x4;
@@ -107,7 +111,7 @@ template <typename block_t> struct four_bits {
         }
     }
 
-    /* R rows by 8 C columns, whose first products go to s; rows of s are bs apart. */
+    /* R rows by 8 C columns. The first product goes to *s; rows of s are bs apart. */
     template <int C, int R, typename rows_t>
     static void multiply(int n_blocks, float * s, size_t bs, const weights_t * weights, const rows_t & rows,
                          const row_sums<R> * sums) {
@@ -118,15 +122,15 @@ template <typename block_t> struct four_bits {
             }
         }
         for (int b = 0; b < n_blocks; b++) {
-#pragma GCC unroll 4 // or the sums would lie in memory by a computed place
+#pragma GCC unroll 4 // otherwise the sums would be in memory, at computed addresses
             for (int c = 0; c < C; c++) {
                 const weights_t & w = weights[c * n_blocks + b];
                 if (C > 1) {
-                    for (int line = 0; line < (b % 4 == 0 ? 3 : 2); line++) { // four blocks are nine lines
+                    for (int line = 0; line < (b % 4 == 0 ? 3 : 2); line++) { // four blocks fill nine cache lines
                         _mm_prefetch((const char *) &w + AHEAD_BYTES + 64 * line, _MM_HINT_T0);
                     }
                 }
-                __m256i columns_0123[4], columns_4567[4]; // eights of values, in turns
+                __m256i columns_0123[4], columns_4567[4]; // eight values at a time, columns interleaved
                 for (int i = 0; i < 2; i++) {
                     const __m256i q_0123 = _mm256_loadu_si256((const __m256i *) w.qs + 2 * i);
                     const __m256i q_4567 = _mm256_loadu_si256((const __m256i *) w.qs + 2 * i + 1);

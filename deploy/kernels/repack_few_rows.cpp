@@ -1,14 +1,15 @@
-/* llama.cpp's products of repacked weights where whole sixteens of rows and the rest are best computed by two kernels.
+/* Chooses between llama.cpp's AVX-512 and AVX2 products of repacked weights, by the number of rows.
  *
- * Its kernels for AVX-512 and those for AVX2 stand in one file, and which of them a build gets is the compiler's macros'
- * choice. On a processor whose instructions of 512 bits are two of 256 (AMD's Zen 4) those for AVX2, compiled with
- * AVX-512's registers and dot products, take less time for four, eight and twelve rows, the others for sixteen; both
- * give the same bits (docs/results/kernels.md). kernels.cmake adds this file
- * on such processors, and compiles llama.cpp's own with the names of its products ending in _wide. Not for Q4_0, MXFP4
- * and Q4_K, which have others (repack_4_bit.cpp, repack_q4_k.cpp).
+ * llama.cpp has both in one file, and compiler macros decide which of them a build gets. AMD's Zen 4 executes an
+ * instruction of 512 bits as two of 256. There the AVX2 code, compiled with AVX-512's registers and dot products, is faster
+ * for four, eight and twelve rows. The AVX-512 code is faster for sixteen. Both give the same bits
+ * (docs/results/kernels.md).
+ *
+ * kernels.cmake adds this file on such processors. It compiles llama.cpp's own file with names that end in _wide. Q4_0,
+ * MXFP4 and Q4_K are not chosen here; they have products of ours (repack_4_bit.cpp, repack_q4_k.cpp).
  */
 
-/* That file once more, without its kernels for AVX-512, and with other names for all that it exports. */
+/* llama.cpp's file once more: without its AVX-512 code, and with other names for everything it exports. */
 #undef __AVX512BW__
 #define ggml_quantize_mat_q8_0_4x8 few_quantize_mat_q8_0_4x8
 #define ggml_quantize_mat_q8_K_4x8 few_quantize_mat_q8_K_4x8
@@ -27,8 +28,8 @@
 #undef ggml_gemm_iq4_nl_8x8_q8_0
 #undef ggml_gemm_q2_K_8x8_q8_K
 
-/* Arguments as in llama.cpp: nr rows (a multiple of four) of n values at vy, in fours of n / per_block blocks, with nc
- * columns of weights at vx into rows of s, which are bs apart. */
+/* Arguments as in llama.cpp. vy: nr rows of n values, in groups of four rows of n / per_block blocks; nr is a multiple of
+ * four. vx: nc columns of weights. s: the result; its rows are bs apart. */
 #define BY_ROWS(product, block, per_block)                                                                             \
     extern "C" void ggml_gemm_##product##_wide(int, float *, size_t, const void *, const void *, int, int);            \
     extern "C" void ggml_gemm_##product(                                                                               \

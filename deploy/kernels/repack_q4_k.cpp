@@ -1,27 +1,30 @@
-/* Products of rows by Q4_K weights as llama.cpp repacks them (eight columns side by side), in place of its own.
+/* Products of rows and repacked Q4_K weights (eight columns side by side), in place of llama.cpp's.
  *
- * Values of a row are repeated along a register as they are loaded, where llama.cpp's kernels shuffle rows and weights into
- * one another, and two or three rows that fours leave over are multiplied at once: they take a third of the time, fours
- * six to nine tenths (docs/results/kernels.md). Sums of integers are exact, and each block of 256 values
- * is added to the product in one step, however many rows there are: one row has the same bits as among others (llama.cpp
- * adds a quarter at a time for four rows and more). kernels.cmake adds this file where the processor has AVX2.
+ * llama.cpp's kernels shuffle rows and weights together. Here the values of a row are repeated along a register as they are
+ * loaded. Two or three rows beyond a multiple of four are multiplied together: that takes a third of llama.cpp's time. Four
+ * rows take 60 % to 90 % (docs/results/kernels.md).
+ *
+ * Integer sums are exact. Each block of 256 values is added to the product in one step, for any number of rows. So a row
+ * has the same bits alone and among others. (From four rows on, llama.cpp adds a quarter of a block at a time.)
+ *
+ * kernels.cmake adds this file if the processor has AVX2.
  */
 #include "add_products.h"
 #include "repack_rows.h"
 
 namespace {
 
-/* Blocks of 256 values in eight parts of 32, of which each has its scale and its minimum, of six bits. Two parts share
- * their bytes: one has the lower nibbles. */
+/* A block has 256 values in eight parts of 32. Each part has a scale and a minimum of six bits. Two parts share their
+ * bytes: one has the lower nibbles, the other the upper ones. */
 struct q4_K {
     using weights_t = block_q4_Kx8;
     using in_turns_t = block_q8_Kx4;
     using apart_t = block_q8_K;
 
     static constexpr int PART = 32, PAIRS = QK_K / PART / 2;
-    static constexpr int ROWS_AT_ONCE = 16; // so that scales and nibbles of a block are taken apart for more than four
+    static constexpr int ROWS_AT_ONCE = 16; // the scales and nibbles of a block are unpacked once for all of them
 
-    /* The sums of values of both parts of a pair, of 16 bits; and the scales. */
+    /* The 16-bit sums of the values of both parts of a pair, and the scales. */
     template <int R> struct row_sums {
         int32_t parts[PAIRS][R];
         float   d[R];
@@ -61,9 +64,9 @@ struct q4_K {
         }
     }
 
-    /* The scales of a part in the lower half, its minima in the upper one, a byte for each column. */
+    /* The scales of a part in the lower half, its minima in the upper half; one byte for each column. */
     static __m128i scales_and_minima(const weights_t & w, int part) {
-        // Of four columns scales, minima, and the lower bits of both for the others; what follows is not used.
+        // For four columns the scales and the minima; for the others the lower bits of both. The rest is not used.
         const __m128i packed = _mm_loadu_si128((const __m128i *) (w.scales + 12 * part));
         const __m128i of_first = _mm_and_si128(packed, _mm_set1_epi8(0x3F));
         const __m128i upper = _mm_slli_epi32(_mm_and_si128(_mm_srli_epi32(packed, 6), _mm_set1_epi8(3)), 4);
@@ -72,7 +75,7 @@ struct q4_K {
         return _mm_unpacklo_epi32(of_first, of_last);
     }
 
-    /* Of 16 bits, four times each, of the first columns or the last. */
+    /* As 16-bit numbers, each four times, for the first four columns or the last four. */
     static __m256i scales_of(__m128i scales, int first_column) {
         const __m256i columns = _mm256_set_epi8(-1, 3, -1, 3, -1, 3, -1, 3, -1, 2, -1, 2, -1, 2, -1, 2, //
                                                 -1, 1, -1, 1, -1, 1, -1, 1, -1, 0, -1, 0, -1, 0, -1, 0);
@@ -80,7 +83,7 @@ struct q4_K {
         return _mm256_shuffle_epi8(both_halves, _mm256_add_epi8(columns, _mm256_set1_epi16((short) first_column)));
     }
 
-    /* Products of unsigned by signed bytes, in pairs whose sums of four fit in 16 bits. */
+    /* The products of unsigned and signed bytes, added in pairs. Sums of four pairs fit in 16 bits. */
     static __m256i dot(const __m256i (&w)[4], const __m256i (&x)[4]) {
         const __m256i first = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x[0]), _mm256_maddubs_epi16(w[1], x[1]));
         const __m256i last = _mm256_add_epi16(_mm256_maddubs_epi16(w[2], x[2]), _mm256_maddubs_epi16(w[3], x[3]));
@@ -132,7 +135,7 @@ struct q4_K {
         const __m128i of_parts[] = { scales_and_minima(w, 2 * pair), scales_and_minima(w, 2 * pair + 1) };
         const __m256i * qs = (const __m256i *) w.qs + 8 * pair;
         for (int part = 0; part < 2; part++) {
-            __m256i q_0123[4], q_4567[4]; // eights of values, in turns
+            __m256i q_0123[4], q_4567[4]; // eight values at a time, columns interleaved
             for (int i = 0; i < 4; i++) {
                 const __m256i first = _mm256_loadu_si256(qs + 2 * i), last = _mm256_loadu_si256(qs + 2 * i + 1);
                 q_0123[i] = _mm256_and_si256(part ? _mm256_srli_epi16(first, 4) : first, _mm256_set1_epi8(15));

@@ -1,9 +1,13 @@
-/* What products of rows by repacked weights have in common (repack_4_bit.cpp, repack_q4_k.cpp): how rows lie, and how many
- * of them meet how many columns at once.
+/* Shared by the products of rows and repacked weights (repack_4_bit.cpp, repack_q4_k.cpp): the layout of the rows, and
+ * the number of rows and columns that are multiplied at once.
  *
- * A product says what it multiplies: weights_t, of eight columns side by side; in_turns_t and apart_t, blocks of four rows
- * in turns and of one row; row_sums<R>, what all columns need of R rows of one block beside their values, and how that is
- * summed up; multiply<C, R>, R rows by 8 C columns; and how many rows it takes at once where there are so many.
+ * Each product defines:
+ *   weights_t        a block of weights, eight columns side by side
+ *   in_turns_t       a block of four interleaved rows
+ *   apart_t          a block of one row
+ *   row_sums<R>      sums over R rows of one block that every column needs, and how to add them up
+ *   multiply<C, R>   R rows by 8 C columns
+ *   ROWS_AT_ONCE     rows that it takes at once, if there are as many
  */
 #pragma once
 
@@ -21,9 +25,9 @@
 
 namespace {
 
-/* How far ahead of its use a block of weights is asked for, and how much of the first cache what one pass along n values
- * touches may fill before that pays and several passes side by side do: beyond, rows come from the second cache. Of more
- * than so many rows one pass does enough. */
+/* AHEAD_BYTES: how early a block of weights is prefetched. NEAR_BYTES: the part of the L1 cache that one pass along n
+ * values may touch. If it touches more, its rows come from the L2 cache, and PASSES_SIDE_BY_SIDE passes at once are
+ * faster. With more than SIDE_ROWS_MAX rows, one pass at a time has enough work. */
 constexpr int AHEAD_BYTES = 2304, NEAR_BYTES = 24 * 1024, PASSES_SIDE_BY_SIDE = 4, SIDE_ROWS_MAX = 4;
 
 inline __m256i repeat(const void * eight_bytes) {
@@ -32,19 +36,19 @@ inline __m256i repeat(const void * eight_bytes) {
     return _mm256_set1_epi64x(value);
 }
 
-/* `times` the sums of values in fours. */
+/* Sums of four neighbouring values, multiplied by `times`. */
 inline __m256i sum_fours(const int8_t * values, int times) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i *) values));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16((short) times));
 }
 
-/* The lower half has what sums in fours of one row make together: of fours whose place is even, and odd. */
+/* Adds up one row's sums of four. The lower half of the result holds two sums: over even fours, and over odd ones. */
 inline __m128i sum_row(__m256i fours) {
     const __m128i eights = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
     return _mm_add_epi32(eights, _mm_shuffle_epi32(eights, 0x4E));
 }
 
-/* Sums of neighbours: of columns 0 1 4 5 2 3 6 7. (vphaddd does the same, a little slower.) */
+/* Sums of neighbours, for columns 0 1 4 5 2 3 6 7. (vphaddd does the same, a little slower.) */
 inline __m256i add_neighbours(__m256i columns_0123, __m256i columns_4567) {
     const __m256 first = _mm256_castsi256_ps(columns_0123), last = _mm256_castsi256_ps(columns_4567);
     const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(first, last, 0x88));
@@ -52,24 +56,24 @@ inline __m256i add_neighbours(__m256i columns_0123, __m256i columns_4567) {
     return _mm256_add_epi32(even, odd);
 }
 
-/* Half floats of eight columns, in the order of add_neighbours. */
+/* The half-precision values of eight columns as floats, in the column order of add_neighbours. */
 inline __m256 neighbours_of(const ggml_half * d) {
     return _mm256_cvtph_ps(_mm_shuffle_epi32(_mm_loadu_si128((const __m128i *) d), 0xD8));
 }
 
-/* And back from it. */
+/* From that order back to 0 1 2 3 4 5 6 7. */
 inline __m256 in_order(__m256 neighbours) {
     return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(neighbours), 0xD8));
 }
 
-/* Ask for a large block of weights ahead of its use. */
+/* Prefetch a large block of weights. */
 template <typename block_t> inline void ask_ahead(const block_t & w) {
     for (size_t i = 0; i < sizeof(block_t); i += 64) {
         _mm_prefetch((const char *) &w + AHEAD_BYTES + i, _MM_HINT_T0);
     }
 }
 
-/* Fours of rows, of n_blocks each, in which eights of values of each row lie in turns. */
+/* Groups of four rows, n_blocks each. Within a group, the rows' values are interleaved by eights. */
 template <typename block_t> struct rows_in_turns {
     const block_t * blocks;
     int             n_blocks;
@@ -82,7 +86,7 @@ template <typename block_t> struct rows_in_turns {
     const int8_t * values(int b, int r) const { return block(b, r).qs + 8 * (r % 4); }
 };
 
-/* One row after another, of n_blocks each. */
+/* Rows one after another, n_blocks each. */
 template <typename block_t> struct rows_apart {
     const block_t * blocks;
     int             n_blocks;
@@ -118,8 +122,8 @@ void multiply_all(int n_blocks, float * s, size_t bs, const typename product::we
     }
 }
 
-/* Arguments as llama.cpp has them: nr rows of n_blocks at vy, a multiple of four, by nc columns of weights, a multiple of
- * eight, at vx, into rows of s, which are bs apart. */
+/* Arguments as in llama.cpp. vy: nr rows of n_blocks; nr is a multiple of four. vx: nc columns of weights; nc is a multiple
+ * of eight. s: the result; its rows are bs apart. */
 template <typename product>
 void multiply_fours(int n_blocks, float * s, size_t bs, const void * vx, const void * vy, int nr, int nc) {
     const auto * weights = (const typename product::weights_t *) vx;
@@ -151,8 +155,8 @@ void multiply_rest(int n_blocks, float * s, size_t bs, const void * vx, const vo
 
 } // namespace
 
-/* Defines llama.cpp's functions for a product of blocks of so many values. Where the kernels are off, these pass on to
- * llama.cpp's own, which take rows that are no fours one by one. */
+/* Defines llama.cpp's functions for one product, given the values of a block. With the kernels off they call llama.cpp's
+ * own functions, which take the rows beyond a multiple of four one by one. */
 #define PRODUCTS(name, product, values)                                                                                \
     extern "C" void ggml_gemm_##name##_llama(int, float *, size_t, const void *, const void *, int, int);              \
     extern "C" void ggml_gemv_##name##_llama(int, float *, size_t, const void *, const void *, int, int);              \

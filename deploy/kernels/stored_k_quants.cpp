@@ -1,10 +1,15 @@
-/* Products of rows by Q6_K and Q5_K weights, which llama.cpp does not repack on x86: up to seven rows it multiplies one
- * by one and takes a block of weights apart for each of them, from eight on it has tiles of sixteen, filled or not.
+/* Products of rows and Q6_K or Q5_K weights, which llama.cpp does not repack on x86.
  *
- * Here a block is taken apart once for up to eight rows. As many blocks of rows as the first cache holds meet sixteen
- * rows of weights before the next ones do, and a row of weights is asked for while the one before it is multiplied.
- * Sums of integers are exact and are put together in the order of llama.cpp's product of one row, so that a row has its
- * bits, alone or among others. kernels.cmake adds this file, llama.cpp.patch the calls. Figures: docs/results/kernels.md.
+ * llama.cpp multiplies up to seven rows one by one, and unpacks each block of weights again for every row. From eight rows
+ * on it computes tiles of sixteen, filled or not.
+ *
+ * Here a block is unpacked once for up to eight rows. As many blocks of rows as fit the L1 cache are multiplied by sixteen
+ * rows of weights before the next ones. A row of weights is prefetched while the previous one is multiplied.
+ *
+ * Integer sums are exact, and they are combined in the order of llama.cpp's product of one row. So a row has the same bits
+ * alone and among others.
+ *
+ * kernels.cmake adds this file; llama.cpp.patch adds the calls. Figures: docs/results/kernels.md.
  */
 #include "add_products.h"
 #include "stored_rows.h"
@@ -15,17 +20,17 @@
 namespace {
 
 constexpr int ROWS_AT_ONCE = 8, WEIGHTS_AT_ONCE = 16;
-constexpr int TILE_ROWS = 16; // of llama.cpp's tiles, which are quicker than this is where they are filled, unless said
-constexpr int NEAR_BYTES = 20 * 1024; // of rows, in a first cache of 32 KiB
+constexpr int TILE_ROWS = 16; // of llama.cpp's tiles. A full tile is faster than this code, except where noted
+constexpr int NEAR_BYTES = 20 * 1024; // of rows, in an L1 cache of 32 KiB
 constexpr int VECTORS = QK_K / 32;
 
-/* What a row by a row of weights has come to: eight sums, and what minima take off. */
+/* The product of a row and a row of weights so far: eight sums, and the amounts that the minima subtract. */
 struct product_t {
     __m256 sums;
     float  minima;
 };
 
-/* Blocks of 256 values of six bits, in sixteen parts that have scales of eight bits; 32 is taken off each value. */
+/* A block has 256 values of six bits, in sixteen parts with scales of eight bits. 32 is subtracted from each value. */
 struct q6_K {
     using weights_t = block_q6_K;
 
@@ -68,19 +73,19 @@ struct q6_K {
     }
 };
 
-/* Blocks of 256 values of five bits, in eight parts that have scales and minima of six bits. */
+/* A block has 256 values of five bits, in eight parts with scales and minima of six bits. */
 struct q5_K {
     using weights_t = block_q5_K;
 
     static constexpr int ROWS_MAX = TILE_ROWS - 1;
 
     const weights_t & w;
-    __m256i           scales; // sixteen bits each, the same in both halves
+    __m256i           scales; // 16 bits each, the same in both halves
     __m128i           minima;
 
     q5_K(const weights_t & w) : w(w) {
-        // Twelve bytes: the lower six bits of four scales and four minima, above which lie the upper bits of the other
-        // four, whose lower bits are nibbles of the last four bytes.
+        // Twelve bytes. The first eight hold four scales and four minima in their lower six bits. Their upper bits
+        // belong to the other four of each, whose lower bits are the nibbles of the last four bytes.
         uint32_t packed[3];
         memcpy(packed, w.scales, sizeof(packed));
         const uint32_t six = 0x3F3F3F3F, four = 0x0F0F0F0F, two = 0x03030303;
@@ -120,7 +125,7 @@ struct q5_K {
 
 using all_t = product_of_all<block_q8_K>;
 
-/* n_blocks blocks of a row of weights by those of R rows from the first one on. */
+/* The first n_blocks blocks of a row of weights, multiplied by those of R rows. */
 template <typename type, int R>
 void add_blocks(const all_t & all, const typename type::weights_t * weights, const block_q8_K * first_row,
                 int n_blocks, product_t * products) {
@@ -149,7 +154,7 @@ void add_blocks(const all_t & all, const typename type::weights_t * weights, con
     }
 }
 
-/* R rows from row y on by all weights. */
+/* R rows, from row y on, by all weights. */
 template <typename type, int R> void multiply_rows(const all_t & all, int y) {
     constexpr int BLOCKS = NEAR_BYTES / (R * (int) sizeof(block_q8_K));
     const block_q8_K * rows = all.rows + (int64_t) y * all.n_blocks;

@@ -1,5 +1,5 @@
-/* Which products of rows by weights as they are stored are computed here, ahead of llama.cpp's: those of
- * stored_k_quants.cpp and stored_q8_0.cpp. kernels.cmake adds these files, llama.cpp.patch the calls.
+/* Decides which products of rows and weights in their stored layout our code computes (stored_k_quants.cpp,
+ * stored_q8_0.cpp). llama.cpp computes the others. kernels.cmake adds these files; llama.cpp.patch adds the calls.
  */
 #include "relayline_hooks.h"
 #include "stored_rows.h"
@@ -11,7 +11,7 @@ static int rows_max(ggml_type type) {
 bool relayline_multiplies(const ggml_tensor * dst) {
     const ggml_tensor * weights = dst->src[0];
     const ggml_tensor * rows = dst->src[1];
-    const int first = weights->type == GGML_TYPE_Q8_0 ? 2 : 1; // llama.cpp takes a single row as quickly
+    const int first = weights->type == GGML_TYPE_Q8_0 ? 2 : 1; // llama.cpp is as fast for a single row
     return relayline_kernels_on() && first <= rows->ne[1] && rows->ne[1] <= rows_max(weights->type) && rows->type == GGML_TYPE_F32 &&
            ggml_n_dims(weights) <= 2 && ggml_n_dims(rows) <= 2;
 }

@@ -1,11 +1,15 @@
-/* Products of several rows by Q8_0 weights, which llama.cpp does not repack on x86: two and three rows take it more than
+/* Products of several rows and Q8_0 weights, which llama.cpp does not repack on x86. There two or three rows take more than
  * twice the time of one.
  *
- * Here up to eight rows meet a row of weights at once, and the weights behind it are asked for meanwhile. Rows are taken
- * 128 too large, so that a dot product of unsigned by signed bytes is one instruction; what that is too much is the same for
- * all of them. Sums of integers are exact and are put together in the order of llama.cpp's product of one row, so that a
- * row has its bits, alone or among others. Without such an instruction nothing of this was measured, and llama.cpp's
- * products stay. Figures: docs/results/kernels.md.
+ * Here up to eight rows are multiplied by a row of weights at once, while the next weights are prefetched. 128 is added to
+ * the values of the rows. So a dot product is one instruction for unsigned by signed bytes. The excess is the same for all
+ * rows and is subtracted.
+ *
+ * Integer sums are exact, and they are combined in the order of llama.cpp's product of one row. So a row has the same bits
+ * alone and among others.
+ *
+ * On processors without that instruction this was not measured, and llama.cpp's products stay.
+ * Figures: docs/results/kernels.md.
  */
 #include "stored_rows.h"
 
@@ -16,7 +20,7 @@
 namespace {
 
 constexpr int ROWS_AT_ONCE = 8;
-constexpr int AHEAD_BYTES = 2048; // how far behind its use weights are asked for
+constexpr int AHEAD_BYTES = 2048; // how early weights are prefetched
 
 inline __m256i dot(__m256i total, __m256i unsigned_bytes, __m256i signed_bytes) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -26,7 +30,7 @@ inline __m256i dot(__m256i total, __m256i unsigned_bytes, __m256i signed_bytes) 
 #endif
 }
 
-/* R rows from row y on by the weights' row x. `scales` are those of all blocks of all rows. */
+/* R rows, from row y on, by row x of the weights. `scales` holds the scales of all blocks of all rows. */
 template <int R> void multiply_rows(const product_of_all<block_q8_0> & all, const float * scales, int y, int x) {
     const auto * weights = (const block_q8_0 *) (all.weights + x * all.weights_bytes);
     const block_q8_0 * rows = all.rows + (int64_t) y * all.n_blocks;
@@ -64,7 +68,7 @@ template <int R> void multiply_up_to(const product_of_all<block_q8_0> & all, con
 
 } // namespace
 
-const int relayline_q8_0_rows_max = 16; // more come in parts, each of which reads all weights
+const int relayline_q8_0_rows_max = 16; // more rows are split into parts, and each part reads all weights
 
 void relayline_multiply_q8_0(const product_of_all<block_q8_0> & all) {
     static thread_local std::vector<float> scales;

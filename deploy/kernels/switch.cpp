@@ -1,4 +1,4 @@
-/* Whether a process uses the kernels that its llama.cpp was built with, and which these are. */
+/* Whether this process uses the kernels in its llama.cpp, and their names. */
 #include "relayline_hooks.h"
 
 #include <cstdlib>

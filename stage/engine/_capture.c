@@ -1,15 +1,14 @@
-/* The native half of a stage's rows: copies the last layer's out of llama.cpp's graph, then stops the graph. Where a
- * graph has no place to give it rows, or what is beside them, it also writes these, over what nodes have computed.
+/* Copies the rows of a stage's last layer out of llama.cpp's graph, then stops the graph. Some graphs have no input for
+ * rows, or for a family's further inputs. There it also writes these over the values that nodes have computed.
  *
- * llama.cpp calls relayline_capture_eval for every node of the graph, on the thread that decodes and without the
- * GIL. A Python callback would take the GIL about a thousand times a step; this one costs a string comparison.
+ * llama.cpp calls relayline_capture_eval for every node of the graph, on the decode thread and without the GIL. A Python
+ * callback would take the GIL about a thousand times a step; this one costs a string comparison.
  *
- * The functions of ggml that it needs arrive as pointers, resolved by stage/engine/capture.py in the very libraries that
- * llama_cpp has loaded. So no ggml header or import library is needed to build it, and `struct ggml_tensor` stays
- * opaque. The layout of struct relayline_capture is mirrored in stage/engine/capture.py; `size_bytes` lets that side see a
- * stale build.
+ * stage/engine/capture.py passes the functions of ggml as pointers into the libraries that llama_cpp has loaded. So the
+ * build needs no ggml header or import library, and `struct ggml_tensor` stays opaque. stage/engine/capture.py mirrors the
+ * layout of struct relayline_capture; `size_bytes` shows it a stale build.
  *
- * As a Python module it holds nothing: it exists so that pip builds and installs the library.
+ * The Python module is empty. It exists so that pip builds and installs the library.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -31,8 +30,8 @@ enum relayline_capture_error {
     CAPTURE_NOT_F32 = 1,        /* elements are not four bytes wide, or the tensor is not one contiguous block */
     CAPTURE_NOT_WHOLE_ROWS = 2, /* the tensor's size is not a multiple of one row */
     CAPTURE_OVERFLOW = 3,       /* more rows than the destination holds; nothing was copied */
-    ENTRY_NOT_F32 = 4,          /* as 1, of a tensor to write, which may be i32 as well */
-    ENTRY_UNDERFLOW = 5,        /* that tensor holds more values than are left to write; nothing was written */
+    ENTRY_NOT_F32 = 4,          /* as 1, for a tensor to write, which may also be i32 */
+    ENTRY_UNDERFLOW = 5,        /* the tensor has more values than are left to write; nothing was written */
 };
 
 /* A tensor to write over. */
@@ -40,7 +39,7 @@ struct relayline_entry {
     const char * name;          /* NUL-terminated */
     const void * source;        /* source_floats values of four bytes, in the order in which micro-batches are computed */
     uint64_t     source_floats; /* set by the caller before each decode */
-    uint64_t     consumed;      /* values written since the caller last set it to 0; micro-batches go on behind */
+    uint64_t     consumed;      /* values written since the caller last set it to 0; each micro-batch continues there */
 };
 
 struct relayline_capture {
@@ -51,7 +50,7 @@ struct relayline_capture {
     uint64_t     written;    /* floats copied since the caller last set it to 0; micro-batches append */
     uint64_t     n_calls;    /* micro-batches that delivered rows since the caller last set it to 0 */
     int32_t      error;      /* enum relayline_capture_error; the caller resets it */
-    int32_t      stop;       /* non-zero: nothing behind the wanted tensor is computed */
+    int32_t      stop;       /* non-zero: nothing after the wanted tensor is computed */
     const char * (*get_name)(const struct ggml_tensor *);
     size_t (*nbytes)(const struct ggml_tensor *);
     size_t (*element_size)(const struct ggml_tensor *);
@@ -69,7 +68,7 @@ static int32_t copy_rows(struct relayline_capture * capture, const struct ggml_t
         return CAPTURE_NOT_F32;
     }
     const uint64_t n_bytes = capture->nbytes(tensor), n_floats = n_bytes / sizeof(float);
-    if (n_floats == 0 && capture->stop == 0) { /* a micro-batch of which no row is wanted */
+    if (n_floats == 0 && capture->stop == 0) { /* a micro-batch without wanted rows */
         return CAPTURE_OK;
     }
     if (n_floats == 0 || n_bytes % sizeof(float) != 0 || capture->row_floats == 0 || n_floats % capture->row_floats != 0) {
@@ -111,7 +110,7 @@ static int32_t write_rows(
     return CAPTURE_OK;
 }
 
-/* A ggml_backend_sched_eval_callback: asked first whether it wants a node, then called again once that is computed. */
+/* A ggml_backend_sched_eval_callback. Called first to ask whether it wants a node, and again when that is computed. */
 EXPORT bool relayline_capture_eval(struct ggml_tensor * tensor, bool ask, void * user) {
     struct relayline_capture * capture = user;
     if (ask) {

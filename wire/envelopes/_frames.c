@@ -1,13 +1,14 @@
-/* Plain envelopes of a decode step, read and written in one go: the quick way beside wire/envelopes/envelope.py and wire/envelopes/frames.py.
+/* Reads and writes the plain envelopes of decode steps. The fast path next to wire/envelopes/envelope.py and frames.py.
  *
- * `read` takes what nearly every message of steady decode is: the layout that Buffer writes, frames that carry rows and
- * flags of ordinary rows, no scaled row, nothing appended. It looks at every tag, size and checksum, and says None to
- * anything else, right or wrong: then envelope.py reads it by the rules that stand there, and tells what is wrong.
- * Limits (wire/common/bounds.py) are the caller's to compare, from what is returned; but for that of frames, each of which
- * becomes an object.
+ * `read` accepts the form that nearly every message of steady decode has: Buffer's layout, frames with ordinary rows, no
+ * scaled row, nothing appended. It checks every tag, size and checksum. For any other message, valid or not, it returns
+ * None; envelope.py then reads the message by its full rules and reports errors.
  *
- * Nothing of this is quicker by much while caches are warm. A stage reads an envelope after its core has computed for
- * milliseconds, and then the interpreter's way through the same loops takes several times as long.
+ * The caller compares the result with the limits (wire/common/bounds.py). Only the limit on frames is checked here, because
+ * each frame becomes an object.
+ *
+ * With warm caches this saves little. But a stage reads an envelope after its core has computed for milliseconds. Then the
+ * same loops in Python take several times as long.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,7 +23,7 @@
 
 #define ORDINARY_FLAGS 3u /* Flag.PREFILL and Flag.WANTS_SAMPLE */
 #define CHECKSUM_BYTES 9   /* tag and value; always the last bytes of a message */
-#define LEAD_BYTES_MAX 11  /* a tag and a size of up to 64 bits in sevens: room for whatever a header may say */
+#define LEAD_BYTES_MAX 11  /* a tag and a size of up to 64 bits in sevens: room for any size that a header may claim */
 #define DTYPE_F16 2
 
 static const uint8_t ITEM_BYTES[] = {0, 4, 2, 4}; /* of dtypes: token ids, f16, f32 */
@@ -49,7 +50,7 @@ static void put_u64(uint8_t * at, uint64_t value) {
     memcpy(at, &value, sizeof value);
 }
 
-/* What stands before a length-delimited field; returns how many bytes, LEAD_BYTES_MAX at most. */
+/* Writes the tag and size before a length-delimited field; returns their bytes, at most LEAD_BYTES_MAX. */
 static size_t write_lead(uint8_t into[LEAD_BYTES_MAX], uint8_t tag, uint64_t size) {
     size_t n = 0;
     into[n++] = tag;
@@ -66,7 +67,7 @@ static int has_lead(const uint8_t * message, uint64_t length, uint64_t at, uint8
     return at <= length && *n <= length - at && memcmp(message + at, lead, *n) == 0;
 }
 
-/* The checksum of some bytes by the function given, which may be seeded; -1 with an error set. */
+/* Computes a checksum with the given function, which may take a seed; -1 with an error set. */
 static int seeded_checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, const uint64_t * seed, uint64_t * sum) {
     PyObject * args[2] = {PyMemoryView_FromMemory((char *) (uintptr_t) bytes, (Py_ssize_t) n, PyBUF_READ), NULL};
     if (args[0] != NULL && seed != NULL) {
@@ -90,18 +91,18 @@ static int checksum_of(PyObject * checksum, const uint8_t * bytes, uint64_t n, u
     return seeded_checksum_of(checksum, bytes, n, NULL, sum);
 }
 
-/* What a message says of itself, and where things are in it. */
+/* The header of a message, and the places of its parts. */
 struct layout {
     const uint8_t * frames;
     const uint8_t * frames_end;
     const uint8_t * payload;
     const uint8_t * payload_end;
-    const uint8_t * checksum; /* its tag: what everything else ends with */
+    const uint8_t * checksum; /* its tag; all other fields end here */
     uint32_t n_frames, n_rows, dtype, width;
     uint64_t row_bytes;
 };
 
-/* 1: a plain envelope as far as its own bytes tell, frames apart; 0: another message. */
+/* 1: a plain envelope, judged without its frames; 0: another message. */
 static int lay_out(const uint8_t * message, uint64_t length, struct layout * found) {
     if (length < HEADER_BYTES) {
         return 0;
@@ -120,7 +121,7 @@ static int lay_out(const uint8_t * message, uint64_t length, struct layout * fou
     }
     found->row_bytes = (uint64_t) ITEM_BYTES[found->dtype] * found->width;
     if (found->row_bytes > length || found->n_rows > length / found->row_bytes) {
-        return 0; /* before the product is looked at: it may have 66 bits */
+        return 0; /* checked before the product, which may have 66 bits */
     }
     if (length < HEADER_BYTES + CHECKSUM_BYTES || message[length - CHECKSUM_BYTES] != CHECKSUM_TAG) {
         return 0;
@@ -156,7 +157,7 @@ static int lay_out(const uint8_t * message, uint64_t length, struct layout * fou
     return 1;
 }
 
-/* Whether everything around the rows is as it was sent: 1 or 0, -1 with an error set. */
+/* 1 if the checksum of everything but the rows is right, 0 if not, -1 with an error set. */
 static int is_whole(const uint8_t * message, const struct layout * found, PyObject * checksum) {
     uint64_t head, sum;
     if (checksum_of(checksum, message, (uint64_t) (found->frames_end - message), &head) < 0) {
@@ -177,7 +178,7 @@ static PyObject * head_of(const uint8_t * frame) {
                          (Py_ssize_t) TRACE_BYTES);
 }
 
-/* Fills heads; 1, 0 where some frame is not plain or its rows are not what was sent, -1 with an error set. */
+/* Fills heads. Returns 1; 0 if a frame is not plain or the checksum of its rows is wrong; -1 with an error set. */
 static int read_frames(const struct layout * found, PyObject * checksum, PyObject * heads, uint32_t * most_rows,
                        uint64_t * last_position) {
     uint64_t rows_before = 0;
@@ -231,7 +232,7 @@ static PyObject * frames_read(PyObject * module, PyObject * const * args, Py_ssi
     if (heads == NULL) {
         return NULL;
     }
-    PyObject_GC_UnTrack(heads); /* nobody may come upon a list with holes while checksums are computed */
+    PyObject_GC_UnTrack(heads); /* the garbage collector must not see a list with holes while checksums are computed */
     uint32_t most_rows = 0;
     uint64_t last_position = 0;
     int is_plain = is_whole(message, &found, args[1]);
@@ -279,7 +280,7 @@ static int write_frame(uint8_t * frame, PyObject * head, uint64_t sum) {
     return 0;
 }
 
-/* Writes the record of one frame whose rows stand at `at`; returns their bytes, -1 with an error set. */
+/* Writes the record of one frame with its rows at `at`; returns the bytes of the rows, -1 with an error set. */
 static int64_t write_one(uint8_t * bytes, uint64_t length, uint64_t at, uint64_t frame_at, PyObject * head,
                          uint64_t row_bytes, PyObject * checksum) {
     if (!PyTuple_Check(head) || PyTuple_GET_SIZE(head) < 4) {
@@ -307,7 +308,7 @@ static int write_frames(const Py_buffer * message, PyObject * heads, uint64_t pa
     uint8_t * bytes = message->buf;
     const uint64_t length = (uint64_t) message->len;
     uint64_t at = payload_at;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(heads); i++) { /* the function for checksums might change the list */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(heads); i++) { /* the checksum function could change the list */
         const uint64_t frame_at = HEADER_BYTES + (uint64_t) FRAME_BYTES * (uint64_t) i;
         if (payload_at > length || payload_at < FRAME_BYTES || frame_at > payload_at - FRAME_BYTES) {
             PyErr_SetString(PyExc_ValueError, "more frames than the message has room for");

@@ -1,9 +1,9 @@
 /* Conversion of hidden-state rows between f32 and range-safe f16: the inner loops of wire/envelopes/rows.py.
  *
- * One pass over a row finds its largest magnitude and converts it. The magnitude is taken as an unsigned integer: the
- * bits of a float without its sign order like the numbers, with infinity above every finite value and NaN above
- * infinity, so one integer maximum also finds what must not travel. A row whose maximum does not fit f16 is converted
- * a second time, scaled by a power of two.
+ * One pass over a row converts it and finds its largest magnitude. The magnitude is the float without its sign, taken as an
+ * unsigned integer. These integers order like the numbers; infinity is above every finite value, and NaN above infinity. So
+ * one integer maximum also detects values that must not be sent. A row whose maximum does not fit f16 is converted again,
+ * scaled by a power of two.
  *
  * Rounding is to nearest, ties to even, subnormals included: every implementation gives the same bits as numpy's own
  * conversion. Wire payloads begin at any byte address, so f16 is only ever touched through unaligned loads and stores.
@@ -41,8 +41,8 @@
 
 #define RELEASE_GIL_FLOATS (1 << 18)
 
-/* All three return the bits of the largest magnitude: of the input when narrowing, of the result when widening.
- * f32 and f16 arrays are given as bytes because either may be unaligned. */
+/* All three return the bits of the largest magnitude: of the input when narrowing, of the result when widening. Arrays are
+ * passed as bytes, because they may be unaligned. */
 struct kernels {
     const char * name;
     uint32_t (*largest)(const uint8_t * row, size_t n);
@@ -148,7 +148,7 @@ static const struct kernels portable = {"portable", largest_portable, narrow_por
 #ifdef HAS_AVX2
 #define AVX2 __attribute__((target("avx2,f16c")))
 
-/* In registers: through an array, GCC keeps the caller's running maximum in memory and every turn waits for its store. */
+/* In registers. Through an array, GCC would keep the caller's maximum in memory, and each turn would wait for the store. */
 AVX2 static uint32_t largest_lane_avx2(__m256i lanes) {
     const __m128i four = _mm_max_epu32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
     const __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, _MM_SHUFFLE(1, 0, 3, 2)));
@@ -288,12 +288,12 @@ static uint32_t decode_rows(const uint8_t * rows, uint8_t * out, const int8_t * 
 
 /* --- Python ---------------------------------------------------------------------------------------------------------- */
 
-/* Take a C-contiguous buffer of `n_dim` dimensions whose elements have the struct code `code`, in this host's order. */
+/* Get a C-contiguous buffer of `n_dim` dimensions. Its elements have the struct code `code`, in the host's byte order. */
 static int take(PyObject * object, Py_buffer * view, char code, int n_dim, int flags) {
     if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | flags) < 0) {
         return -1;
     }
-    const char * format = view->format == NULL ? "B" : view->format; /* as the buffer protocol reads its absence */
+    const char * format = view->format == NULL ? "B" : view->format; /* the buffer protocol's default */
     const char * actual = format + (format[0] != '\0' && strchr("@=<", format[0]) != NULL);
     const Py_ssize_t item_bytes = code == 'f' ? 4 : code == 'e' ? 2 : 1;
     if (actual[0] != code || actual[1] != '\0' || view->itemsize != item_bytes || view->ndim != n_dim) {
@@ -320,7 +320,7 @@ static int one_per_row(const Py_buffer * rows, const Py_buffer * each) {
     return 0;
 }
 
-/* wire.envelope refuses exponents that no encoder writes; this keeps a caller's mistake from giving wrong rows. */
+/* wire.envelope refuses exponents that no encoder writes. This check catches a caller's mistake. */
 static int usable_exponents(const Py_buffer * exponents) {
     const int8_t * each = exponents->buf;
     for (Py_ssize_t row = 0; row < exponents->shape[0]; row++) {
@@ -440,7 +440,7 @@ static PyObject * rows_use(PyObject * module, PyObject * name) {
     (void) module;
     const char * wanted = PyUnicode_AsUTF8(name);
     const char * previous = active->name;
-    if (wanted == NULL) { /* no text, or one that is no UTF-8 */
+    if (wanted == NULL) { /* not a string, or not valid UTF-8 */
         return NULL;
     }
     if (strcmp(wanted, portable.name) == 0) {

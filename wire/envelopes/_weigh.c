@@ -1,13 +1,13 @@
-/* What reading a protobuf message would cost, found by walking over its bytes: wire/envelopes/messages.py says why and for whom.
+/* Estimates the memory that parsing a protobuf message would take, from its bytes alone. wire/envelopes/messages.py tells
+ * the reasons and the callers.
  *
- * Two bytes of a message may become a hundred in the library's memory. `weigh` counts what the library would allocate,
- * an upper bound of it, and stops as soon as that is more than may be. It follows the rules by which the library reads:
- * a field of another wire type than the contract gives it is one that nobody knows. What is not well formed is weighed
- * up to there, which is as far as the library reads it.
+ * Two bytes of a message may become a hundred in the library's memory. `weigh` returns an upper bound of the library's
+ * allocations, and stops as soon as that is over the limit. It follows the library's rules: a field with a wire type other
+ * than the contract's counts as unknown. A malformed message is weighed up to the fault, because the library reads no
+ * further.
  *
- * The table has ENTRIES numbers of 32 bits for each message type. The first is what an empty message takes. The number
- * at a field's number tells its kind, the bytes of one element in memory, and how elements travel or which message type
- * they are.
+ * The table has ENTRIES 32-bit numbers for each message type. The first is the size of an empty message. The entry at a
+ * field's number holds its kind, the bytes of one element in memory, and the encoding or message type of the elements.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,11 +20,11 @@
 
 enum kind { UNKNOWN = 0, SINGLE = 1, REPEATED = 2, TEXT = 3, MESSAGE = 4 };
 
-/* Beside what a value itself takes: */
+/* In addition to the value itself: */
 #define SINGLE_BYTES 1u    /* nothing is allocated; this bounds the time */
 #define ELEMENT_BYTES 16u  /* a place in an array that grows by doubling */
-#define TEXT_BYTES 32u     /* where it is and how long, in an array that grows by doubling */
-#define UNKNOWN_BYTES 48u  /* its note among the fields that nobody knows */
+#define TEXT_BYTES 32u     /* address and length, in an array that grows by doubling */
+#define UNKNOWN_BYTES 48u  /* its entry among the unknown fields */
 
 struct span {
     const uint8_t * at;
@@ -57,8 +57,8 @@ static int skip(struct span * from, uint64_t n_bytes) {
     return 1;
 }
 
-/* 1 and the next field; 0 where there is none, or none that is well formed. Groups, which no message of the contract
- * has, are not well formed here. */
+/* Returns 1 and the next field; 0 if there is none, or if it is malformed. A group counts as malformed: the contract has
+ * none. */
 static int next_field(struct span * from, struct field * found) {
     uint64_t tag;
     if (from->at == from->end || !read_varint(from, &tag) || tag > UINT32_MAX || tag >> 3 == 0) {
@@ -97,7 +97,7 @@ static uint64_t n_varints(struct span data) {
     return n;
 }
 
-/* What a field that is no message costs. `how` is how one element travels: 0 as a varint, else in so many bytes. */
+/* The cost of a field that is no message. `how` is the encoding of one element: 0 is a varint, else its bytes. */
 static uint64_t cost_of(const struct field * field, uint32_t kind, uint32_t item_bytes, uint32_t how) {
     const uint64_t n_bytes = field->wire_type == 2 ? (uint64_t) (field->data.end - field->data.at) : 0;
     const uint32_t wire_type = how == 0 ? 0 : how == 8 ? 1 : 5;
@@ -114,7 +114,7 @@ static uint64_t cost_of(const struct field * field, uint32_t kind, uint32_t item
     return UNKNOWN_BYTES + 2u * n_bytes;
 }
 
-/* The cost of a message; more than cost_max as soon as it is that, or more than fields_max fields. */
+/* The cost of a message. Over cost_max as soon as the cost is, or if there are more than fields_max fields. */
 static uint64_t weigh(struct span whole, const uint32_t * table, uint32_t n_types, uint32_t root, uint64_t cost_max,
                       uint64_t fields_max) {
     struct span ends[DEPTH_MAX];
@@ -127,7 +127,7 @@ static uint64_t weigh(struct span whole, const uint32_t * table, uint32_t n_type
         struct field field;
         if (!next_field(&ends[depth], &field)) {
             if (ends[depth].at != ends[depth].end || depth == 0) {
-                return cost; /* the end of all, or of what is well formed */
+                return cost; /* the end, or the first malformed field */
             }
             depth--;
             continue;
@@ -169,7 +169,7 @@ static PyObject * py_weigh(PyObject * module, PyObject * const * args, Py_ssize_
         PyErr_SetString(PyExc_ValueError, "no such type in the table, or a limit without meaning");
         return NULL;
     }
-    uint32_t * table = PyMem_Malloc(n_types * row_bytes); /* bytes are aligned for no numbers */
+    uint32_t * table = PyMem_Malloc(n_types * row_bytes); /* a bytes object is not aligned for numbers */
     if (table == NULL) {
         return PyErr_NoMemory();
     }
@@ -181,8 +181,8 @@ static PyObject * py_weigh(PyObject * module, PyObject * const * args, Py_ssize_
     return PyLong_FromUnsignedLongLong(cost);
 }
 
-/* (where its tag begins, where its data begin, where they end) of the last length-delimited field of a number at the
- * top of a message; None where there is none, False where there are several or the message is not well formed. */
+/* Finds the last top-level length-delimited field with a given number. Returns the offsets of its tag, of its data and of
+ * their end; None if there is no such field; False if there are several or the message is malformed. */
 static PyObject * py_find(PyObject * module, PyObject * const * args, Py_ssize_t n_args) {
     (void) module;
     if (n_args != 2 || !PyBytes_Check(args[0])) {

@@ -1,8 +1,7 @@
-/* One span as OTLP's protobuf message, from plain values; see wire/telemetry/otlp.py, which gives them.
+/* Writes one span as OTLP's protobuf message, from the plain values that wire/telemetry/otlp.py gives.
  *
- * The exporters' own way, an object for every key and value, takes some thirty times as long and holds the interpreter
- * meanwhile. What is written here is canonical protobuf, byte for byte what the library writes for the same span but for
- * the order of fields.
+ * The exporters make an object for every key and value. That takes some thirty times as long, under the interpreter's lock.
+ * The output here is canonical protobuf: apart from the order of fields, the same bytes as the library's.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,7 +24,7 @@ struct out {
     size_t n, room;
 };
 
-/* Makes room for so many more bytes; -1 with an error set. */
+/* Makes room for n more bytes; -1 with an error set. */
 static int reserve(struct out * out, size_t more) {
     if (out->room - out->n >= more) {
         return 0;
@@ -92,12 +91,12 @@ static int put_number(struct out * out, unsigned field, uint64_t value) {
     return value == 0 ? 0 : put_tag(out, field, VARINT) < 0 ? -1 : put_varint(out, value);
 }
 
-/* Begins a message in a field: its content follows, then `end`. Returns where, or (size_t) -1 with an error set. */
+/* Begins a message in a field: its content follows, then `end`. Returns its place, or (size_t) -1 with an error set. */
 static size_t begin(struct out * out, unsigned field) {
     if (put_tag(out, field, LENGTH) < 0 || reserve(out, 1) < 0) {
         return (size_t) -1;
     }
-    out->n++; /* the length of a short one; a longer one moves */
+    out->n++; /* room for a short length; `end` moves longer content */
     return out->n;
 }
 
@@ -161,7 +160,7 @@ static int put_value(struct out * out, unsigned field, PyObject * value) {
     return failed ? -1 : end(out, at);
 }
 
-/* KeyValue for each. */
+/* One KeyValue for each entry. */
 static int put_attributes(struct out * out, unsigned field, PyObject * attributes) {
     PyObject *key, *value;
     Py_ssize_t at = 0;

@@ -85,6 +85,11 @@ class HandOver:
         if not self._giver.done():
             self._giver.set_result(engine)
 
+    def over(self) -> None:
+        """Nothing is given any more: the engine is about to be freed, and is not held here."""
+        self._open.clear()
+        self._giver = asyncio.get_running_loop().create_future()
+
     async def given(self) -> None:
         """Wait until every stage has what it was to get, or has given up."""
         await self._is_given.wait()

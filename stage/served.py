@@ -240,6 +240,7 @@ class Served:
         given = asyncio.create_task(hand_over.given())
         await asyncio.wait({given, self.crashed}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         given.cancel()
+        hand_over.over()
 
     async def take_all(self) -> int:
         """Let the serving engine have the lanes of its layers; returns how many.

@@ -63,6 +63,8 @@ async def take_lanes(served: Served, within_s: float) -> None:
         log.warning("not all streams were handed over within %.1f s; the others are read again", within_s)
     except RelaylineError as error:
         log.warning("not all streams were handed over; the others are read again: %s", error.message)
+    except Exception:  # a bug of ours: the stage serves all the same
+        log.exception("handing streams over failed; they are read again")
     else:
         took_s = time.monotonic() - started_s
         log.info("streams handed over", extra={"fields": {"streams": n_lanes, "took_s": f"{took_s:.3f}"}})

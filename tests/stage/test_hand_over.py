@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -161,6 +163,20 @@ async def test_nobody_gets_lanes_without_the_pass_or_twice(shown_pass: str) -> N
         assert await takes((0, 3, giver.address)).take(new.side, PLAINTEXT) == 1
         with pytest.raises(UnauthenticatedError):
             await takes((0, 3, giver.address)).take(new.side, PLAINTEXT)
+
+
+async def test_what_is_over_is_refused_at_once_and_its_engine_is_let_go() -> None:
+    first, new = OneEngine(range(3)), OneEngine(range(3))
+    async with asyncio.timeout(20), port() as giver:
+        giver.hand_over = gives(0, 3)
+        giver.hand_over.ended(first.side)
+        side = weakref.ref(first)
+        giver.hand_over.over()
+        with pytest.raises(UnauthenticatedError):
+            await takes((0, 3, giver.address)).take(new.side, PLAINTEXT)
+        del first
+        gc.collect()
+        assert side() is None
 
 
 async def test_a_stage_with_another_name_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

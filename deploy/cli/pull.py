@@ -17,8 +17,9 @@ import click
     default=None,
     help="Also put the file(s) into this directory.",
 )
+@click.option("--mmproj", "with_projector", is_flag=True, help="Load the repository's projector too, for images.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def pull_command(model: str, directory: Path | None, as_json: bool) -> None:
+def pull_command(model: str, directory: Path | None, with_projector: bool, as_json: bool) -> None:
     """Load MODEL into the hub's cache and print where it is.
 
     An interrupted download is resumed. MODEL is ORG/REPO[:QUANT], hf://ORG/REPO[:QUANT] or hf://ORG/REPO/FILE.gguf,
@@ -26,20 +27,32 @@ def pull_command(model: str, directory: Path | None, as_json: bool) -> None:
 
     With --to the files are in that directory too, under their own names. Where the file system allows it they take no
     space twice. A model that is there already is left alone.
+
+    With --mmproj the repository's projector (mmproj*.gguf; of several the one in f16) is loaded as well.
     """
     from relayline.coordinator.model.gguf_file import open_model
-    from relayline.deploy.launch.model_source import resolve_model
+    from relayline.deploy.launch.model_source import projector_of, resolve_model, resolve_projector
     from relayline.deploy.launch.placed import place, placed_before
 
     path = placed_before(model, directory) if directory is not None else None
+    is_here = path is not None  # then the hub is not asked for anything
     if path is None:
         path = resolve_model(model)
         if directory is not None:
             path = place(path, directory)
     files = open_model(path).files
     n_bytes = sum(file.size_bytes for file in files)
+    projector = resolve_projector(model, path) if with_projector else None
+    if projector is not None and directory is not None:
+        projector = place(projector, directory)
     if as_json:
-        click.echo(json.dumps({"path": str(path), "files": len(files), "size_bytes": n_bytes}))
+        more = {"mmproj": str(projector)} if projector else {}
+        click.echo(json.dumps({"path": str(path), "files": len(files), "size_bytes": n_bytes, **more}))
         return
     shards = f" in {len(files)} files" if len(files) > 1 else ""
-    click.echo(f"{path}\n{n_bytes / (1 << 30):.2f} GiB{shards}; next: relayline up {model}")
+    flag = " --mmproj auto" if projector else ""
+    click.echo(f"{path}\n{n_bytes / (1 << 30):.2f} GiB{shards}; next: relayline up {model}{flag}")
+    if projector is not None:
+        click.echo(f"projector: {projector}")
+    elif not is_here and (name := projector_of(model)):
+        click.echo(f"for images its repository has a projector, {name}: pull it too with --mmproj")

@@ -14,6 +14,7 @@ from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import load_manifest
@@ -49,6 +50,7 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     manifest = override(manifest, changes)
     if given["name"]:
         manifest = named(manifest, given["name"])
+    manifest = with_projector(manifest, "" if path is not None else str(target))
     check_draft(manifest.serving, manifest.engine.policy)
     manifest = with_stage_flags(manifest, given, changed)
     is_again = given["report_fd"] is not None

@@ -19,6 +19,8 @@ from relayline.wire.links.security import load_security
 from relayline.wire.links.tls_material import check_pair
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
+AUTO_PROJECTOR = "auto"  # the one of the model's repository, or beside the model
+
 log = logging.getLogger("relayline.up")
 
 
@@ -51,7 +53,7 @@ def check_before_work(manifest: Manifest) -> None:
         check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
     if coordinator.chat_template_file is not None:
         read_template(manifest.resolve(coordinator.chat_template_file))
-    if mmproj := manifest.serving.mmproj:
+    if (mmproj := manifest.serving.mmproj) and mmproj != AUTO_PROJECTOR:
         read_projector(Path(mmproj))
 
 

@@ -13,6 +13,8 @@ _SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:(?:I?Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|MXFP4(?:_MOE)?))(?=$|[-._/])", re.IGNORECASE
 )
+_PROJECTOR = re.compile(r"(^|[-._])mmproj([-._].*)?\.gguf$", re.IGNORECASE)
+_PROJECTOR_QUANTS = ("F16", "BF16", "F32", "Q8_0")  # of projectors, the first that there is; f16 is what they come in
 # Files next to models that end in .gguf too.
 _PARTS = re.compile(r"(^|[-._/])(mmproj|imatrix|lora|adapter)([-._/]|$)", re.IGNORECASE)
 
@@ -26,6 +28,16 @@ def models_among(names: Iterable[str]) -> list[str]:
         if name.lower().endswith(".gguf") and is_first and not _PARTS.search(name.rpartition("/")[2]):
             found.append(name)
     return found
+
+
+def projector_among(names: Iterable[str]) -> str:
+    """Return the projector that images need among files: of several the one in f16, else the first of the best known.
+
+    Empty where there is none.
+    """
+    found = [name for name in sorted(names) if _PROJECTOR.search(name.rpartition("/")[2])]
+    ranks = {quant: rank for rank, quant in enumerate(_PROJECTOR_QUANTS)}
+    return min(found, key=lambda name: ranks.get(quant_of(name), len(ranks)), default="")
 
 
 def quant_of(name: str) -> str:

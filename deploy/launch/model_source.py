@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
-from relayline.deploy.launch.hub_choice import SHARD, chosen_file, models_among
+from relayline.deploy.launch.hub_choice import SHARD, chosen_file, models_among, projector_among
 from relayline.deploy.launch.hub_download import load_blob
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
@@ -95,6 +95,32 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
     if sha256:
         _check(path, sha256.lower())
     return path
+
+
+def resolve_projector(reference: str, model: Path) -> Path:
+    """Return the projector (mmproj*.gguf) of a model's repository, loaded from there; for a model here, beside it.
+
+    `model` is the path that `resolve_model` returned for the reference. Raises ModelFileError where there is none.
+    """
+    if reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference)):
+        source = parse_reference(reference)
+        if not (name := projector_among(_names_of(source))):
+            raise ModelFileError(f"{SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
+        return _load(source, name, source.revision)
+    folders = [model.parent]
+    if "snapshots" in model.parts[:-2]:  # of the hub's cache: a repository may keep models in folders
+        folders.append(Path(*model.parts[: model.parts.index("snapshots") + 2]))
+    for folder in folders:
+        if name := projector_among(path.name for path in folder.glob("*.gguf")):
+            return folder / name
+    raise ModelFileError(f"{model.parent}: no projector (mmproj*.gguf) beside the model; name one with --mmproj")
+
+
+def projector_of(reference: str) -> str:
+    """Return the name of the projector in a model's repository on the hub; empty without one, and for a path."""
+    if not reference.startswith(SCHEME) and (os.path.lexists(reference) or not is_hub_name(reference)):
+        return ""
+    return projector_among(_names_of(parse_reference(reference)))
 
 
 def local_model(named: str) -> Path:

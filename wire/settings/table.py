@@ -440,7 +440,7 @@ class ServingSettings(Settings):
         "",
         """
     Projector of the model, a GGUF file of its maker beside the model: chats may hold images then, which the
-    coordinator's host encodes; empty: none.""",
+    coordinator's host encodes; for `up` also auto: the model's repository's, or the one beside it; empty: none.""",
         flag="--mmproj",
         place="coordinator.mmproj",
         reader=COORDINATOR,

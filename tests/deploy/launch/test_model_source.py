@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from relayline.deploy.launch.hub_choice import chosen_file
-from relayline.deploy.launch.model_source import HubFile, parse_reference, resolve_model
+from relayline.deploy.launch.hub_choice import chosen_file, projector_among
+from relayline.deploy.launch.model_source import HubFile, parse_reference, resolve_model, resolve_projector
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
 from tests.support.fake_hub import COMMIT, Hub, serving
@@ -41,13 +41,13 @@ def hub() -> Iterator[Hub]:
         yield running
 
 
-def load(hub_url: str, home: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+def load(hub_url: str, home: Path, *arguments: str, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
     """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, what it printed)."""
     unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
                 "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache")}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
+        [sys.executable, "-c", program, *arguments],
         env=unset | settings | environment,
         capture_output=True,
         text=True,
@@ -251,6 +251,42 @@ def test_a_quantisation_leads_to_one_file(names: list[str], quant: str, expected
 def test_what_is_not_one_file_is_said(names: list[str], quant: str, says: str) -> None:
     with pytest.raises(ModelFileError, match=f"^hf://o/n: {says}"):
         chosen_file(names, quant, "hf://o/n")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["m-F16.gguf", "m-mmproj.json"], ""),
+        (["mmproj-model-f16.gguf", "m-Q4_K_M.gguf"], "mmproj-model-f16.gguf"),
+        (["mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        (["a.mmproj-Q8_0.gguf", "a.mmproj-bf16.gguf"], "a.mmproj-bf16.gguf"),
+        (["mmproj.gguf", "sub/mmproj-Q5_1.gguf"], "mmproj.gguf"),
+    ],
+)
+def test_the_projector_of_a_repository(names: list[str], expected: str) -> None:
+    assert projector_among(names) == expected
+
+
+def test_the_projector_comes_from_the_repository_or_from_beside_the_model(hub: Hub, tmp_path: Path) -> None:
+    hub.files |= {"org/many/Q4_K_M/m-Q4_K_M.gguf": WHOLE, "org/many/mmproj-F16.gguf": b"GGUF p",
+                  "org/many/mmproj-F32.gguf": b"x"}  # fmt: skip
+    program = PROGRAM.replace(
+        "print(resolve_model(*sys.argv[1:]))",
+        "path = resolve_model(sys.argv[1]); print(path)\n    for name in (sys.argv[1], str(path)):\n"
+        "        print(resolve_projector(name, path))",
+    ).replace("import resolve_model", "import resolve_model, resolve_projector")
+    code, told = load(hub.url, tmp_path, "org/many", program=program)
+    assert code == 0, told
+    _, by_name, by_path = told.splitlines()
+    assert by_name == by_path
+    assert Path(by_name).read_bytes() == b"GGUF p"
+    assert not any("F32" in path for _, path in hub.asked)
+    code, told = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=program)
+    assert (code, told.splitlines()[1]) == (
+        3, "ModelFileError: hf://org/repo: it holds no projector (mmproj*.gguf); name one as a file")  # fmt: skip
+    (tmp_path / "alone.gguf").write_bytes(WHOLE)
+    with pytest.raises(ModelFileError, match="no projector"):
+        resolve_projector(str(tmp_path / "alone.gguf"), tmp_path / "alone.gguf")
 
 
 def test_a_download_that_was_cut_short_goes_on_where_it_ended(hub: Hub, tmp_path: Path) -> None:

@@ -18,20 +18,22 @@ from relayline.coordinator.gateway.bounds import ID_CHARS_MAX, PARSED_INLINE_BYT
 from relayline.coordinator.gateway.forward import RESPONSES_PATH, Forwarder, Outgoing
 from relayline.coordinator.gateway.links import Links
 from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
+from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
 from relayline.coordinator.gateway.router import Health
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.middleware import add_request_id, errors_as_json, json_response
+from relayline.coordinator.http.page import HEADERS, OPEN_PATTERN, PATHS, read_files, routes, wants_page
 from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
 from relayline.wire.common.phase import Phase
 
-PREFIX = "/pipelines"  # before a name and any route: that pipeline alone is asked
 _PLAIN = (
-    b"relayline serves an OpenAI-compatible API at /v1 (try GET /v1/models); GET /v1/pipeline lists its pipelines.\n"
+    b"relayline serves an OpenAI-compatible API at /v1 (try GET /v1/models); GET /v1/pipeline lists its pipelines, and "
+    b"browsers get a page at /.\n"
 )
 _HINT = f"name a pipeline: {PREFIX}/NAME{{path}}; GET /v1/pipeline lists them"
 
@@ -51,9 +53,19 @@ class Gateway:
 
     # --- about the gateway ---
 
-    async def plain(self, _request: web.Request) -> web.StreamResponse:
-        """GET /: where the API is."""
-        return web.Response(body=_PLAIN, content_type="text/plain", charset="utf-8")
+    async def root(self, request: web.Request) -> web.StreamResponse:
+        """GET /: where the API is; for browsers a page with a link to each pipeline's."""
+        if not wants_page(request):
+            return web.Response(body=_PLAIN, content_type="text/plain", charset="utf-8", headers={hdrs.VARY: "Accept"})
+        body = gateway_page(self._router.backends)
+        headers = {**HEADERS, hdrs.VARY: "Accept"}
+        return web.Response(body=body, content_type="text/html", charset="utf-8", headers=headers)
+
+    async def to_slash(self, request: web.Request) -> web.StreamResponse:
+        """GET /pipelines/NAME of a browser: the page's own links start from the slash behind."""
+        if wants_page(request):
+            return web.Response(status=308, headers={hdrs.LOCATION: f"{request.rel_url.raw_path}/"})
+        return await self.named(request)
 
     async def live(self, _request: web.Request) -> web.StreamResponse:
         """GET /live: 200 while the process answers at all."""
@@ -88,8 +100,8 @@ class Gateway:
 
     def _cards(self) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        for link in self._links.links.values():
-            for model, card in link.cards.items():
+        for backend in self._router.staying:
+            for model, card in self._links.links[backend].cards.items():
                 found.setdefault(model, card)
         return found
 
@@ -99,7 +111,7 @@ class Gateway:
             {
                 "name": backend.name,
                 "url": link.config.url,
-                "phase": backend.health.value,
+                "phase": Phase.DRAINING.value if backend.is_leaving else backend.health.value,
                 "problem": backend.problem,
                 "models": list(backend.models),
                 "lanes": backend.n_lanes,
@@ -108,7 +120,8 @@ class Gateway:
                 "work_tokens": round(backend.work()),
                 "sent": backend.n_sent,
             }
-            for backend, link in self._links.links.items()
+            for backend in self._router.backends
+            for link in (self._links.links[backend],)
         ]
         ready = any(backend.health is Health.READY for backend in self._router.backends)
         phase = Phase.DRAINING if self.is_draining else Phase.READY if ready else Phase.UNREACHABLE
@@ -146,13 +159,13 @@ class Gateway:
         name = request.match_info["name"]
         backend = self._router.named(name)
         if backend is None:
-            known = ", ".join(each.name for each in self._router.backends)
+            known = ", ".join(each.name for each in self._router.staying)
             raise web.HTTPNotFound(reason=f"no pipeline {name[:63]}; there are {known}")
         path = request.raw_path.removeprefix(f"{PREFIX}/{name}") or "/"
         self._check_taken(request)
-        body = await request.read()
+        link, body = self._links.links[backend], await request.read()
         outgoing = self.forwarder.outgoing(request, path, body, Asked(backend.models[0] if backend.models else None))
-        return await self.forwarder.to_one(request, self._links.links[backend], outgoing)
+        return await self.forwarder.to_one(request, link, outgoing)
 
     async def needs_name(self, request: web.Request) -> web.StreamResponse:
         """Refuse a route that is about one pipeline."""
@@ -188,8 +201,10 @@ class Gateway:
         asked = outgoing.asked
         path = f"{RESPONSES_PATH}/{quote(asked.previous_id, safe='')}"
         for backend in self._router.candidates(asked.model):
-            link = self._links.links[backend]
-            if backend.health is Health.READY and await self.forwarder.knows(link, path, outgoing.headers):
+            link = self._links.links.get(backend)
+            if link is None or backend.health is not Health.READY:
+                continue
+            if await self.forwarder.knows(link, path, outgoing.headers):
                 self._router.learn(asked.previous_id, backend)
                 return
 
@@ -216,16 +231,18 @@ def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Ap
     gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[messages_errors, errors_as_json])
     app[LIMITS] = limits
+    files = {path: file for path, file in read_files().items() if path != "/"}
+    app[PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN
     app.on_response_prepare.append(add_request_id)
     app.on_cleanup.append(gateway.close)
-    app.add_routes(_routes(gateway))
+    app.add_routes([*routes(files), *_routes(gateway)])
     return app, gateway
 
 
 def _routes(gateway: Gateway) -> list[web.RouteDef]:
     every = functools.partial(web.route, hdrs.METH_ANY)
     return [
-        web.get("/", gateway.plain),
+        web.get("/", gateway.root),
         web.get("/live", gateway.live),
         web.get("/health", gateway.health),
         web.get("/v1/health", gateway.health),
@@ -235,6 +252,7 @@ def _routes(gateway: Gateway) -> list[web.RouteDef]:
         web.get("/v1/models/{id:.+}", gateway.model),
         web.get("/v1/pipeline", gateway.pipelines),
         web.get("/v1/pipeline/targets", gateway.targets),
+        web.get(f"{PREFIX}/{{name}}", gateway.to_slash),
         every(f"{PREFIX}/{{name}}", gateway.named),
         every(f"{PREFIX}/{{name}}/{{path:.*}}", gateway.named),
         every("/v1/pipeline/{path:.+}", gateway.needs_name),

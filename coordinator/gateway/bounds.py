@@ -21,6 +21,7 @@ POLL_S = 1.0  # between two questions for a pipeline's state
 POLL_TIMEOUT_S = 3.0  # for one; a coordinator asks its stages for up to two seconds
 CONNECT_TIMEOUT_S = 2.0
 LOST_AFTER_S = 10.0  # without an answer: what still runs there is given up
+LEAVE_TIMEOUT_S = 600.0  # for the requests of a pipeline that is taken away; then they are given up
 RETRY_AFTER_S = 2  # for clients, where no replica lives: the time after which a new one is noticed
 
 assert CHAIN_FIRST < CHAIN_MAX

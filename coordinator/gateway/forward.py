@@ -91,14 +91,11 @@ class Forwarder:
         self.checks_keys = False
         """Whether clients have shown a key of this gateway, so that a pipeline may be shown its own instead."""
 
-    async def idle(self) -> None:
-        """Wait until no request runs."""
-        while self._n_running():
-            self._ended.clear()
-            await self._ended.wait()
-
-    def _n_running(self) -> int:
-        return sum(backend.n_outstanding for backend in self.links.router.backends)
+    async def idle(self, *only: Backend) -> None:
+        """Wait until no request runs, or none at these pipelines."""
+        while any(backend.n_outstanding for backend in only or self.links.router.backends):
+            ended = self._ended = asyncio.Event() if self._ended.is_set() else self._ended
+            await ended.wait()
 
     def outgoing(self, request: web.Request, path: str, body: bytes, asked: Asked) -> Outgoing:
         """Return a client's request as it is sent on."""
@@ -146,17 +143,21 @@ class Forwarder:
 
     async def to_holder(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
         """Answer from the first pipeline that knows what is asked for: those that answer 404 do not."""
-        alive = [each for each in self.links.router.backends if each.health in (Health.READY, Health.PAUSED)]
+        alive = [each for each in self.links.router.staying if each.health in (Health.READY, Health.PAUSED)]
         for backend in alive[:-1]:
+            link = self.links.links.get(backend)  # it may have been taken away meanwhile
+            if link is None:
+                continue
             try:
-                found = await self._sent(request, self.links.links[backend], outgoing, is_last=False, passed=(404,))
+                found = await self._sent(request, link, outgoing, is_last=False, passed=(404,))
             except _LostError:
                 continue
             if isinstance(found, web.StreamResponse):
                 return found
-        if not alive:
-            raise nobody(None, self.links.router.backends)
-        return await self.to_one(request, self.links.links[alive[-1]], outgoing)
+        last = self.links.links.get(alive[-1]) if alive else None
+        if last is None:
+            raise nobody(None, self.links.router.staying)
+        return await self.to_one(request, last, outgoing)
 
     async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:
         """Return whether a pipeline has what is at a path."""

@@ -24,6 +24,7 @@ from relayline.coordinator.gateway.bounds import (
 from relayline.coordinator.gateway.router import Backend, Health, Heard, Router
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.tasks import end_task
 
 log = logging.getLogger("relayline.gateway")
 
@@ -108,7 +109,7 @@ class Links:
             backend: Link(config, backend) for config, backend in zip(configs, self.router.backends, strict=True)
         }
         self.session: aiohttp.ClientSession
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: dict[Link, asyncio.Task[None]] = {}
         self._is_closed = False
 
     async def __aenter__(self) -> Links:
@@ -118,15 +119,34 @@ class Links:
         self.session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
         )
-        self._watching = [asyncio.create_task(self._watch(link)) for link in self.links.values()]
+        self._watching = {link: asyncio.create_task(self._watch(link)) for link in self.links.values()}
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
-        for task in self._watching:
+        for task in self._watching.values():
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*self._watching.values(), return_exceptions=True)
         await self.session.close()
+
+    def add(self, config: BackendConfig) -> Link:
+        """Take one more pipeline, and watch it. Raises UsageError for certificates that cannot be read."""
+        backend = self.router.add(config.name)
+        try:
+            link = Link(config, backend)
+        except UsageError:
+            self.router.remove(backend)
+            raise
+        self.links[backend] = link
+        self._watching[link] = asyncio.create_task(self._watch(link))
+        return link
+
+    async def forget(self, link: Link) -> None:
+        """Give up a pipeline and every request that runs there."""
+        link.lose()
+        await end_task(self._watching.pop(link))
+        self.router.remove(link.backend)
+        del self.links[link.backend]
 
     def failed(self, link: Link, problem: str) -> None:
         """A pipeline does not answer: no request goes there until it is heard again."""

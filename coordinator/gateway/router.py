@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from relayline.coordinator.gateway.bounds import (
     OUTSTANDING_MAX,
@@ -66,6 +66,7 @@ class Backend:
     def __init__(self, name: str) -> None:
         self.name = name
         self.health = Health.UNKNOWN
+        self.is_leaving = False  # it gets no more requests, and is gone when those that it has have ended
         self.problem = ""
         self.models: tuple[str, ...] = ()  # stays when it dies: its model is not unknown then
         self.n_lanes = 1
@@ -129,23 +130,53 @@ class Router:
     """The pipelines behind one address. Their order is that of preference where nothing else decides."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.backends = tuple(Backend(name) for name in names)
+        self.backends: tuple[Backend, ...] = ()
         self._holders: OrderedDict[str, Backend] = OrderedDict()  # of stored responses, by id
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> Backend:
+        """Take one more pipeline, as the last one."""
+        backend = Backend(name)
+        self.backends = (*self.backends, backend)
+        return backend
+
+    def leave(self, backend: Backend) -> None:
+        """Give a pipeline no more requests."""
+        backend.is_leaving = True
+        self._holders = OrderedDict(held for held in self._holders.items() if held[1] is not backend)
+
+    def remove(self, backend: Backend) -> None:
+        """Forget a pipeline."""
+        self.leave(backend)
+        self.backends = tuple(each for each in self.backends if each is not backend)
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Bring the pipelines into another order of preference; others than these come last."""
+        places = {name: place for place, name in enumerate(names)}
+        self.backends = tuple(sorted(self.backends, key=lambda each: places.get(each.name, len(places))))
+
+    @property
+    def staying(self) -> tuple[Backend, ...]:
+        """The pipelines that may get requests."""
+        return tuple(backend for backend in self.backends if not backend.is_leaving)
 
     def named(self, name: str) -> Backend | None:
         """Return a pipeline by its name."""
-        return next((backend for backend in self.backends if backend.name == name), None)
+        return next((backend for backend in self.staying if backend.name == name), None)
 
     def models(self) -> dict[str, list[Backend]]:
         """Return the pipelines by the names of the models that they serve."""
         found: dict[str, list[Backend]] = {}
-        for backend in self.backends:
+        for backend in self.staying:
             for model in backend.models:
                 found.setdefault(model, []).append(backend)
         return found
 
     def learn(self, response_id: str, backend: Backend) -> None:
         """Remember which pipeline stores a response."""
+        if backend.is_leaving:
+            return
         self._holders[response_id] = backend
         self._holders.move_to_end(response_id)
         while len(self._holders) > RESPONSES_MAX:
@@ -162,8 +193,8 @@ class Router:
         """
         served = self.models()
         if model is None:
-            model = next((name for backend in self.backends for name in backend.models), None)
-        elif model not in served and any(not backend.models for backend in self.backends):
+            model = next((name for backend in self.staying for name in backend.models), None)
+        elif model not in served and any(not backend.models for backend in self.staying):
             raise _not_ready(f"model {model[:200]!r}: not every pipeline has been reached yet")
         if model is None:
             raise _not_ready("no pipeline has been reached yet")

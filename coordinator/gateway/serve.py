@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from relayline.coordinator.gateway.app import make_gateway
-from relayline.coordinator.gateway.bounds import BACKENDS_MAX
+from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S
+from relayline.coordinator.gateway.forward import Forwarder
 from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.limits import HttpLimits
@@ -51,9 +52,49 @@ class GatewayConfig:
             raise UsageError(f"two pipelines are named {twice!r}; give each a name of its own")
 
 
+class ServedGateway:
+    """A gateway that serves: its address, and changes of what is behind it. Event loop only."""
+
+    def __init__(self, url: str, links: Links, forwarder: Forwarder) -> None:
+        self.url, self._links, self._forwarder = url, links, forwarder
+
+    async def add(self, config: BackendConfig) -> None:
+        """Take one more pipeline; another one of the same name gets no more requests.
+
+        Until it is heard it is known to serve the models of that one. Raises UsageError for certificates that cannot
+        be read, or too many pipelines.
+        """
+        router = self._links.router
+        before = router.named(config.name)
+        if before is None and len(router.staying) == BACKENDS_MAX:
+            raise UsageError(f"a gateway has {BACKENDS_MAX} pipelines at most")
+        link = self._links.add(config)
+        if before is not None:
+            link.backend.models, link.cards = before.models, self._links.links[before].cards
+            router.leave(before)
+        await self._links.ask(link)
+
+    def leave(self, name: str) -> None:
+        """Give a pipeline no more requests."""
+        if (backend := self._links.router.named(name)) is not None:
+            self._links.router.leave(backend)
+
+    async def forget_leaving(self, name: str) -> None:
+        """Wait for the requests of what leaves under this name, up to a bound, and forget it."""
+        for backend in [each for each in self._links.router.backends if each.name == name and each.is_leaving]:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await self._forwarder.idle(backend)
+            await self._links.forget(self._links.links[backend])
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Bring the pipelines into another order of preference."""
+        self._links.router.arrange(names)
+
+
 @contextlib.asynccontextmanager
-async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
-    """Serve within the context; yields the address. Its end waits for running requests, up to the drain's bound.
+async def serving_gateway(config: GatewayConfig) -> AsyncIterator[ServedGateway]:
+    """Serve within the context; yields what is served. Its end waits for running requests, up to the drain's bound.
 
     Raises UsageError, and StartError where the address is taken.
     """
@@ -71,7 +112,8 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[str]:
         await asyncio.gather(*map(links.ask, links.links.values()))
         runner, port = await start_http(app, config.host, config.port, context=context)
         stack.push_async_callback(runner.cleanup)
-        yield f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"
+        url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"
+        yield ServedGateway(url, links, gateway.forwarder)
         gateway.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):

@@ -17,7 +17,7 @@ from relayline.coordinator.http import shapes
 from relayline.coordinator.http.cors import allow_pages
 from relayline.coordinator.http.errors import plain_body
 from relayline.coordinator.http.middleware import OUTERMOST
-from relayline.coordinator.http.page import PATHS
+from relayline.coordinator.http.page import OPEN_PATTERN, PATHS
 from relayline.coordinator.http.service import CLIENT
 from relayline.coordinator.http.web_pages import keep_pages_out, page_rule
 from relayline.wire.common.errors import UsageError
@@ -167,12 +167,14 @@ def _reread_on_hangup(keys: ApiKeys) -> Iterator[None]:
 
 def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) -> None:
     """Demand a key for all but health, the page's files (and metrics, unless protected). Call it before it starts."""
+    pattern = app.get(OPEN_PATTERN)
     page_paths: frozenset[str] = app.get(PATHS, frozenset())
     open_paths = (OPEN_PATHS - {METRICS_PATH} if protect_metrics else OPEN_PATHS) | page_paths
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in open_paths:
+        is_page = pattern is not None and request.method in ("GET", "HEAD") and pattern.fullmatch(request.path)
+        if is_page or request.path in open_paths:
             return await handler(request)
         sent = request.headers.get("Authorization", "")
         if not sent and X_API_KEY in request.headers:  # as Anthropic's clients send it

@@ -16,6 +16,7 @@ from pathlib import Path
 from aiohttp import hdrs, web
 
 PATHS = web.AppKey("page_paths", frozenset[str])  # of an application: those of its page, which need no key
+OPEN_PATTERN = web.AppKey("open_pattern", re.Pattern[str])  # and other paths of an application that need none
 FILES_DIR = Path(__file__).parent / "page"
 FILES_BYTES_MAX = 300_000  # of all files together, as sent; a test checks it
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -80,12 +81,12 @@ def routes(files: dict[str, PageFile]) -> Iterator[web.RouteDef]:
 
 
 async def _send(file: PageFile, request: web.Request, *, is_page: bool) -> web.StreamResponse:
-    if is_page and not _wants_page(request):
+    if is_page and not wants_page(request):
         return web.Response(body=_PLAIN, content_type="text/plain", charset="utf-8", headers={hdrs.VARY: "Accept"})
     return file.answer(request)
 
 
-def _wants_page(request: web.Request) -> bool:
+def wants_page(request: web.Request) -> bool:
     """Return whether a client accepts HTML by name; curl and API clients do not."""
     accepted = _BREAKS.split(request.headers.get(hdrs.ACCEPT, "").lower())
     return "text/html" in {part.strip() for part in accepted}

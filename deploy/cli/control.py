@@ -13,7 +13,7 @@ import click
 
 from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.options import FloatRange
-from relayline.deploy.cli.unequal import unequal_line
+from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -79,6 +79,8 @@ def _status_text(facts: dict[str, Any]) -> str:
         from relayline.deploy.planning.told import lines_of
 
         lines += [f"  {line}" for line in lines_of(facts["planned"])]
+    if facts["pipelines"]:
+        lines += [f"  {line}" for line in gateway_lines(facts["pipelines"])]
     rows = [("process", "state", "layers", "pid", "up", "restarts", "heard", "address", "")]
     for entry in facts["processes"]:
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])

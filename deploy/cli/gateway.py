@@ -69,10 +69,10 @@ def gateway_command(**given: Any) -> None:
     )  # fmt: skip
 
     async def main(stopping: Any) -> None:
-        async with serving_gateway(config) as url:
+        async with serving_gateway(config) as served:
             announce(
-                {"event": "ready", "role": "gateway", "url": url, "pipelines": [each.name for each in backends]},
-                f"{len(backends)} pipelines: {url}/v1",
+                {"event": "ready", "role": "gateway", "url": served.url, "pipelines": [each.name for each in backends]},
+                f"{len(backends)} pipelines: {served.url}/v1",
                 as_json=given["as_json"],
             )
             await stopping.wait()
@@ -103,8 +103,10 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
     """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
     import dataclasses
 
+    from relayline.deploy.cli.apply_gateway import applied_gateway
     from relayline.deploy.launch.detach import Report, start_detached
-    from relayline.deploy.launch.gateway import launch_gateway, plan_gateway
+    from relayline.deploy.launch.gateway import launch_gateway
+    from relayline.deploy.launch.gateway_plan import plan_gateway
     from relayline.deploy.launch.local import print_prefixed
     from relayline.deploy.launch.state import StateDir, state_root
     from relayline.deploy.launch.tell import line_of
@@ -115,7 +117,8 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
         raise UsageError(f"{flags}: {path} is a gateway's manifest; say it in the manifests of its pipelines")
     manifest = load_gateway(path)
     name = given["name"] or manifest.name
-    plan = plan_gateway(manifest, path.absolute(), name, given["state_dir"], log_flags)
+    directory = StateDir(given["state_dir"] or state_root() / name)
+    plan = plan_gateway(manifest, path.absolute(), name, directory.path, log_flags)
     config = plan.config
     if "http" in changed:
         host, port = given["http"]
@@ -127,14 +130,13 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
     if given["allow_hosts"]:
         config = dataclasses.replace(config, allow_hosts=tuple(given["allow_hosts"]))
     plan = dataclasses.replace(plan, config=config)
-    directory = StateDir(given["state_dir"] or state_root() / plan.name)
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))
 
-    if given["dry_run"]:
-        for backend in config.backends:
-            click.echo(f"{backend.name}: {backend.url}")
+    if given["report_fd"] is None and applied_gateway(
+        plan, directory, is_dry=given["dry_run"], as_json=given["as_json"]
+    ):
         return
     if given["report_fd"] is not None:
         report = Report(given["report_fd"])

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import termios
+import time
 import tty
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ from rich.text import Text
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.top_gateway import SHOWN as GATEWAY_SHOWN
+from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gateway
 from relayline.deploy.cli.unequal import idle_line, unequal_line
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
@@ -50,7 +53,7 @@ SMALL_CELLS = 92  # below this width layers are left out too, and bars are short
 @url_option
 @key_option
 def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use.
+    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use; of a gateway its pipelines.
 
     Keys: q leaves, p or space holds the picture, + and - change how often it is drawn.
     """
@@ -64,30 +67,43 @@ def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: s
 async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_json: bool) -> None:
     console = Console(width=width_of_terminal(), highlight=False)
     async with Coordinator(url, api_key) as coordinator:
-        before = await coordinator.get("/v1/pipeline", SHOWN)
+        before = await coordinator.get("/v1/pipeline", ("phase", "stages"))
+        shown = GATEWAY_SHOWN if is_gateway(before) else SHOWN
+        before, looked_s = await coordinator.get("/v1/pipeline", shown), time.monotonic()
         stopping = _until_interrupted()
         keys = Keys(stopping, interval_s)
         if once:
             await _pause(stopping, interval_s)
-            after = await coordinator.get("/v1/pipeline", SHOWN)
-            figures = rates(before, after)
-            picture = frame(coordinator.url, after, figures, console.width)
+            after = await coordinator.get("/v1/pipeline", shown)
+            figures, picture = _looked(coordinator.url, before, after, time.monotonic() - looked_s, console.width)
             click.echo(json.dumps(figures)) if as_json else console.print(picture)
             return
-        first = frame(coordinator.url, before, rates(before, before), console.width)
+        _, first = _looked(coordinator.url, before, before, 1.0, console.width)
         with reading_keys(keys), Live(first, console=console, screen=True) as live:
             while not stopping.is_set():
                 await _pause(stopping, keys.interval_s)
                 if keys.is_held:
                     continue
                 try:
-                    after = await coordinator.get("/v1/pipeline", SHOWN)
+                    after = await coordinator.get("/v1/pipeline", shown)
                 except RelaylineError as error:
                     live.update(Text(error.message, style="red"))
                     continue
-                picture = frame(coordinator.url, after, rates(before, after), console.width)
+                now_s = time.monotonic()
+                _, picture = _looked(coordinator.url, before, after, now_s - looked_s, console.width)
                 live.update(Group(picture, Text(f"\n{keys.told}", style="dim")))
-                before = after
+                before, looked_s = after, now_s
+
+
+def _looked(
+    url: str, before: dict[str, Any], after: dict[str, Any], elapsed_s: float, width: int
+) -> tuple[dict[str, Any], Group]:
+    """Return the figures and the picture of what was looked at twice: a pipeline, or a gateway before several."""
+    if is_gateway(after):
+        figures = figures_of(before, after, elapsed_s)
+        return figures, gateway_frame(url, figures)
+    figures = rates(before, after)
+    return figures, frame(url, after, figures, width)
 
 
 class Keys:

@@ -1,4 +1,5 @@
-"""Lines for those who look at a running pipeline: about a faster cut, and about stages that hold no layers."""
+"""Lines for those who look at a running pipeline: about a faster cut, stages that hold no layers, and what is
+behind a gateway."""
 
 from __future__ import annotations
 
@@ -31,6 +32,18 @@ def idle_line(described: dict[str, Any]) -> str:
         if stage.get("takeover_in_s") is not None
     ]
     return "; ".join(parts)
+
+
+def gateway_lines(pipelines: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each pipeline behind a gateway: how it is, what it serves and has to do, and where it is."""
+    width = max((len(each["name"]) for each in pipelines), default=0)
+    lines = []
+    for each in pipelines:
+        serves = f"serves {', '.join(each['models'])}, " if each["models"] else ""
+        why = f" ({each['problem']})" if each["problem"] else ""
+        n_requests = f"{each['running'] + each['others']} running"
+        lines.append(f"{each['name']:<{width}}  {each['phase']}{why}  {serves}{n_requests}, {each['url']}")
+    return lines
 
 
 def _when(wait_s: float) -> str:

@@ -63,6 +63,14 @@ class Board:
         """Take one more process."""
         self._store(processes=(*self.state.processes, record))
 
+    def remove(self, name: str) -> None:
+        """Forget a process, if it is known."""
+        self._store(processes=tuple(record for record in self.state.processes if record.name != name))
+
+    def failed(self) -> frozenset[str]:
+        """Return the names of the processes that are not started again."""
+        return frozenset(record.name for record in self.state.processes if record.state is HostState.FAILED)
+
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Enter a phase."""
         self._store(phase=phase, reason=reason)

@@ -128,6 +128,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "stages": [_held(stage) for stage in live["stages"]] if live is not None else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
         "problem": problem,
+        "pipelines": live.get("pipelines") if live is not None else None,
         "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],
     }
 

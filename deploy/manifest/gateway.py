@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from relayline.wire.common.errors import UsageError
 KIND = "Gateway"
 PIPELINES_MAX = 64
 NAME_CHARS_MAX = 30  # of a pipeline: behind the gateway's own it names what `up` starts
+_PATHS = frozenset({"manifest", "keyFile", "caFile", "certFile", "apiKeysFile"})
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_length=1_000)]
 
 
@@ -165,6 +167,20 @@ def load_gateway(path: Path) -> GatewayManifest:
     with path.open("rb") as file:
         data = file.read(TEXT_BYTES_MAX + 1)
     return parse_kind(data, str(path), GatewayManifest, KIND).with_directory(path.absolute().parent)
+
+
+def write_gateway(manifest: GatewayManifest, path: Path) -> None:
+    """Write a gateway's manifest with every path in full, so that it can be read from there. Raises OSError."""
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec = data["spec"]
+    parts = [spec, spec.get("http", {}).get("tls", {}), *spec["pipelines"]]
+    parts += [replica for entry in spec["pipelines"] for replica in entry.get("replicas", ())]
+    for part in parts:
+        for key in _PATHS & part.keys():
+            part[key] = str(manifest.resolve(part[key]))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    partial.replace(path)
 
 
 def is_gateway(path: Path) -> bool:

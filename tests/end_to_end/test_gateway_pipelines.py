@@ -33,6 +33,16 @@ spec:
     - {name: chat, manifest: chat.yaml, replicas: [{stages: [{name: other}]}]}
 """
 
+CHANGED = """apiVersion: relayline.dev/v1alpha1
+kind: Gateway
+metadata: {name: house}
+spec:
+  http: {port: 0}
+  pipelines:
+    - {name: chat, manifest: chat.yaml}
+    - {name: bad, manifest: bad.yaml}
+"""
+
 PIECES = 100  # of an answer, more than can be under way when its pipeline is killed
 
 
@@ -67,6 +77,28 @@ async def stream(
         return answer.headers[PIPELINE_HEADER], False
 
 
+async def changed_while_serving(session: aiohttp.ClientSession, model: str, directory: Path, state: Path) -> None:
+    """`up` again: a replica is taken away amid its answer, and a pipeline is added that cannot start."""
+    (directory / "house.yaml").write_text(CHANGED)
+    (directory / "bad.yaml").write_text(PIPELINE.format(model=directory / "none.gguf"))
+    again = ("up", directory / "house.yaml", "--state-dir", state)
+    dry = await asyncio.to_thread(relayline, *again, "--dry-run")
+    assert "pipelines[chat-2]: gets no more requests" in dry.stdout
+    assert "pipelines[bad]: is added, from" in dry.stdout
+    body = {"model": model, "prompt": "def f", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    async with session.post("/pipelines/chat-2/v1/completions", json=body) as answer:
+        raw = await answer.content.readany()
+        applying = asyncio.create_task(asyncio.to_thread(relayline, *again, timeout_s=150))
+        raw += await answer.content.read()
+    assert raw.endswith(b"data: [DONE]\n\n"), "no answer is lost"
+    assert b'"completion_tokens":400' in raw
+    done = await applying
+    assert done.returncode == 1
+    assert "none.gguf: no such file. The other pipelines serve; mend it and run `up` again" in done.stderr
+    await asked(session, model, "Still here?")
+
+
 async def test_replicas_share_a_model_keep_its_chats_and_survive_each_other(tmp_path: Path) -> None:
     (tmp_path / "chat.yaml").write_text(PIPELINE.format(model=DEMO))
     (tmp_path / "house.yaml").write_text(HOUSE)
@@ -94,9 +126,13 @@ async def test_replicas_share_a_model_keep_its_chats_and_survive_each_other(tmp_
             assert all(goes_on == (name == "chat-2") for name, goes_on in found)
             await asked(session, model, "And now?")  # whoever lives answers
             await until(session, chat="ready")  # its own `up` has started it again
+            await changed_while_serving(session, model, tmp_path, state)
         done = relayline("status", "--state-dir", state, "--json")
         (house,) = json.loads(done.stdout)
         assert [(each["name"], each["state"]) for each in house["processes"]] == [
             ("house-chat", "ready"),
-            ("house-chat-2", "ready"),
+            ("house-bad", "failed"),
         ]
+        assert [each["name"] for each in house["pipelines"]] == ["chat"]
+        seen = json.loads(relayline("top", "--once", "--json", "--interval", "0.2", "--url", url).stdout)
+        assert [(each["name"], each["phase"]) for each in seen["pipelines"]] == [("chat", "ready")]

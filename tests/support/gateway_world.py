@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from relayline.coordinator.gateway.links import BackendConfig
-from relayline.coordinator.gateway.serve import GatewayConfig, serving_gateway
+from relayline.coordinator.gateway.serve import GatewayConfig, ServedGateway, serving_gateway
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
@@ -85,10 +85,19 @@ async def pipelines(tokenizer: Tokenizer, *models: str, keys: Path | None = None
 @contextlib.asynccontextmanager
 async def gateway(served: list[Pipeline], key: str = "", **config: object) -> AsyncIterator[aiohttp.ClientSession]:
     """A gateway before pipelines, and a client of it."""
+    async with changing_gateway(served, key, **config) as (session, _):
+        yield session
+
+
+@contextlib.asynccontextmanager
+async def changing_gateway(
+    served: list[Pipeline], key: str = "", **config: object
+) -> AsyncIterator[tuple[aiohttp.ClientSession, ServedGateway]]:
+    """A client of a gateway, and the gateway as its process changes it."""
     backends = tuple(BackendConfig(each.name, each.url, key) for each in served)
     settings = GatewayConfig(backends, port=0, **config)
-    async with serving_gateway(settings) as url, aiohttp.ClientSession(url) as session:
-        yield session
+    async with serving_gateway(settings) as whole, aiohttp.ClientSession(whole.url) as session:
+        yield session, whole
 
 
 async def until(session: aiohttp.ClientSession, **phases: str) -> None:

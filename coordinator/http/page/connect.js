@@ -1,6 +1,6 @@
 // Ready settings for the tools that speak to an OpenAI-compatible server.
 
-import { codeBlock, h } from "./dom.js";
+import { codeBlock, h, home } from "./dom.js";
 import { feed } from "./feed.js";
 
 const KEY = "YOUR-KEY"; // where the server demands none, tools still want some text here
@@ -45,7 +45,7 @@ export function connectView() {
   return {
     element: h("section", null, h(".head", null, h("h2", null, "Connect your tool"), h("p", null, "The address is the one that this page came from; replace the key, or leave it where the server asks for none.")), list),
     update() {
-      const base = `${location.origin}/v1`;
+      const base = `${location.origin}${home}v1`;
       const model = feed.facts.model_id || "MODEL";
       if (shown === base + model) return;
       shown = base + model;

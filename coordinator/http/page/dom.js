@@ -135,6 +135,9 @@ export class ApiError extends Error {
 const kept = document.getElementById("frozen");
 export const frozen = kept ? JSON.parse(kept.textContent) : null;
 
+// Behind a gateway the page is below /pipelines/NAME/, and so is all that it asks for.
+export const home = location.pathname.replace(/[^/]*$/, "");
+
 export async function ask(path, given = {}) {
   if (frozen) {
     const answer = frozen.answers[frozen.aliases[path] || path];
@@ -143,7 +146,7 @@ export async function ask(path, given = {}) {
   }
   const headers = { ...(given.body ? { "Content-Type": "application/json" } : {}) };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
-  const reply = await fetch(path, { ...given, headers, cache: "no-store", credentials: "omit" });
+  const reply = await fetch(home + path.slice(1), { ...given, headers, cache: "no-store", credentials: "omit" });
   if (reply.ok) return reply;
   let told = null;
   try {

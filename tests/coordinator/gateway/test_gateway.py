@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,21 @@ async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenize
                 assert answer.status == status, path
                 if path.startswith("/pipelines/b"):
                     assert answer.headers[PIPELINE_HEADER] == "b"
+        browser = {"Accept": "text/html"}
+        async with session.get("/", headers=browser) as answer:
+            html = await answer.text()
+            assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+        assert ['<a href="/pipelines/a/">a</a>' in html, '<a href="/pipelines/b/">b</a>' in html] == [True, True]
+        for path in re.findall(r'href="(/[^"]*)"', html):
+            async with session.get(path, headers=browser) as answer:
+                assert answer.status == 200, path
+        async with session.get("/pipelines/b", headers=browser) as answer:
+            assert (answer.url.path, answer.headers[PIPELINE_HEADER]) == ("/pipelines/b/", "b")
+            inner = re.findall(r'(?:href|src)="(page/[^"]*)"', await answer.text())
+        assert len(inner) == 3
+        for path in inner:
+            async with session.get(f"/pipelines/b/{path}") as answer:
+                assert (answer.status, answer.headers[PIPELINE_HEADER]) == (200, "b"), path
         status, _, _ = await asked(session, "/tokenize", {"prompt": "hi", "model": "chat"})
         assert status == 200
         async with session.get("/v1/pipeline/targets") as answer:
@@ -344,7 +360,11 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
     async with pipelines(tokenizer, "chat", keys=theirs) as served:
         async with gateway(served, key=OTHER_KEY, api_keys_file=own, protect_metrics=True) as session:
             assert (await asked(session, "/v1/chat/completions", chat()))[0] == 401
-            async with session.get("/metrics") as answer:
+            for path, expected in (("/metrics", 401), ("/pipelines/a/v1/models", 401), ("/", 200),
+                                   ("/pipelines/a/", 200), ("/pipelines/a/page/main.js", 200)):  # fmt: skip
+                async with session.get(path, headers={"Accept": "text/html"}) as answer:
+                    assert answer.status == expected, path
+            async with session.post("/pipelines/a/") as answer:
                 assert answer.status == 401
             assert (await asked(session, "/v1/chat/completions", chat(), headers=bearer))[0] == 200
             assert (await asked(session, "/v1/chat/completions", chat(), headers={"X-Api-Key": KEY}))[0] == 200

@@ -1,0 +1,54 @@
+"""The picture of a gateway for `relayline top`: one line for each pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+SHOWN = ("kind", "phase", "pipelines")  # of a gateway's GET /v1/pipeline
+COLUMNS = ("pipeline", "state", "models", "running", "of others", "lanes", "to do", "sent/s", "where")
+
+
+def is_gateway(described: dict[str, Any]) -> bool:
+    """Return whether an answer of GET /v1/pipeline is a gateway's."""
+    return described.get("kind") == "gateway"
+
+
+def figures_of(before: dict[str, Any], after: dict[str, Any], elapsed_s: float) -> dict[str, Any]:
+    """Return the figures of a gateway between two of its answers. Pure."""
+    sent = {each["name"]: each["sent"] for each in before["pipelines"]}
+    pipelines = [
+        {
+            **each,
+            # One that was replaced counts from zero again.
+            "sent_per_s": round(max(0, each["sent"] - sent.get(each["name"], each["sent"])) / max(elapsed_s, 1e-9), 2),
+        }
+        for each in after["pipelines"]
+    ]
+    return {"phase": after["phase"], "running": after["running"], "pipelines": pipelines}
+
+
+def gateway_frame(url: str, figures: dict[str, Any]) -> Group:
+    """Return one picture of a gateway."""
+    n_ready = sum(each["phase"] == "ready" for each in figures["pipelines"])
+    head = Text.from_markup(
+        f"[bold]gateway[/bold]  {escape(url)}  {escape(figures['phase'])}\n"
+        f"[bold]{figures['running']} running[/bold], {n_ready} of {len(figures['pipelines'])} pipelines ready\n"
+    )
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in COLUMNS:
+        is_text = name in ("pipeline", "state", "models", "where")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for each in figures["pipelines"]:
+        table.add_row(*map(escape, _cells(each)))
+    return Group(head, table)
+
+
+def _cells(each: dict[str, Any]) -> list[str]:
+    state = f"{each['phase']}: {each['problem']}" if each["problem"] else each["phase"]
+    counts = (each["running"], each["others"], each["lanes"], each["work_tokens"], each["sent_per_s"])
+    return [each["name"], state, ", ".join(each["models"]), *(f"{count:g}" for count in counts), each["url"]]

@@ -1,0 +1,86 @@
+"""The differences between the manifest of a gateway that serves and another one, and what they change. Pure but for
+`join_ports`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from relayline.deploy.launch.gateway_plan import Started
+from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest.gateway import GatewayManifest, Member
+from relayline.wire.common.errors import RelaylineError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatewayDifference:
+    """All that differs."""
+
+    added: tuple[Member, ...]
+    removed: tuple[Member, ...]
+    changed: tuple[Member, ...]
+    """As they are to be: what runs under these names ends, and these begin."""
+    staying: tuple[Member, ...]
+    others: tuple[str, ...]
+    """Fields of the gateway itself; they take a restart."""
+    is_reordered: bool
+    """Whether the order of preference differs."""
+
+    @property
+    def changes_members(self) -> bool:
+        """Whether something changes that can change while the gateway serves."""
+        return bool(self.added or self.removed or self.changed or self.is_reordered)
+
+    @property
+    def words(self) -> str:
+        """One line for a log."""
+        parts = (("added", self.added), ("removed", self.removed), ("changed", self.changed))
+        said = [f"{word} {', '.join(member.name for member in members)}" for word, members in parts if members]
+        return "; ".join(said) or "another order"
+
+
+def difference(running: GatewayManifest, wanted: GatewayManifest, failed: Collection[str] = ()) -> GatewayDifference:
+    """Compare two manifests of one gateway. `failed`: members of the first one that are not behind it after all."""
+    old = {member.name: member for member in running.members() if f"{running.name}-{member.name}" not in failed}
+    new = {member.name: member for member in wanted.members()}
+    both = [name for name in new if name in old]
+    changed = [name for name in both if _facts(running, old[name]) != _facts(wanted, new[name])]
+    before, after = _own(running), _own(wanted)
+    return GatewayDifference(
+        tuple(member for name, member in new.items() if name not in old),
+        tuple(member for name, member in old.items() if name not in new),
+        tuple(new[name] for name in changed),
+        tuple(new[name] for name in both if name not in changed),
+        tuple(key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)),
+        both != [name for name in old if name in new],
+    )
+
+
+def _facts(manifest: GatewayManifest, member: Member) -> tuple[Any, ...]:
+    place = member.place
+    files = [manifest.resolve(path) if path is not None else None for path in (place.key_file, place.ca_file)]
+    stages = None if member.stages is None else [stage.model_dump(mode="json") for stage in member.stages]
+    return place.url, files, member.manifest, stages
+
+
+def _own(manifest: GatewayManifest) -> dict[str, Any]:
+    """Return what the manifest says of the gateway itself, with paths in full."""
+    spec = manifest.spec
+    said = {f"http.{key}": value for key, value in spec.http.model_dump(mode="json", by_alias=True).items()}
+    if spec.http.tls is not None:
+        said["http.tls"] = [str(manifest.resolve(path)) for path in (spec.http.tls.cert_file, spec.http.tls.key_file)]
+    said["apiKeysFile"] = None if spec.api_keys_file is None else str(manifest.resolve(spec.api_keys_file))
+    return said | {"allowHosts": list(spec.allow_hosts)}
+
+
+def join_ports(started: Started, members: Iterable[str]) -> set[int]:
+    """Return the ports at which stages join the pipelines that run for a gateway."""
+    ports = set()
+    for name in members:
+        try:
+            ports.add(load_manifest(started.state_of(name).manifest).join_port)
+        except (OSError, RelaylineError):
+            continue  # it has not begun yet
+    return ports

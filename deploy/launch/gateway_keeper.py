@@ -1,0 +1,255 @@
+"""Keeps the pipelines of one gateway alive, and the gateway itself in this process; changes them while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
+from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
+from relayline.deploy.launch.board import Board
+from relayline.deploy.launch.child import Child
+from relayline.deploy.launch.gateway_change import difference, join_ports
+from relayline.deploy.launch.gateway_plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
+from relayline.deploy.launch.log_files import LogWriter
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
+from relayline.deploy.launch.supervisor import COORDINATOR_STOP_TIMEOUT_S, STAGE_STOP_TIMEOUT_S, Emit
+from relayline.deploy.manifest.gateway import load_gateway, write_gateway
+from relayline.wire.common.errors import RelaylineError, StartError
+from relayline.wire.common.logs import PRINTED
+from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.process import first_of
+from relayline.wire.common.tasks import end_task
+
+log = logging.getLogger("relayline.up")
+
+STOP_TIMEOUT_S = COORDINATOR_STOP_TIMEOUT_S + 2 * STAGE_STOP_TIMEOUT_S  # of a whole pipeline: its drain, its stages
+
+Echo = Callable[[str, str], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """One pipeline that is kept alive."""
+
+    child: Child
+    first: asyncio.Future[dict[str, Any]]
+    """Done when it serves for the first time."""
+    ends_all: bool
+    """Whether the gateway ends where this one never serves."""
+    is_ending: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class Keeper:
+    """One gateway. Event loop only."""
+
+    def __init__(self, plan: GatewayPlan, directory: StateDir, emit: Emit, echo: Echo | None) -> None:
+        self._plan, self._directory, self._emit, self._echo = plan, directory, emit, echo
+        me = identify(os.getpid())
+        assert me is not None, "this process runs"
+        self.board = Board(directory, plan.name, str(plan.source), me, tuple(map(_record, plan.pipelines)))
+        self._kept: dict[str, _Kept] = {}  # by the pipeline's own name
+        self._stopping, self._asked = asyncio.Event(), asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping`."""
+        reason, stop = "", asyncio.ensure_future(stopping.wait())
+        asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, self._asked.set)
+        try:
+            async with serving_gateway(self._plan.config) as served:
+                self.board.set_addresses(served.url, "")
+                ready = asyncio.gather(*(self._begin(each, ends_all=True) for each in self._plan.pipelines))
+                await first_of(ready, self._failed, stop)
+                if not (self._failed.done() or stop.done()):
+                    self._ready(served.url, ready.result())
+                    changing = asyncio.create_task(self._change_when_asked(served))
+                    await first_of(self._failed, stop)
+                    await end_task(changing)
+                ready.cancel()
+                self._stopping.set()
+                self.board.set_phase(Phase.DRAINING)
+                if self._failed.done():
+                    self._failed.result()
+        except StartError as error:
+            reason = error.message
+            raise
+        finally:
+            self._stopping.set()
+            stop.cancel()
+            await asyncio.gather(*(self._end(kept) for kept in self._kept.values()))
+            for record in self.board.state.processes:
+                self.board.set_process(record.name, state=HostState.STOPPED, pid=0, start_ticks=0)
+            self.board.set_phase(Phase.FAILED if reason else Phase.STOPPED, reason)
+
+    def _ready(self, url: str, events: Sequence[dict[str, Any]]) -> None:
+        self.board.set_phase(Phase.READY)
+        models = list(dict.fromkeys(event["model"] for event in events))
+        needs_key = self._plan.config.api_keys_file is not None
+        facts = {"event": "ready", "role": "gateway", "url": url, "models": models, "needs_key": needs_key}
+        if models:
+            facts |= {"model": models[0], "chat": events[0].get("chat", True)}
+        self._emit(facts)
+        log.info("ready: %s", url, extra=PRINTED)
+
+    # --- changes while it serves --------------------------------------------------------------------------------------
+
+    async def _change_when_asked(self, served: ServedGateway) -> None:
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            try:
+                await self._change(served)
+            except (RelaylineError, OSError) as error:
+                log.warning("the gateway was not changed: %s", error)
+            finally:
+                self._directory.more.unlink(missing_ok=True)  # whoever asked waits for that
+
+    async def _change(self, served: ServedGateway) -> None:
+        """Bring the gateway to the state of the manifest that was left for it. Raises as `plan_members`."""
+        wanted = load_gateway(self._directory.more)
+        differs = difference(self._plan.manifest, wanted, self.board.failed())
+        plan = dataclasses.replace(self._plan, manifest=wanted)
+        started, new = self._plan.started, [*differs.added, *differs.changed]
+        planned = await asyncio.to_thread(plan_members, wanted, started, new, join_ports(started, self._kept))
+        for each in planned:
+            if each.local is not None and not self.board.has(each.local.name):
+                self.board.add(_record(each.local))
+        self._plan = plan
+        write_gateway(wanted, self._directory.manifest)
+        log.info("the gateway changes: %s", differs.words)
+        removing = (self._remove(served, member.name) for member in differs.removed)
+        await asyncio.gather(*(self._renew(served, each) for each in planned), *removing)
+        served.arrange([member.name for member in wanted.members()])
+
+    async def _renew(self, served: ServedGateway, planned: MemberPlan) -> None:
+        """Take a pipeline behind the gateway, in the place of one of the same name if there is one."""
+        name = planned.backend.name
+        await served.add(planned.backend)
+        await self._retire(served, name)
+        if planned.local is None:
+            self.board.remove(self._record_name(name))
+            return
+        with contextlib.suppress(StartError):  # the board says why
+            await self._begin(planned.local, ends_all=False)
+            return
+        served.leave(name)
+        await self._retire(served, name, is_failed=True)
+
+    async def _remove(self, served: ServedGateway, name: str) -> None:
+        served.leave(name)
+        await self._retire(served, name)
+        self.board.remove(self._record_name(name))
+
+    async def _retire(self, served: ServedGateway, name: str, *, is_failed: bool = False) -> None:
+        """Let what leaves end its requests, then end it."""
+        await served.forget_leaving(name)
+        if (kept := self._kept.pop(name, None)) is not None:
+            await self._end(kept)
+            if not is_failed:
+                self.board.set_process(kept.child.name, state=HostState.STOPPED, pid=0, start_ticks=0)
+
+    def _record_name(self, member: str) -> str:
+        return f"{self._plan.name}-{member}"
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, pipeline: LocalPipeline, *, ends_all: bool) -> asyncio.Future[dict[str, Any]]:
+        """Start a pipeline and keep it alive; the future is done when it serves for the first time, or cannot."""
+        kept = _Kept(self._child(pipeline), asyncio.get_running_loop().create_future(), ends_all)
+        self._kept[pipeline.member] = kept
+        kept.task = asyncio.create_task(self._guarded(kept))
+        return kept.first
+
+    async def _end(self, kept: _Kept) -> None:
+        kept.is_ending = True
+        await kept.child.stop(STOP_TIMEOUT_S)
+        if kept.task is not None:
+            await asyncio.wait({kept.task})
+
+    def _child(self, pipeline: LocalPipeline) -> Child:
+        writer = LogWriter(self._directory.log(pipeline.name))
+
+        def on_line(_: str, text: str) -> None:
+            writer.write(text)
+            if self._echo is not None:
+                self._echo(pipeline.name, text)
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "remote":
+                self._emit(event)
+            writer.write(json.dumps(event))
+
+        return Child(pipeline.name, pipeline.arguments, on_line, on_event)
+
+    async def _guarded(self, kept: _Kept) -> None:
+        try:
+            await self._keep(kept)
+        except OSError as error:
+            self._give_up(kept, f"a process cannot be started: {error}")
+
+    async def _keep(self, kept: _Kept) -> None:
+        """Start a pipeline, and again when it ends."""
+        child, history = kept.child, RestartHistory(RestartPolicy())
+        loop = asyncio.get_running_loop()
+        while not (self._stopping.is_set() or kept.is_ending):
+            await child.start()
+            process = identify(child.pid)
+            ticks = process.start_ticks if process is not None else 0
+            self.board.set_process(
+                child.name, state=HostState.STARTING, pid=child.pid if ticks else 0, start_ticks=ticks, detail=""
+            )
+            began_s = 0.0
+            with contextlib.suppress(StartError):
+                event = await asyncio.shield(child.ready)
+                began_s = loop.time()
+                self._serves(kept, event)
+            await child.exited.wait()
+            if self._stopping.is_set() or kept.is_ending:
+                return
+            cause = child.cause_of_death()
+            ready_for_s = loop.time() - began_s if began_s else 0.0
+            delay_s = history.died(ready_for_s, child.exit_code) if kept.first.done() else None
+            if delay_s is None:
+                self._give_up(kept, history.given_up(cause) if kept.first.done() else cause)
+                return
+            n_restarts = self.board[child.name].n_restarts + 1
+            self.board.set_process(
+                child.name, state=HostState.RESTARTING, pid=0, start_ticks=0, detail=cause, n_restarts=n_restarts
+            )
+            log.warning("%s; starting it again in %.1f s", cause, delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._stopping.wait()
+
+    def _serves(self, kept: _Kept, event: dict[str, Any]) -> None:
+        child = kept.child
+        self.board.set_process(child.name, state=HostState.READY, address=event["url"], detail="")
+        self._emit({"event": "process", "name": child.name, "role": "pipeline", "pid": child.pid,
+                    "address": event["url"], "restarts": self.board[child.name].n_restarts})  # fmt: skip
+        if not kept.first.done():
+            kept.first.set_result(event)
+
+    def _give_up(self, kept: _Kept, reason: str) -> None:
+        """A pipeline cannot be kept alive. One that came while others serve leaves these alone."""
+        if not kept.ends_all and not kept.first.done():
+            log.warning("%s", reason)
+            self.board.set_process(kept.child.name, state=HostState.FAILED, pid=0, start_ticks=0, detail=reason)
+            kept.first.set_exception(StartError(reason))
+            kept.first.exception()
+            return
+        if not self._failed.done():
+            self._failed.set_exception(StartError(reason))
+            self._failed.exception()
+
+
+def _record(pipeline: LocalPipeline) -> ProcessRecord:
+    return ProcessRecord(pipeline.name, "pipeline", "localhost", HostState.WAITING)

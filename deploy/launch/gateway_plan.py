@@ -1,0 +1,177 @@
+"""What `relayline up` of a gateway's manifest starts: each pipeline as an `up` of its own, and the address before them.
+
+Nothing is started here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import socket
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from relayline.coordinator.gateway.links import BackendConfig
+from relayline.coordinator.gateway.serve import GatewayConfig
+from relayline.deploy.launch.control import first_key
+from relayline.deploy.launch.ports import LOCALHOST
+from relayline.deploy.launch.state import StateDir
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.gateway import GatewayManifest, Member
+from relayline.deploy.manifest.model import ENROL_PORT, JOIN_PORT
+from relayline.wire.common.errors import UsageError
+from relayline.wire.links.security import address_of
+
+PORTS_APART = 100  # join ports of two pipelines whose stages are on other hosts, where the manifests name none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalPipeline:
+    """One pipeline that is started here."""
+
+    name: str
+    """Of the process, the pipeline and its state: the gateway's name, then its own."""
+    member: str
+    """Its own name."""
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started:
+    """How one gateway is started: the same for all that it has."""
+
+    name: str
+    state_dir: Path
+    """Where its state is kept."""
+    log_flags: tuple[str, ...] = ()
+    """Passed on to every process."""
+
+    def state_of(self, member: str) -> StateDir:
+        """Return the state of a pipeline that is started for it."""
+        return StateDir((self.state_dir / "pipelines" / member).absolute())
+
+    def flags_of(self, member: str) -> tuple[str, ...]:
+        """Return the flags of that pipeline's `up` besides those of its manifest."""
+        return ("--name", f"{self.name}-{member}", "--state-dir", str(self.state_of(member).path), *self.log_flags)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatewayPlan:
+    """What `up` starts for a gateway."""
+
+    source: Path
+    config: GatewayConfig
+    pipelines: tuple[LocalPipeline, ...]
+    manifest: GatewayManifest
+    started: Started
+
+    @property
+    def name(self) -> str:
+        """Name under which it runs."""
+        return self.started.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemberPlan:
+    """One pipeline behind a gateway: where it answers, and what starts it, if that is to be done here."""
+
+    backend: BackendConfig
+    local: LocalPipeline | None = None
+
+
+def plan_gateway(
+    manifest: GatewayManifest, source: Path, name: str, state_dir: Path, log_flags: Sequence[str] = ()
+) -> GatewayPlan:
+    """Return what is to be started under this name.
+
+    Raises UsageError for manifests and files that cannot be used, OSError for those that cannot be read.
+    """
+    started = Started(name, state_dir, tuple(log_flags))
+    planned = plan_members(manifest, started, manifest.members())
+    config = _config_of(manifest, tuple(each.backend for each in planned))
+    pipelines = tuple(each.local for each in planned if each.local is not None)
+    return GatewayPlan(source, config, pipelines, manifest, started)
+
+
+def plan_members(
+    manifest: GatewayManifest, started: Started, members: Sequence[Member], taken: Collection[int] = ()
+) -> list[MemberPlan]:
+    """Return what is to be done for these members of a gateway. `taken`: join ports of those that run already.
+
+    Raises as `plan_gateway`.
+    """
+    planned, held = [], set(taken)
+    for member in members:
+        if member.manifest is None:
+            planned.append(MemberPlan(_elsewhere(manifest, member)))
+            continue
+        inner = load_manifest(member.manifest)
+        port = _free_port()
+        changes = _changes(inner, member, held)
+        held.add(changes.get("coordinator.joinPort", 0))
+        http = address_of(LOCALHOST, port)
+        arguments = ("up", str(member.manifest.absolute()), *started.flags_of(member.name), "--http", http, "--change",
+                     json.dumps(changes), "--json", "--exit-with-stdin")  # fmt: skip
+        backend = BackendConfig(member.name, f"http://{http}", _key_of(inner))
+        planned.append(MemberPlan(backend, LocalPipeline(f"{started.name}-{member.name}", member.name, arguments)))
+    return planned
+
+
+def _config_of(manifest: GatewayManifest, backends: tuple[BackendConfig, ...]) -> GatewayConfig:
+    spec = manifest.spec
+    tls = spec.http.tls
+    return GatewayConfig(
+        backends,
+        spec.http.host,
+        spec.http.port,
+        manifest.resolve(spec.api_keys_file) if spec.api_keys_file is not None else None,
+        (manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file)) if tls is not None else None,
+        spec.allow_hosts,
+    )
+
+
+def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:
+    place = member.place
+    assert place.url is not None
+    key = _read_key(manifest.resolve(place.key_file)) if place.key_file is not None else ""
+    ca_file = str(manifest.resolve(place.ca_file)) if place.ca_file is not None else ""
+    return BackendConfig(member.name, place.url.rstrip("/").removesuffix("/v1"), key, ca_file)
+
+
+def _changes(inner: Manifest, member: Member, taken: Collection[int]) -> dict[str, Any]:
+    """Return what is different in a pipeline behind a gateway: its stages, and what only one of them can have."""
+    changes: dict[str, Any] = {"coordinator.http.tls": None}
+    if member.stages is not None:
+        changes["stages"] = stages_of(member)
+    is_apart = member.stages is not None or not inner.all_local
+    coordinator = inner.spec.coordinator
+    if is_apart and not (coordinator.join_port or coordinator.enrol_port):
+        n_apart = next(n for n in itertools.count() if JOIN_PORT + n * PORTS_APART not in taken)
+        changes["coordinator.joinPort"] = JOIN_PORT + n_apart * PORTS_APART
+        changes["coordinator.enrolPort"] = ENROL_PORT + n_apart * PORTS_APART
+    return changes
+
+
+def stages_of(member: Member) -> list[dict[str, Any]]:
+    """Return a replica's own stages as its manifest would have them."""
+    return [stage.model_dump(mode="json", by_alias=True, exclude_unset=True) for stage in member.stages or ()]
+
+
+def _key_of(inner: Manifest) -> str:
+    path = inner.spec.coordinator.api_keys_file
+    return _read_key(inner.resolve(path)) if path is not None else ""
+
+
+def _read_key(path: Path) -> str:
+    try:
+        return first_key(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"API key file {path} cannot be read: {getattr(error, 'strerror', error)}") from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOCALHOST, 0))
+        return int(probe.getsockname()[1])

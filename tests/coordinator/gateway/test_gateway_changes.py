@@ -1,0 +1,163 @@
+"""What is behind a gateway changes while it serves: every answer that has begun comes to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from relayline.coordinator.gateway import bounds, links, serve
+from relayline.coordinator.gateway.forward import PIPELINE_HEADER
+from relayline.coordinator.gateway.links import BackendConfig
+from relayline.coordinator.gateway.router import Heard, Router
+from relayline.coordinator.sessions.generation import GenerationRequest
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import UsageError
+from tests.support.gateway_world import Pipeline, changing_gateway, pipelines, until
+from tests.support.http_support import WAIT_S, Gate, Step, tokens
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@pytest.fixture(autouse=True)
+async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(links, "POLL_S", 0.02)
+    async with asyncio.timeout(WAIT_S):
+        yield
+
+
+def config(pipeline: Pipeline, name: str = "") -> BackendConfig:
+    return BackendConfig(name or pipeline.name, pipeline.url)
+
+
+async def asked(session: aiohttp.ClientSession, model: str, text: str = "hi") -> tuple[int, str, dict[str, Any]]:
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_completion_tokens": 5}
+    async with session.post("/v1/chat/completions", json=body) as answer:
+        return answer.status, answer.headers.get(PIPELINE_HEADER, ""), await answer.json()
+
+
+async def names_of(session: aiohttp.ClientSession) -> list[str]:
+    async with session.get("/v1/pipeline") as answer:
+        return [each["name"] for each in (await answer.json())["pipelines"]]
+
+
+def held(gate: Gate) -> Any:
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        yield from tokens(request, b"he", ends=False)
+        yield gate
+        yield from tokens(request, b"llo")
+
+    return script
+
+
+async def test_a_pipeline_that_leaves_ends_its_answers_and_gets_no_more(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served) as (session, whole):
+        gate = Gate()
+        served[0].generator.script = held(gate)
+        running = asyncio.create_task(asked(session, "chat"))
+        await served[0].generator.streams_opened.wait()
+        whole.leave("a")
+        leaving = asyncio.create_task(whole.forget_leaving("a"))
+        for at in range(4):
+            assert (await asked(session, "chat", f"{at}"))[:2] == (200, "b")
+        assert await names_of(session) == ["a", "b"], "it is not gone yet"
+        assert not leaving.done()
+        async with session.get("/pipelines/a/v1/models") as answer:
+            assert answer.status == 404
+        gate.opened.set()
+        status, name, answer_body = await running
+        assert (status, name) == (200, "a")
+        assert answer_body["choices"][0]["message"]["content"] == "hello", "no answer is lost"
+        await leaving
+        assert await names_of(session) == ["b"]
+
+
+async def test_a_model_comes_and_goes_while_others_are_asked(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "small") as served, changing_gateway(served[:1]) as (session, whole):
+        assert (await asked(session, "small"))[0] == 404
+        await whole.add(config(served[1]))
+        assert (await asked(session, "small"))[:2] == (200, "b")
+        async with session.get("/v1/models") as answer:
+            assert [card["id"] for card in (await answer.json())["data"]] == ["chat", "small"]
+        whole.arrange(["b", "a"])
+        assert await names_of(session) == ["b", "a"]
+        body = {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5}
+        async with session.post("/v1/chat/completions", json=body) as answer:
+            assert answer.headers[PIPELINE_HEADER] == "b", "the first one's model is meant without a name"
+        whole.leave("b")
+        await whole.forget_leaving("b")
+        assert (await asked(session, "small"))[0] == 404
+        assert (await asked(session, "chat"))[:2] == (200, "a")
+        async with session.get("/metrics") as answer:
+            assert 'pipeline="b"' not in await answer.text()
+
+
+async def test_a_pipeline_takes_the_name_of_another(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served[:1]) as (session, whole):
+        gate = Gate()
+        served[0].generator.script = held(gate)
+        running = asyncio.create_task(asked(session, "chat"))
+        await served[0].generator.streams_opened.wait()
+        await whole.add(config(served[1], "a"))
+        assert (await asked(session, "chat"))[:2] == (200, "a")
+        assert len(served[1].generator.requests) == 1, "the new one has answered"
+        gate.opened.set()
+        assert (await running)[2]["choices"][0]["message"]["content"] == "hello"
+        await whole.forget_leaving("a")
+        await served[0].kill()
+        assert (await asked(session, "chat"))[:2] == (200, "a")
+
+
+async def test_one_that_is_replaced_is_no_unknown_model_meanwhile(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served[:1]) as (session, whole):
+        await served[1].kill()  # it is being started
+        await whole.add(config(served[1], "a"))
+        status, _, body = await asked(session, "chat")
+        assert (status, body["error"]["code"]) == (503, "not_ready")
+        await served[1].start()
+        await until(session, a="ready")
+        assert (await asked(session, "chat"))[0] == 200
+
+
+async def test_what_never_ends_is_given_up_and_too_many_are_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "LEAVE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(serve, "BACKENDS_MAX", 1)
+    async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served[:1]) as (session, whole):
+        served[0].generator.script = held(Gate())
+        running = asyncio.create_task(asked(session, "chat"))
+        await served[0].generator.streams_opened.wait()
+        with pytest.raises(UsageError, match="has 1 pipelines at most"):
+            await whole.add(config(served[1]))
+        whole.leave("a")
+        await whole.add(config(served[1]))
+        await whole.forget_leaving("a")
+        assert (await running)[1] == "b", "its client had been sent nothing, so another one answered"
+        with pytest.raises(UsageError, match="no certificates"):
+            await whole.add(BackendConfig("b", served[1].url, ca_file=str(tmp_path / "none.pem")))
+        assert (await asked(session, "chat"))[:2] == (200, "b"), "nothing has changed"
+    assert bounds.LEAVE_TIMEOUT_S > 0
+
+
+def test_stored_responses_of_one_that_leaves_are_looked_for_elsewhere() -> None:
+    router = Router(["a", "b"])
+    first, second = router.backends
+    for backend in router.backends:
+        backend.heard(Heard(("m",), is_ready=True), 0)
+    router.learn("resp_1", first)
+    router.learn("resp_2", second)
+    router.leave(first)
+    router.learn("resp_3", first)
+    assert router.holder("resp_1") is router.holder("resp_3") is None
+    assert router.holder("resp_2") is second
+    assert router.models() == {"m": [second]}
+    assert router.named("a") is None

@@ -1,0 +1,109 @@
+"""A gateway's manifest against the one that runs: what can change while it serves, and what takes a new start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.cli.top_gateway import figures_of
+from relayline.deploy.cli.unequal import gateway_lines
+from relayline.deploy.launch.gateway_change import GatewayDifference, difference, join_ports
+from relayline.deploy.launch.gateway_plan import Started, plan_members
+from relayline.deploy.manifest.gateway import GatewayManifest, load_gateway, write_gateway
+from relayline.deploy.manifest.load import load_manifest
+from relayline.deploy.manifest.model import JOIN_PORT
+
+HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Gateway\nmetadata: {name: house}\nspec:\n"
+PIPELINE = """apiVersion: relayline.dev/v1alpha1
+kind: Pipeline
+metadata: {name: inner}
+spec:
+  model: {path: model.gguf}
+  coordinator: {host: 10.0.0.1}
+  stages: [{name: far, host: 10.0.0.2}]
+"""
+RUNNING = """  pipelines:
+  - {name: a, manifest: inner.yaml, replicas: [{url: 'http://h:1'}]}
+  - {name: b, manifest: b.yaml}
+"""
+
+
+def manifest(directory: Path, spec: str = RUNNING) -> GatewayManifest:
+    path = directory / "house.yaml"
+    path.write_text(HEAD + spec)
+    for name in ("inner.yaml", "b.yaml"):
+        (directory / name).write_text(PIPELINE)
+    return load_gateway(path)
+
+
+def shown(differs: GatewayDifference) -> tuple[str, str]:
+    return differs.words, ",".join(differs.others)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "others"),
+    [
+        (RUNNING, "another order", ""),
+        (RUNNING + "  - {name: c, url: 'http://h:3'}\n", "added c", ""),
+        ("  pipelines: [{name: b, manifest: b.yaml}]\n", "removed a, a-2", ""),
+        (RUNNING.replace("h:1", "h:2"), "changed a-2", ""),
+        (RUNNING.replace("b.yaml", "inner.yaml"), "changed b", ""),
+        (RUNNING.replace("{url: 'http://h:1'}", "{stages: [{name: x}]}"), "changed a-2", ""),
+        (RUNNING + "  http: {port: 81}\n  allowHosts: [x]\n", "another order", "allowHosts,http.port"),
+        (RUNNING + "  apiKeysFile: keys\n", "another order", "apiKeysFile"),
+    ],
+)
+def test_what_differs(tmp_path: Path, spec: str, words: str, others: str) -> None:
+    running = manifest(tmp_path)
+    differs = difference(running, manifest(tmp_path, spec))
+    assert shown(differs) == (words, others)
+    assert not differs.is_reordered
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    write_gateway(running, kept / "manifest.json")
+    again = difference(load_gateway(kept / "manifest.json"), manifest(tmp_path, spec))
+    assert shown(again) == (words, others), "paths in full mean the same from anywhere"
+
+
+def test_another_order_and_what_never_came(tmp_path: Path) -> None:
+    running = manifest(tmp_path)
+    turned = manifest(tmp_path, "  pipelines:\n  - {name: b, manifest: b.yaml}\n" + RUNNING.splitlines(True)[1])
+    assert difference(running, turned).is_reordered
+    assert difference(running, turned).changes_members
+    assert not difference(running, running).changes_members
+    failed = difference(running, running, {"house-b"})
+    assert [member.name for member in failed.added] == ["b"], "`up` again tries it again"
+
+
+def test_one_more_pipeline_over_hosts_gets_ports_of_its_own(tmp_path: Path) -> None:
+    wanted, started = manifest(tmp_path), Started("house", tmp_path / "state")
+    first, elsewhere, second = plan_members(wanted, started, wanted.members())
+    assert elsewhere.local is None
+    assert first.local is not None
+    assert second.local is not None
+    assert f'"coordinator.joinPort": {JOIN_PORT}' in first.local.arguments[first.local.arguments.index("--change") + 1]
+    place = started.state_of("a").manifest
+    place.parent.mkdir(parents=True)
+    place.write_text(load_manifest(tmp_path / "inner.yaml").model_dump_json(by_alias=True, exclude_none=True))
+    taken = join_ports(started, ["a", "b"])
+    assert taken == {JOIN_PORT}, "b has not begun"
+    (later,) = plan_members(wanted, started, wanted.members()[2:], taken)
+    assert later.local is not None
+    assert f'"coordinator.joinPort": {JOIN_PORT + 100}' in "".join(later.local.arguments)
+    assert str(started.state_of("b").path) in later.local.arguments
+
+
+def test_a_gateways_pipelines_are_told() -> None:
+    def one(name: str, sent: int, phase: str = "ready", problem: str = "") -> dict[str, object]:
+        counts = {"running": 2, "others": 1, "lanes": 4, "work_tokens": 9, "sent": sent}
+        return {"name": name, "phase": phase, "problem": problem, "models": ["m"], "url": "http://h:1", **counts}
+
+    before = {"phase": "ready", "running": 1, "pipelines": [one("a", 10), one("b", 50)]}
+    after = {"phase": "ready", "running": 3, "pipelines": [one("a", 14), one("b", 1), one("c", 7, "dead", "it is off")]}
+    figures = figures_of(before, after, 2.0)
+    assert [each["sent_per_s"] for each in figures["pipelines"]] == [2.0, 0, 0], "b was replaced, c has just come"
+    assert gateway_lines([one("a", 1), one("bb", 1, "dead", "it is off")]) == [
+        "a   ready  serves m, 3 running, http://h:1",
+        "bb  dead (it is off)  serves m, 3 running, http://h:1",
+    ]

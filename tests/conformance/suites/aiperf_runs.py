@@ -17,6 +17,7 @@ URL, MODEL = os.environ["CONFORMANCE_URL"], os.environ["CONFORMANCE_MODEL"]
 N_REQUESTS = 8
 LOAD = ["--request-count", N_REQUESTS, "--concurrency", 4, "--random-seed", 1, "--num-dataset-entries", 4]
 SIZES = ["--synthetic-input-tokens-mean", 16, "--output-tokens-mean", 8]
+ENDLESS = ["--extra-inputs", "ignore_eos:true"]  # an answer without a text counts as an error
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,17 @@ def tokenizer(tmp_path_factory):
 @pytest.mark.timeout(450)  # it starts a dozen processes each time
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
 def test_every_request_is_answered(endpoint, tokenizer, tmp_path):
-    command = [Path(sys.executable).parent / "aiperf", "profile", "--model", MODEL, "--url", URL, *LOAD, *SIZES]
+    command = [
+        Path(sys.executable).parent / "aiperf",
+        "profile",
+        "--model",
+        MODEL,
+        "--url",
+        URL,
+        *LOAD,
+        *SIZES,
+        *ENDLESS,
+    ]
     command += [
         "--endpoint-type",
         endpoint,

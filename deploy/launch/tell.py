@@ -38,7 +38,8 @@ def _ready_line(event: dict[str, Any]) -> str:
 
 def curl_of(event: dict[str, Any]) -> str:
     """Return a command that asks a pipeline which is ready something that most models can answer."""
-    words = ["curl", "-s", f"{event['url']}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
+    url = event.get("clients") or event["url"].replace("//0.0.0.0:", "//127.0.0.1:")  # that is no address to connect to
+    words = ["curl", "-s", f"{url}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
     if event.get("needs_key"):
         words += ["-H", "Authorization: Bearer KEY"]
     body: dict[str, Any] = {"model": event["model"], "temperature": 0}

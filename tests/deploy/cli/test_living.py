@@ -195,6 +195,9 @@ def test_the_command_to_try_asks_this_model_in_its_own_way() -> None:
     assert words[2].endswith("/v1/completions")
     assert "Authorization: Bearer KEY" in words
     assert json.loads(words[-1])["prompt"].startswith("def ")
+    everywhere = ready | {"url": "http://0.0.0.0:8080"}
+    assert " http://127.0.0.1:8080/v1/" in curl_of(everywhere)
+    assert " http://10.0.0.1:8080/v1/" in curl_of(everywhere | {"clients": "http://10.0.0.1:8080"})
 
 
 @pytest.mark.parametrize(("trained", "is_warned"), [(4_096, True), (8_192, False), (0, False)])

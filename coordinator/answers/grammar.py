@@ -99,26 +99,12 @@ def with_answer(lark: str, grammar: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}]}, ensure_ascii=False)
 
 
-def lean(schema: Any, *, is_closed: bool = True) -> Any:
-    """Return a JSON schema without what says nothing about values.
+def lean(schema: Any) -> Any:
+    """Return a JSON schema without what says nothing about values, its objects closed as by `closed`.
 
-    Objects that name their properties have no others (`is_closed`), unless they say so themselves.
+    A tool that names no arguments has none.
     """
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: lean(each) for name, each in value.items()}
-        elif key in _SCHEMA_LISTS and isinstance(value, list):
-            found[key] = [lean(each, is_closed=key != "allOf") for each in value]
-        elif key in _SCHEMAS:
-            found[key] = [lean(each) for each in value] if isinstance(value, list) else lean(value)
-        elif key not in _ANNOTATIONS:
-            found[key] = value
-    if is_closed and "properties" in found and not {"allOf", "patternProperties"} & found.keys():
-        found.setdefault("additionalProperties", False)
-    return found
+    return closed(_without(schema, lambda key, _value: key in _ANNOTATIONS), also_empty=True)
 
 
 def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
@@ -138,7 +124,7 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
     yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: Any, *, also_empty: bool = False) -> Any:
     """Return a JSON schema whose objects have no properties but those that they name, unless they say otherwise.
 
     Else an answer may go on with properties that nobody asked for, and with the same one again: no grammar can forbid
@@ -151,14 +137,22 @@ def closed(schema: Any) -> Any:
         return part
 
     _changed(schema, noted)
-    if any("allOf" in part or ("properties" in part and _BESIDE_PROPERTIES & part.keys()) for part in parts):
+    if any(map(_is_put_together, parts)):
         return schema
-    return _changed(schema, _closed)
+    return _changed(schema, lambda part: _closed(part) if also_empty or part.get("properties") else part)
+
+
+def _is_put_together(part: Schema) -> bool:
+    """Tell whether several schemas say what properties one object has. One schema in `allOf` stands for itself."""
+    whole = part.get("allOf", [])
+    if not isinstance(whole, list) or len(whole) > 1:
+        return True
+    return "properties" in part and bool(whole or _BESIDE_PROPERTIES & part.keys())
 
 
 def _closed(part: Schema) -> Schema:
     names, required = part.get("properties"), part.get("required", [])
-    if not isinstance(names, Mapping) or not names or not isinstance(required, list):
+    if not isinstance(names, Mapping) or not isinstance(required, list):
         return part
     is_met = all(isinstance(name, str) and name in names for name in required) and "minProperties" not in part
     return {"additionalProperties": False, **part} if is_met else part

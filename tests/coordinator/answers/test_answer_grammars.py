@@ -334,6 +334,9 @@ def test_a_lean_schema_keeps_what_decides() -> None:
         {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
         {"properties": {"a": {}}, "patternProperties": {"^x": {"type": "string"}}},
         {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"allOf": [{"anyOf": [{"properties": {"a": {}}}]}, {"properties": {"b": {}}}]},
+        {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {}}}], "$defs": {"A": {"properties": {"a": {}}}}},
+        {"properties": {"b": {}}, "allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": {"properties": {"a": {}}}}},
         {"type": "object"},
         {"const": {"title": "kept"}},
         {"enum": [{"description": "kept"}]},
@@ -341,6 +344,12 @@ def test_a_lean_schema_keeps_what_decides() -> None:
 )
 def test_schemas_that_are_as_they_should_be(schema: Mapping[str, Any]) -> None:
     assert lean(schema) == schema
+
+
+def test_one_schema_in_all_of_stands_for_itself() -> None:
+    schema = {"properties": {"in": {"allOf": [{"$ref": "#/$defs/A"}]}}, "$defs": {"A": {"properties": {"a": {}}}}}
+    shut = {"additionalProperties": False}
+    assert lean(schema) == schema | shut | {"$defs": {"A": {"properties": {"a": {}}} | shut}}
 
 
 def test_annotations_of_other_kinds_are_no_schemas() -> None:

@@ -86,8 +86,10 @@ class Gateway:
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models: every model of every pipeline, once."""
-        data = [msgspec.Raw(card) for card in self._cards().values()]
-        return json_response(shapes.encode({"object": "list", "data": data}))
+        cards = self._cards()
+        names, data = list(cards), [msgspec.Raw(card) for card in cards.values()]
+        ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": "", "last_id": ""}
+        return json_response(shapes.encode({"object": "list", "data": data, **ends, "has_more": False}))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""

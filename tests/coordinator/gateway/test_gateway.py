@@ -71,7 +71,9 @@ async def test_the_model_chooses_the_pipeline_and_all_models_are_listed(tokenize
     async with pipelines(tokenizer, "chat", "org/small") as served, gateway(served) as session:
         served[1].generator.script = says(b"small")
         async with session.get("/v1/models") as answer:
-            cards = (await answer.json())["data"]
+            listed = await answer.json()
+        cards = listed["data"]
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("chat", "org/small", False)
         assert [card["id"] for card in cards] == ["chat", "org/small"]
         assert cards[0]["max_model_len"] == 512, "each as its pipeline describes it"
         status, name, found = await asked(session, "/v1/chat/completions", chat(model="org/small"))

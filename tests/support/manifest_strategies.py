@@ -46,8 +46,8 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
     try:
         return Manifest.model_validate_json(json.dumps(data), strict=True, by_alias=True, by_name=False)
     except pydantic.ValidationError as error:
-        # The strategies rule out everything but two stages that have the same port by chance.
-        assume("is taken by stage" not in str(error))
+        # The strategies rule out everything but ports that are the same by chance.
+        assume("is taken by" not in str(error))
         raise
 
 
@@ -78,6 +78,8 @@ def _stages(draw: st.DrawFn, stages_max: int) -> Any:
     for stage in stages:
         if stage.get("device", "cpu") == "cpu":
             stage.pop("gpuLayers", None)
+        if "devices" in stage:
+            stage["devices"] = draw(st.sampled_from(["", "CUDA0", "CUDA0,CUDA1", "none"]))
         if "tensorSplit" in stage:
             stage["tensorSplit"] = draw(st.sampled_from(["", "3,1"]))
         if "overrideTensor" in stage:

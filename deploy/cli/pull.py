@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import ServingSettings
+
 
 @click.command("pull", short_help="Load a model from the Hugging Face hub.")
 @click.argument("model")
@@ -17,7 +20,12 @@ import click
     default=None,
     help="Also put the file(s) into this directory.",
 )
-@click.option("--mmproj", "with_projector", is_flag=True, help="Load the repository's projector too, for images.")
+@click.option(
+    entry_of(ServingSettings, "mmproj").flag,
+    "with_projector",
+    is_flag=True,
+    help="Load the repository's projector too, for images.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pull_command(model: str, directory: Path | None, with_projector: bool, as_json: bool) -> None:
     """Load MODEL into the hub's cache and print where it is.

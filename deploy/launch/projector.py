@@ -8,6 +8,8 @@ from relayline.deploy.launch.checks import AUTO_PROJECTOR
 from relayline.deploy.launch.model_source import projector_of, resolve_projector
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.manifest import Manifest
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import ServingSettings
 
 log = logging.getLogger("relayline.up")
 
@@ -22,7 +24,7 @@ def with_projector(manifest: Manifest, reference: str = "") -> Manifest:
         named = reference or str(manifest.model_path or manifest.spec.model.hf)
         path = resolve_projector(named, find_model(manifest))
         log.info("projector: %s", path)
-        return override(manifest, {"coordinator.mmproj": str(path.absolute())})
+        return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path.absolute())})
     if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
         log.info("images are not served; the repository has a projector for them, %s: --mmproj auto", name)
     return manifest

@@ -72,8 +72,8 @@ _opened: contextvars.ContextVar[dict[Path, tuple[_States, GgufModel]] | None] = 
 def headers_read_once() -> Iterator[None]:
     """During a with block `open_model` reads a model again only if a file of it has changed.
 
-    A plan opens its model a dozen times, and each time a vocabulary of 150,000 tokens takes tenths of a second. What
-    was read is forgotten at the end of the outermost block.
+    A plan opens its model a dozen times, and each time a vocabulary of 150,000 tokens takes tenths of a second. The end
+    of the outermost block forgets all headers.
     """
     outer = _opened.get()
     token = _opened.set({} if outer is None else outer)

@@ -22,6 +22,7 @@ from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import MORE_SIGNAL
+from relayline.deploy.launch.tell import line_of
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import load_gateway, write_gateway
 from relayline.wire.common.errors import StartError
@@ -127,8 +128,14 @@ def _tell_lines(plan: GatewayPlan, member: Member, told: set[str], *, as_json: b
     for record in state.processes if state is not None and not state.phase.has_ended else ():
         if record.command and record.state is HostState.WAITING and record.command not in told:
             told.add(record.command)
-            event = {"event": "remote", "name": record.name, "host": record.host, "command": record.command}
-            click.echo(json.dumps(event) if as_json else f"on {record.host}, run:\n  {record.command}")
+            event = {
+                "event": "remote",
+                "name": record.name,
+                "host": record.host,
+                "command": record.command,
+                "bring": "",
+            }
+            click.echo(line_of(event, as_json=as_json))
 
 
 def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool) -> None:

@@ -49,12 +49,18 @@ class Plan:
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as stable JSON values: bytes, milliseconds, tokens per second.
 
-    Keys: name, model, cuts, exact, streams, reachable_tok_s (at `streams`, with the best way to group), stages (index,
-    name, host, layers [start, end), threads, weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
-    prefix_bytes, memory_bytes, memory_limit_bytes or null, gpu or null, step_ms by rows, speed_source), rates (streams,
-    tok_s, groups, group_rows, limit), ttft_ms and ttft_prompt_tokens, links (from, to, bytes_per_token, one_way_ms),
-    one_more (like, after, why, tok_s, gain, cuts), advice, notes. A stage's own bytes are of its host's memory; `gpu`
-    (name, weights_bytes, kv_bytes, compute_bytes, memory_bytes, memory_limit_bytes or null) has those of its GPU.
+    Keys, with those of nested objects in parentheses:
+
+    * name, model, cuts, exact, streams, ttft_ms, ttft_prompt_tokens, advice, notes
+    * reachable_tok_s: at `streams`, with the best way to group
+    * stages (index, name, host, layers [start, end), threads, step_ms by rows, speed_source)
+    * of each stage in its host's memory: weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
+      prefix_bytes, memory_bytes, memory_limit_bytes or null
+    * of each stage in its GPU's memory: gpu or null (name, weights_bytes, kv_bytes, compute_bytes, memory_bytes,
+      memory_limit_bytes or null)
+    * rates (streams, tok_s, groups, group_rows, limit)
+    * links (from, to, bytes_per_token, one_way_ms)
+    * one_more (like, after, why, tok_s, gain, cuts)
     """
     instance, prediction = plan.instance, plan.prediction
     return {

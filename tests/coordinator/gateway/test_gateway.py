@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import OverloadedError
 from tests.support.gateway_world import Pipeline, gateway, pipelines, until
-from tests.support.http_support import WAIT_S, Gate, Step, says, tokens
+from tests.support.http_support import Gate, Step, says, tokens
 from tests.support.polling import pause
 
 LOOKS = 15  # in which nothing is taken, before a stream counts as held back
@@ -32,17 +31,7 @@ LOOKS = 15  # in which nothing is taken, before a stream counts as held back
 KEY, OTHER_KEY = "gateway-key-0123456789", "pipeline-key-0123456789"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
-@pytest.fixture(autouse=True)
-async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Looks at pipelines often, and bounds the test."""
-    monkeypatch.setattr(links, "POLL_S", 0.02)
-    async with asyncio.timeout(WAIT_S):
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def chat(text: str = "hi", model: str | None = "chat", **more: Any) -> dict[str, Any]:

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from relayline.coordinator.gateway import bounds, links, serve
+from relayline.coordinator.gateway import bounds, serve
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.router import Heard, Router
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.testing.vocabulary_files import write_tokenizer
 from relayline.wire.common.errors import UsageError
 from tests.support.gateway_world import Pipeline, changing_gateway, pipelines, until
-from tests.support.http_support import WAIT_S, Gate, Step, tokens
+from tests.support.http_support import Gate, Step, tokens
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
-
-
-@pytest.fixture(autouse=True)
-async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    monkeypatch.setattr(links, "POLL_S", 0.02)
-    async with asyncio.timeout(WAIT_S):
-        yield
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def config(pipeline: Pipeline, name: str = "") -> BackendConfig:

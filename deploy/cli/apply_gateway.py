@@ -11,14 +11,13 @@ import click
 from yarl import URL
 
 from relayline.deploy.cli.apply import applied
-from relayline.deploy.cli.up_changes import named
 from relayline.deploy.launch.control import Launched
 from relayline.deploy.launch.gateway_change import GatewayDifference, difference
 from relayline.deploy.launch.gateway_plan import stages_of
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.ports import LOCALHOST
-from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.process_id import send_signal
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import MORE_SIGNAL

@@ -30,15 +30,26 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     """Examine this machine and, with MANIFEST, everything that it names: each line ok, warning or failure.
 
     Exit code 1 if there is any failure. Nothing is changed, and nothing is contacted that the manifest does not name.
+    Of a gateway's MANIFEST each pipeline behind it is examined, and the needs of all on this machine are added up.
     """
     from relayline.deploy.doctor.examine import examine_machine, examine_manifest
+    from relayline.deploy.doctor.gateway import examine_gateway
+    from relayline.deploy.launch.behind import pipelines_behind
     from relayline.deploy.launch.control import launched
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.manifest import load_manifest
+    from relayline.deploy.manifest.gateway import is_gateway, load_gateway
 
     if manifest is None:
         findings = asyncio.run(examine_machine(timeout, deep=deep))
+    elif is_gateway(manifest):
+        gateway = load_gateway(manifest)
+        pipelines = tuple(
+            each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)
+        )
+        known = {one.state.name: one for one in launched(None)}
+        findings = asyncio.run(examine_gateway(gateway, pipelines, known, timeout, deep=deep))
     else:
         loaded = at_home(with_usual_lanes(load_manifest(manifest)))
         same = next((one for one in launched(None) if one.state.name == loaded.name), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import time
@@ -55,12 +56,26 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
 
     Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated: the
     table says which. The order of the stages is the manifest's; ranges it gives are kept. Exit code 2 if nothing fits.
+
+    Of a gateway's MANIFEST every pipeline is planned that `up` starts, and their needs on shared machines are added up.
     """
+    from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
+    from relayline.deploy.launch.target import gateway_of
     from relayline.deploy.planning import compare as plan_compare
     from relayline.deploy.planning import report as plan_report
 
     if (url or bench) and not is_compare:
         raise UsageError("--url and --bench belong to --compare")
+    if (gateway := gateway_of(target, Path.cwd())) is not None:
+        if hosts or is_compare:
+            raise UsageError(
+                "--hosts belongs to a MODEL"
+                if hosts
+                else "--compare looks at one pipeline: give its manifest, and --url http://GATEWAY/pipelines/NAME"
+            )
+        plan_one = functools.partial(make_plan, n_streams=streams, measure=measure, quiet=as_json)
+        plan_gateway_manifest(gateway, plan_one, as_json=as_json)
+        return
     loaded = planned_manifest(target, [host.strip() for host in hosts.split(",")] if hosts else [])
     plan = make_plan(loaded, n_streams=streams, measure=measure, is_running=is_compare, quiet=as_json)
     console = Console()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from relayline.deploy.cli.setting_flags import manifest_changes
-from relayline.deploy.manifest import Manifest
-from relayline.wire.common.errors import UsageError
 
 _FILES = {"api_keys": "coordinator.apiKeysFile", "chat_template": "coordinator.chatTemplateFile"}
 
@@ -25,18 +23,6 @@ def changes_of(changed: dict[str, Any]) -> dict[str, Any]:
     if changed.get("allow_hosts"):
         changes["coordinator.allowHosts"] = list(changed["allow_hosts"])
     return changes
-
-
-def named(manifest: Manifest, name: str) -> Manifest:
-    """Return the manifest with another name. Raises UsageError for an invalid name."""
-    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
-    data["metadata"]["name"] = name
-    try:
-        return Manifest.model_validate(data).with_directory(manifest.directory)
-    except ValueError as error:
-        raise UsageError(
-            f"--name {name!r} is not a name of lower-case letters, digits and inner dashes, at most 63 characters"
-        ) from error
 
 
 def http_of(given: dict[str, Any]) -> dict[str, Any]:

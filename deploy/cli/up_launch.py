@@ -8,26 +8,17 @@ from typing import Any
 
 from relayline.deploy.cli.options import check_draft
 from relayline.deploy.cli.stage_flags import with_stage_flags
-from relayline.deploy.cli.up_changes import changes_of, http_of, named
+from relayline.deploy.cli.up_changes import changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.model_source import resolve_model
-from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import load_manifest
-from relayline.deploy.manifest.gateway import is_gateway
 from relayline.deploy.manifest.smallest import smallest_manifest
-
-
-def gateway_of(given: dict[str, Any]) -> Path | None:
-    """Return the path of the manifest, where it is a gateway's."""
-    if given["target"] is None and given["model"] is not None:
-        return None
-    path = manifest_of(given["target"], Path.cwd())
-    return path if path is not None and is_gateway(path) else None
 
 
 def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
@@ -49,7 +40,7 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
         changes |= http_of(given)
     manifest = override(manifest, changes)
     if given["name"]:
-        manifest = named(manifest, given["name"])
+        manifest = named(manifest, given["name"], "--name")
     manifest = with_projector(manifest, "" if path is not None else str(target))
     check_draft(manifest.serving, manifest.engine.policy)
     manifest = with_stage_flags(manifest, given, changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,12 +12,13 @@ from relayline.deploy.cli.apply import applied
 from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
-from relayline.deploy.cli.up_launch import gateway_of, launch_of
+from relayline.deploy.cli.up_launch import launch_of
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.local import print_prefixed
 from relayline.deploy.launch.run import Launch, launch, ready_to_start
 from relayline.deploy.launch.state import StateDir, state_root
+from relayline.deploy.launch.target import gateway_of
 from relayline.deploy.launch.tell import line_of
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.settings.setting import from_parameters
@@ -32,7 +34,8 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     for table in (EngineSettings, ServingSettings, TelemetrySettings):
         from_parameters(table, given)  # what no process would take is refused before anything is loaded
     http_tls_from(given)
-    if (gateway := gateway_of(given)) is not None:
+    is_flag = given["target"] is None and given["model"] is not None
+    if not is_flag and (gateway := gateway_of(given["target"], Path.cwd())) is not None:
         up_gateway(gateway, given, changed, log_flags)
         return
     what = launch_of(given, changed, log_flags)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
+from pathlib import Path
 
 from relayline.deploy.doctor.files import look_caches, look_keys, look_model, look_security, look_split, names_here
 from relayline.deploy.doctor.host import (
@@ -72,22 +75,65 @@ async def examine_manifest(
     manifest: Manifest, launched: Launched | None, timeout_s: float, *, deep: bool = False
 ) -> list[Finding]:
     """Examine this machine and the hosts of a manifest. `launched` is the pipeline of that name, if there is one."""
-    running = launched is not None and launched.is_running
-    wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in manifest.members)
-    security_findings, security = _security(manifest)
-    probes = [
+    patient = Patient(manifest, launched)
+    return await examine(
+        [*shared_probes([patient], timeout_s, deep=deep), *pipeline_probes(patient, timeout_s, deep=deep)]
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patient:
+    """A pipeline that is examined."""
+
+    manifest: Manifest
+    launched: Launched | None = None
+    """The pipeline of that name, if one was launched here."""
+    state_dir: Path | None = None
+    """Where its state will be, if not at the usual place."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it runs."""
+        return self.launched is not None and self.launched.is_running
+
+    @property
+    def own_tls(self) -> Path:
+        """Where the launcher makes its material."""
+        if self.launched is not None:
+            return self.launched.directory.tls
+        return StateDir(self.state_dir or state_root() / self.manifest.name).tls
+
+
+def shared_probes(patients: Sequence[Patient], timeout_s: float, *, deep: bool) -> list[Probe]:
+    """Return the probes of what all these pipelines share on this machine."""
+    members = [stage for patient in patients for stage in patient.manifest.members]
+    wants_gpu = any(stage.device == "gpu" and stage.is_local for stage in members)
+    asked = {name: stage for patient in reversed(patients) for name, stage in _devices(patient.manifest).items()}
+    starting = [patient.manifest for patient in patients if not patient.is_running]
+    n_requests = sum(each.manifest.engine.n_lanes + each.manifest.serving.queue for each in patients)
+    return [
         *machine_probes(timeout_s),
         Probe(
             "llama.cpp",
-            functools.partial(look_native, wants_gpu=wants_gpu, asked=_devices(manifest)),
+            functools.partial(look_native, wants_gpu=wants_gpu, asked=asked),
             max(timeout_s, PROBE_TIMEOUT_S),
         ),
-        Probe("model", functools.partial(look_model, manifest), timeout_s),
-        Probe("memory", functools.partial(_look_memory, manifest, running=running), timeout_s),
-        Probe("open files", functools.partial(look_files, manifest.engine.n_lanes + manifest.serving.queue), timeout_s),
-        Probe("disk", lambda: look_disk(cache_dir(), writes_bytes(manifest)), timeout_s),
-        Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
+        Probe("memory", functools.partial(_look_memory, starting), timeout_s),
+        Probe("open files", functools.partial(look_files, n_requests), timeout_s),
+        Probe(
+            "disk", lambda: look_disk(cache_dir(), writes_bytes(patient.manifest for patient in patients)), timeout_s
+        ),
         *_deep_probes(deep),
+    ]
+
+
+def pipeline_probes(patient: Patient, timeout_s: float, *, deep: bool) -> list[Probe]:
+    """Return the probes of one pipeline: its files, ports, hosts, and what of it runs."""
+    manifest, launched, running = patient.manifest, patient.launched, patient.is_running
+    security_findings, security = _security(patient)
+    probes = [
+        Probe("model", functools.partial(look_model, manifest), timeout_s),
+        Probe("artifacts", lambda: look_split(split_of(manifest), deep=deep), DEEP_TIMEOUT_S if deep else timeout_s),
         Probe("ports", functools.partial(look_ports, manifest, running=running), timeout_s),
         Probe("coordinator.host", functools.partial(look_coordinator_host, manifest), timeout_s),
         Probe("tls", lambda: security_findings, timeout_s),
@@ -106,7 +152,7 @@ async def examine_manifest(
                 probes.append(Probe(f"stage {record.name}", probe, timeout_s))
     if manifest.telemetry.otlp_endpoint:
         probes.append(Probe("otlp", functools.partial(look_otlp, manifest.telemetry.otlp_endpoint), timeout_s))
-    return await examine(probes)
+    return probes
 
 
 def _devices(manifest: Manifest) -> dict[str, str]:
@@ -119,15 +165,14 @@ def _devices(manifest: Manifest) -> dict[str, str]:
     return asked
 
 
-def _security(manifest: Manifest) -> tuple[list[Finding], LinkSecurity | None]:
+def _security(patient: Patient) -> tuple[list[Finding], LinkSecurity | None]:
     try:
-        own = StateDir(state_root() / manifest.name).tls / COORDINATOR_DIR
-        return look_security(manifest, names_here(manifest), own)
+        return look_security(patient.manifest, names_here(patient.manifest), patient.own_tls / COORDINATOR_DIR)
     except RelaylineError as error:
         return [failure("tls", error.message, "see `relayline certs --help`")], None
 
 
-def _look_memory(manifest: Manifest, *, running: bool) -> list[Finding]:
-    """Hold free memory against the plan; what already runs has its memory and needs none."""
-    available = available_memory_bytes()
-    return [judge_memory(available, None if running else needed_memory_bytes(manifest))]
+def _look_memory(starting: Sequence[Manifest]) -> list[Finding]:
+    """Hold free memory against the plans of pipelines that do not run: those that do have theirs and need none."""
+    needs = [needed for needed in map(needed_memory_bytes, starting) if needed is not None]
+    return [judge_memory(available_memory_bytes(), sum(needs) if needs else None)]

@@ -151,15 +151,19 @@ def names_here(manifest: Manifest) -> tuple[str, ...]:
 
 
 def look_keys(manifest: Manifest) -> list[Finding]:
-    """Look at the file with API keys."""
-    given = manifest.spec.coordinator.api_keys_file
-    http = manifest.spec.coordinator.http.host
-    if given is None:
+    """Look at the file with API keys of a pipeline."""
+    coordinator = manifest.spec.coordinator
+    path = manifest.resolve(coordinator.api_keys_file) if coordinator.api_keys_file is not None else None
+    return look_keys_file(path, coordinator.http.host, "coordinator.apiKeysFile")
+
+
+def look_keys_file(path: Path | None, http: str, field: str) -> list[Finding]:
+    """Look at a file with API keys. `http`: the host on which the API listens; `field`: of the manifest."""
+    if path is None:
         if is_local(http):
             return [ok("api keys", f"none; the API is on {http} only")]
         return [warning("api keys", f"none, and the API listens on {http}: anyone who can reach it may use it",
-                        "name a file with keys in coordinator.apiKeysFile")]  # fmt: skip
-    path = manifest.resolve(given)
+                        f"name a file with keys in {field}")]  # fmt: skip
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip() and line[0] != "#"]
     except (OSError, UnicodeDecodeError) as error:

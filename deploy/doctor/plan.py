@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from relayline.coordinator.model.inspection import inspect_model
@@ -40,13 +41,14 @@ def split_of(manifest: Manifest) -> Path | None:
     return split_place(model, len(manifest.stages), cuts)
 
 
-def writes_bytes(manifest: Manifest) -> int:
-    """Return how much the first start will still write: about the model's size, 0 once it is split."""
-    directory = split_of(manifest)
-    if directory is None or (directory / PIPELINE_NAME).exists():
-        return 0
-    model = _model_here(manifest)
-    return inspect_model(model).file_bytes if model is not None else 0
+def writes_bytes(manifests: Iterable[Manifest]) -> int:
+    """Return how much the first start will still write: each model's size once for each cut, 0 for what is split."""
+    sizes: dict[Path, int] = {}
+    for manifest in manifests:
+        directory, model = split_of(manifest), _model_here(manifest)
+        if directory is not None and model is not None and not (directory / PIPELINE_NAME).exists():
+            sizes[directory] = inspect_model(model).file_bytes
+    return sum(sizes.values())
 
 
 def _model_here(manifest: Manifest) -> Path | None:

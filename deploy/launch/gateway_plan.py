@@ -109,8 +109,8 @@ def plan_members(
             continue
         inner = load_manifest(member.manifest)
         port = _free_port()
-        changes = _changes(inner, member, held)
-        held.add(changes.get("coordinator.joinPort", 0))
+        changes = changes_behind(inner, member, held)
+        held.add(changes.get("coordinator.joinPort", inner.join_port))
         http = address_of(LOCALHOST, port)
         arguments = ("up", str(member.manifest.absolute()), *started.flags_of(member.name), "--http", http, "--change",
                      json.dumps(changes), "--json", "--exit-with-stdin")  # fmt: skip
@@ -140,8 +140,11 @@ def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:
     return BackendConfig(member.name, place.url.rstrip("/").removesuffix("/v1"), key, ca_file)
 
 
-def _changes(inner: Manifest, member: Member, taken: Collection[int]) -> dict[str, Any]:
-    """Return what is different in a pipeline behind a gateway: its stages, and what only one of them can have."""
+def changes_behind(inner: Manifest, member: Member, taken: Collection[int]) -> dict[str, Any]:
+    """Return what is different in a pipeline behind a gateway: its stages, and what only one of them can have.
+
+    `taken`: join ports of those before it.
+    """
     changes: dict[str, Any] = {"coordinator.http.tls": None}
     if member.stages is not None:
         changes["stages"] = stages_of(member)

@@ -189,12 +189,13 @@ def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:
     """
     if not changes:
         return manifest
-    data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
+    # Only what was said: what nobody says may still be chosen by others, such as the lanes.
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, value in changes.items():
         *parents, key = path.split(".")
         part = data["spec"]
         for parent in parents:
-            part = part[parent]
+            part = part.setdefault(parent, {})
         part[key] = value
     try:
         return Manifest.model_validate(data).with_directory(manifest.directory)
@@ -202,3 +203,15 @@ def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:
         first = next(itertools.islice(getattr(error, "errors", list)(), 1), {"msg": str(error), "loc": ()})
         where = ".".join(map(str, first["loc"])).removeprefix("spec.")
         raise UsageError(f"{where}: {first['msg']}") from error
+
+
+def named(manifest: Manifest, name: str, given_as: str = "the pipeline's name") -> Manifest:
+    """Return the manifest with another name. Raises UsageError for an invalid name."""
+    data = manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    data["metadata"]["name"] = name
+    try:
+        return Manifest.model_validate(data).with_directory(manifest.directory)
+    except ValueError as error:
+        raise UsageError(
+            f"{given_as} {name!r} is not a name of lower-case letters, digits and inner dashes, at most 63 characters"
+        ) from error

@@ -36,6 +36,14 @@ def manifest_of(target: str | None, here: Path) -> Path | None:
     )
 
 
+def gateway_of(target: str | None, here: Path) -> Path | None:
+    """Return the manifest meant by the target where it is a gateway's, None otherwise. Raises as `manifest_of`."""
+    from relayline.deploy.manifest.gateway import is_gateway
+
+    path = manifest_of(target, here)
+    return path if path is not None and is_gateway(path) else None
+
+
 def manifests_in(directory: Path) -> list[Path]:
     """Return the manifests of a directory, by name."""
     files = (path for path in directory.iterdir() if path.suffix.lower() in MANIFEST_SUFFIXES and path.is_file())

@@ -289,11 +289,11 @@ def test_what_a_manifest_will_need(model: Path, tmp_path: Path, monkeypatch: pyt
     needed = needed_memory_bytes(manifest)
     assert needed is not None
     assert needed > model.stat().st_size
-    assert writes_bytes(manifest) == model.stat().st_size
+    assert writes_bytes([manifest]) == model.stat().st_size
     place = split_of(manifest)
     assert place is not None
     assert relayline("split", model, "--cuts", "1", "--out", place).returncode == 0
-    assert writes_bytes(manifest) == 0
+    assert writes_bytes([manifest]) == 0
     assert needed_memory_bytes(manifest_of(tmp_path)) is None, "a model that is not here"
     assert split_of(manifest_of(tmp_path)) is None
 

@@ -1,0 +1,64 @@
+"""`relayline plan` of a gateway's manifest: the plan of each pipeline behind it, and what they need together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from relayline.wire.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from relayline.deploy.manifest import Manifest
+    from relayline.deploy.planning.report import Plan
+
+
+def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, as_json: bool) -> None:
+    """Plan every pipeline that `up` of this manifest starts. `make_plan`: how one of them is planned.
+
+    Raises UsageError, once all plans are shown, for each pipeline that cannot run and each machine that is too small
+    for all of them.
+    """
+    from relayline.deploy.launch.behind import clashes, pipelines_behind
+    from relayline.deploy.launch.here import at_home
+    from relayline.deploy.launch.lanes import with_usual_lanes
+    from relayline.deploy.manifest.gateway import load_gateway
+    from relayline.deploy.planning.report import as_json as plan_json
+    from relayline.deploy.planning.report import show
+    from relayline.deploy.planning.together import missing_memory, shared_machines
+
+    gateway, console = load_gateway(path), Console()
+    pipelines = [each.prepared(lambda one: at_home(with_usual_lanes(one))) for each in pipelines_behind(gateway)]
+    plans: list[tuple[str, Plan]] = []
+    shown: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for each in pipelines:
+        if each.manifest is None:
+            shown.append({"name": each.name, "url": each.member.place.url})
+            if not as_json:
+                click.echo(f"{each.name}: runs elsewhere, at {each.member.place.url}\n")
+            continue
+        try:
+            plan = make_plan(each.manifest)
+        except UsageError as error:
+            shown.append({"name": each.name, "error": error.message})
+            wrong.append(f"{each.name}: {error.message}")
+            continue
+        plans.append((each.name, plan))
+        shown.append({"name": each.name, "plan": plan_json(plan)})
+        if not as_json:
+            show(plan, console)
+            click.echo()
+    notes = shared_machines(plans)
+    wrong += missing_memory(plans) + clashes(pipelines)
+    if as_json:
+        click.echo(json.dumps({"name": gateway.name, "pipelines": shown, "notes": notes}))
+    else:
+        for note in notes:
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    if wrong:
+        raise UsageError("\n".join(wrong))

@@ -1,0 +1,84 @@
+"""The pipelines that a gateway's manifest starts, each as a manifest of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from relayline.deploy.launch.gateway_plan import changes_behind
+from relayline.deploy.launch.ports import LOCALHOST
+from relayline.deploy.launch.prepare import named, override
+from relayline.deploy.manifest import Manifest, is_local, load_manifest
+from relayline.deploy.manifest.gateway import GatewayManifest, Member
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Behind:
+    """One pipeline behind a gateway."""
+
+    member: Member
+    manifest: Manifest | None
+    """As it is started, named like its process; None for a pipeline that runs elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """Its name behind the gateway."""
+        return self.member.name
+
+    def prepared(self, change: Callable[[Manifest], Manifest]) -> Behind:
+        """Return the same with its manifest changed, if it has one."""
+        return self if self.manifest is None else dataclasses.replace(self, manifest=change(self.manifest))
+
+
+# What `up` changes in each besides: the address at which only the gateway finds it.
+ON_LOOPBACK: Mapping[str, Any] = MappingProxyType({"coordinator.http.host": LOCALHOST, "coordinator.http.port": 0})
+
+
+def pipelines_behind(gateway: GatewayManifest, changes: Mapping[str, Any] = ON_LOOPBACK) -> tuple[Behind, ...]:
+    """Return every pipeline, replicas behind what they repeat. `changes` are made in each manifest.
+
+    Raises UsageError (also ManifestError) for manifests that cannot be used, OSError for those that cannot be read.
+    """
+    found, taken = [], set[int]()
+    for member in gateway.members():
+        if member.manifest is None:
+            found.append(Behind(member, None))
+            continue
+        manifest = load_manifest(member.manifest)
+        own = changes_behind(manifest, member, taken)
+        manifest = override(manifest, own | dict(changes))
+        taken.add(manifest.join_port)
+        found.append(Behind(member, named(manifest, f"{gateway.name}-{member.name}")))
+    return tuple(found)
+
+
+def clashes(pipelines: Sequence[Behind]) -> list[str]:
+    """Return a line for every port of a host that two pipelines want."""
+    owners: dict[tuple[str, int], tuple[str, str]] = {}
+    found = []
+    for each in pipelines:
+        if each.manifest is None:
+            continue
+        for host, port, what in _ports(each.manifest):
+            other = owners.setdefault((host, port), (each.name, what))
+            if other[0] != each.name:
+                found.append(
+                    f"port {port} on {host} is wanted by {what} of {each.name} and by {other[1]} of {other[0]}"
+                )
+    return found
+
+
+def _ports(manifest: Manifest) -> list[tuple[str, int, str]]:
+    """Return host, port and use of every port that is known before the start."""
+    coordinator = manifest.spec.coordinator.host
+    here = "localhost" if is_local(coordinator) else coordinator
+    wanted = [(here, manifest.join_port, "joining stages")]
+    if manifest.uses_tls and not manifest.all_local:
+        wanted.append((here, manifest.enrol_port, "hosts that enrol"))
+    for stage in manifest.members:
+        host = here if stage.is_local else stage.host
+        wanted.append((host, manifest.listen_port(stage), f"stage {stage.name}"))
+        wanted.append((host, manifest.metrics_port(stage), f"metrics of stage {stage.name}"))
+    return [(host, port, what) for host, port, what in wanted if port]

@@ -1,0 +1,151 @@
+"""The pipelines behind a gateway as manifests of their own, and `plan` and `doctor` of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relayline.deploy.launch.behind import clashes, pipelines_behind
+from relayline.deploy.launch.here import at_home
+from relayline.deploy.manifest.gateway import load_gateway
+from relayline.deploy.manifest.load import ManifestError
+from relayline.deploy.planning.together import missing_memory, shared_machines
+from relayline.deploy.testing.processes import relayline
+from relayline.wire.common.errors import UsageError
+from tests.support.tiny_models import make_tiny
+
+HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec:\n"
+REPLICAS = "replicas: [{stages: [{name: x, host: 10.255.0.1}]}, {url: 'http://127.0.0.1:9'}]"
+TWO = f"  pipelines: [{{name: a, manifest: inner.yaml, {REPLICAS}}}]\n"
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny.gguf", n_layers=4, tokenizer=True)
+
+
+@pytest.fixture
+def house(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Writes a gateway's manifest, and inner.yaml beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def write(spec: str, *inner: str) -> Path:
+        lines = (f"model: {{path: {model}}}", "context: {tokens: 64, lanes: 2}", "stages: 2", *inner)
+        text = HEAD.format(kind="Pipeline", name="inner") + "".join(f"  {line}\n" for line in lines)
+        (tmp_path / "inner.yaml").write_text(text)
+        path = tmp_path / "house.yaml"
+        path.write_text(HEAD.format(kind="Gateway", name="house") + spec)
+        return path
+
+    return write
+
+
+def test_each_is_a_manifest_as_up_starts_it(house: Write) -> None:
+    found = pipelines_behind(load_gateway(house(TWO)))
+    assert [each.name for each in found] == ["a", "a-2", "a-3"]
+    first, second, third = (each.manifest for each in found)
+    assert third is None
+    assert (first.name, second.name) == ("house-a", "house-a-2")
+    assert [stage.host for stage in second.stages] == ["10.255.0.1"]
+    assert first.spec.coordinator.http.port == 0, "the port of its manifest is not used behind a gateway"
+    assert "lanes" in first.spec.context.model_fields_set
+
+
+def test_what_a_manifest_leaves_open_stays_open_behind_a_gateway(house: Write) -> None:
+    """The address that other hosts are given is this machine's, as for a pipeline by itself."""
+    (_, second, _) = pipelines_behind(load_gateway(house(TWO)))
+    assert at_home(second.manifest, lambda _: False, lambda _: "10.255.0.9").spec.coordinator.host == "10.255.0.9"
+
+
+def test_ports_that_two_pipelines_want(house: Write) -> None:
+    again = "  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [%s]}, {stages: [%s]}]}]\n"
+    apart = house(again % ("{name: x, host: 10.255.0.1}", "{name: y, host: 10.255.0.2}"))
+    assert clashes(pipelines_behind(load_gateway(apart))) == []
+    same = house(again % ("{name: x, host: 10.255.0.1}", "{name: y, host: 10.255.0.1}"))
+    assert clashes(pipelines_behind(load_gateway(same)))[0] == (
+        "port 50051 on 10.255.0.1 is wanted by stage y of a-3 and by stage x of a-2"
+    )
+    named = house(TWO, "coordinator: {joinPort: 50050}")
+    assert "port 50050 on localhost is wanted by joining stages" in clashes(pipelines_behind(load_gateway(named)))[0]
+
+
+def test_a_name_that_is_too_long_with_the_gateways_is_one_line(house: Write) -> None:
+    path = house(TWO)
+    path.write_text(path.read_text().replace("name: house", f"name: {'h' * 62}"))
+    with pytest.raises(UsageError, match="hhh-a' is not a name of lower-case letters"):
+        pipelines_behind(load_gateway(path))
+
+
+def test_plan_shows_every_pipeline_and_what_they_share(house: Write) -> None:
+    path = house("  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [{name: x}]}]},"
+                 " {name: b, url: 'http://127.0.0.1:9'}]\n")  # fmt: skip
+    shown = relayline("plan", path)
+    assert shown.returncode == 0, shown.stderr
+    assert "house-a: " in shown.stdout
+    assert "house-a-2: " in shown.stdout
+    assert "b: runs elsewhere, at http://127.0.0.1:9" in shown.stdout
+    assert "localhost has stages of a, a-2; each is planned as if it had the machine alone" in shown.stdout
+    told = json.loads(relayline("plan", path, "--json").stdout)
+    assert [(each["name"], "plan" in each) for each in told["pipelines"]] == [("a", True), ("a-2", True), ("b", False)]
+    assert len(told["notes"]) == 1
+
+
+def test_plan_names_each_pipeline_that_does_not_fit(house: Write) -> None:
+    small = "stages: [{name: x, host: 10.255.0.1, memoryGib: 0.001}]"
+    path = house(f"  pipelines: [{{name: a, manifest: inner.yaml, replicas: [{{{small}}}]}}]\n")
+    shown = relayline("plan", path)
+    assert shown.returncode == 2
+    assert "house-a: " in shown.stdout, "the others are shown"
+    (line,) = shown.stderr.splitlines()
+    assert line.startswith("relayline: error: a-2: ")
+    for flags, said in ((("--compare",), "--url http://GATEWAY/pipelines/NAME"), (("--hosts", "h"), "to a MODEL")):
+        refused = relayline("plan", path, *flags)
+        assert (refused.returncode, said in refused.stderr) == (2, True)
+
+
+def test_memory_is_added_up_where_pipelines_share_a_machine(house: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relayline.deploy.cli.plan import make_plan
+
+    path = house("  pipelines: [{name: a, manifest: inner.yaml}, {name: b, manifest: inner.yaml}]\n")
+    monkeypatch.setattr("relayline.deploy.machine.facts.available_memory_bytes", lambda: 1 << 40)
+    pipelines = pipelines_behind(load_gateway(path))
+    plans = [(each.name, make_plan(each.manifest)) for each in pipelines]
+    assert missing_memory(plans) == []
+    assert len(shared_machines(plans)) == 1
+    needed = sum(stage.memory.total_bytes for stage in plans[0][1].prediction.stages)
+    monkeypatch.setattr("relayline.deploy.machine.facts.available_memory_bytes", lambda: 2 * needed + (128 << 20))
+    plans = [(each.name, make_plan(each.manifest)) for each in pipelines]
+    (line,) = missing_memory(plans)
+    assert line.startswith("localhost: ")
+    assert "GiB are missing: the pipelines need a 0." in line
+
+
+def test_doctor_examines_the_machine_once_and_each_pipeline(house: Write) -> None:
+    done = relayline("doctor", house(TWO.replace("pipelines", "http: {port: 0}\n  pipelines")), "--json")
+    checks = {each["check"]: each for each in json.loads(done.stdout)}
+    assert [name for name in checks if name.endswith("python")] == ["python"]
+    assert checks["house: port"]["found"] == "the system chooses it"
+    for name in ("a: model", "a-2: model", "a: ports", "house: ports", "house: api keys"):
+        assert checks[name]["outcome"] == "ok", checks[name]
+    assert "the local stages need" in checks["memory"]["found"]
+    assert "http://127.0.0.1:9 does not answer" in checks["a-3: url"]["found"]
+    assert checks["a-3: url"]["outcome"] == "warning"
+    assert any(name.startswith("a-2: host 10.255.0.1") for name in checks)
+
+
+def test_doctor_says_which_file_of_which_pipeline_is_wrong(house: Write) -> None:
+    spec = "  apiKeysFile: none\n  pipelines: [{name: a, url: 'http://127.0.0.1:9', keyFile: nowhere}]\n"
+    done = relayline("doctor", house(spec), "--json")
+    checks = {each["check"]: each for each in json.loads(done.stdout)}
+    assert done.returncode == 1
+    assert checks["a: keyFile"]["found"].startswith("nowhere cannot be used: No such file")
+    assert checks["house: api keys"]["outcome"] == "failure"
+    house(TWO)
+    (path := house(TWO)).with_name("inner.yaml").write_text("kind: Pipeline\n")
+    with pytest.raises(ManifestError, match=r"inner.yaml:"):
+        pipelines_behind(load_gateway(path))

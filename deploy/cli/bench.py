@@ -55,15 +55,21 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
     return per_s
 
 
-@click.command("bench", short_help="Load a running server and time its answers.")
+@click.command("bench", short_help="Send load to a running server and measure its answers.")
 @click.argument("url", required=False, callback=chosen_url)
-@click.option("--streams", callback=_counts, default="1,2,4,8", show_default=True, help="Streams at once, in turn.")
+@click.option(
+    "--streams",
+    callback=_counts,
+    default="1,2,4,8",
+    show_default=True,
+    help="Numbers of concurrent streams to try in turn.",
+)
 @click.option(
     "--rounds",
     type=click.IntRange(1, REQUESTS_MAX),
     default=1,
     show_default=True,
-    help="Requests of each stream: more of them weigh its start and end less.",
+    help="Requests of each stream. With more, its start and end count less.",
 )
 @click.option(
     "--tokens", type=click.IntRange(2, CTX_TOKENS_MAX), default=64, show_default=True, help="Tokens of each answer."
@@ -73,19 +79,20 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
     help="Tokens of each prompt.",
 )  # fmt: skip
 @click.option(
-    "--rate", type=float, callback=_rate, default=None, help="Requests per second at random times, instead of streams."
+    "--rate", type=float, callback=_rate, default=None, help="Instead of streams: requests per second, at random times."
 )
 @click.option(
     "--requests", type=click.IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate."
 )
-@click.option("--seed", type=int, default=1, show_default=True, help="Of prompts and arrivals.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Random seed of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @key_option
 def bench_command(url: str, as_json: bool, **given: Any) -> None:
-    """Load the server at URL (http://HOST:PORT) with greedy completions of random token ids; without URL the pipeline
-    that runs here.
+    """Send greedy completions of random token ids to the server at URL (http://HOST:PORT), by default the pipeline that
+    runs here.
 
-    Every prompt is different, so nothing is shared; answers run to their full length. Exit code 1 if one did not.
+    Every prompt is different, so no prefix is shared. Every answer runs to its full length; exit code 1 if one does
+    not.
     """
     if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
         raise UsageError("--streams and --rounds belong to the load without --rate; with --rate give --requests")

@@ -23,16 +23,22 @@ KINDS = ("splits", "artifacts", "downloads")
 
 @click.command("cache", short_help="Show or remove splits, fetched artifacts and downloads.")
 @click.argument("kind", type=click.Choice(KINDS), required=False)
-@click.option("--cache", "directory", type=click.Path(path_type=Path, file_okay=False), help="As given to `stage`.")
+@click.option(
+    "--cache",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The directory that `stage --cache` names.",
+)
 @click.option("--clear", is_flag=True, help="Remove the listed files; they are made or fetched again when needed.")
 @click.option("--unused-days", type=FloatRange(0), default=0.0, help="Only files unused for this many days.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per entry.")
 def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_days: float, as_json: bool) -> None:
-    """Show the files that relayline keeps on this machine, or remove them: splits of models, artifacts that stages
-    fetched when they joined, and models of the Hugging Face hub.
+    """Show or remove the files that relayline keeps on this machine: splits of models, artifacts that joining stages
+    fetched, and models of the Hugging Face hub.
 
-    Nothing is removed automatically. Splits of pipelines that run here are left alone. Downloads, which other programs
-    may use too, are removed only if KIND names them. With --cache only the artifacts in that directory are listed.
+    Nothing is removed automatically. --clear leaves alone the splits of pipelines that run here. It removes downloads,
+    which other programs may use too, only if you name them: `cache downloads --clear`. With --cache only the artifacts
+    in that directory are listed.
     """
     if directory is not None and kind not in (None, "artifacts"):
         raise UsageError(f"--cache is a directory of artifacts; it has no {kind}")

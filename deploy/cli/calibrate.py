@@ -29,10 +29,10 @@ CLIFF = 1.3  # a step is named if its rows cost this many times as much as in th
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @slice_options
 def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
-    """Measure the time of ARTIFACT's native steps, by rows and context.
+    """Measure how long ARTIFACT's native steps take, by rows and context.
 
-    Steps whose rows cost more than 1.3 times as much as in the next smaller one are named. A stage that starts here
-    with the same threads, lanes, context, rows and types reuses the measurement.
+    The output names each "cliff": a step whose rows cost more than 1.3 times as much as in the next smaller one. A
+    stage that starts here with the same threads, lanes, context, rows and types reuses the measurement.
     """
     from relayline.stage.engine.native import EngineConfig, NativeEngine
     from relayline.stage.speed.calibrate import fresh_curves
@@ -63,7 +63,7 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     console.print(f"context: a row takes {curves.context_ns / 1e3:.3f} ms longer for every 1,000 tokens before it")
     if curves.context_tiled_ns:
         tiled_ms = curves.context_tiled_ns / 1e3
-        together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read it together"
+        together = f"in steps of {ATTENTION_TILE_ROWS} rows or more, which read the context together"
         console.print(f"  {tiled_ms:.3f} ms {'after the first row of a chunk' if curves.is_per_lane else together}")
     console.print(f"KV cells: {layout}")
     for title, curve in (("decode", curves.decode), ("prefill", curves.prefill)):

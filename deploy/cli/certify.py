@@ -38,41 +38,49 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     return tuple(int(part) for part in parts)
 
 
-@click.command("certify", short_help="Hold a split against its unsplit model.")
+@click.command("certify", short_help="Compare a split model with the unsplit one.")
 @MODEL
 @click.option(
     "--cuts",
     callback=_parse_cuts_or_all,
     default="all",
     show_default=True,
-    help="Every legal cut in turn, or one pipeline with the cuts given, e.g. 8,16.",
+    help="all: every legal cut in turn; or the cuts of one pipeline, e.g. 8,16.",
 )
-@click.option("--stages", "n_stages", type=click.IntRange(2, 64), default=None, help="One pipeline, balanced cuts.")
+@click.option(
+    "--stages",
+    "n_stages",
+    type=click.IntRange(2, 64),
+    default=None,
+    help="One pipeline of so many stages, with balanced cuts.",
+)
 @setting_option(entry_of(ServingSettings, "wire"), default="f32")
 @click.option(
     "--seeds",
     callback=_parse_seeds,
     default="1",
     show_default=True,
-    help="Of the prompts; each adds a session alone and a mixed batch.",
+    help="Random seeds of the prompts; each adds one lone session and one mixed batch.",
 )
 @click.option("--steps", type=click.IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
 @setting_options(EngineSettings, only=("ctx_tokens", "n_threads", "gpu_layers", "kv_type", "kv_layout"))
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
-@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
+@click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @log_options
 def certify_command(**given: Any) -> None:
     """Run MODEL (a GGUF file, or the first of its shards) split and unsplit, and compare the results.
 
-    The split runs as real stage processes over the real wire: a prompt of several prefill chunks, decode steps, and a
-    batch of concurrent sessions of different lengths, all of token ids drawn from the vocabulary. The unsplit model
-    then gets the same tokens. Exit code 0 means that every cut may be trusted: with --wire f32 its logits are the
-    unsplit model's up to float noise (which is measured on the unsplit model itself), with f16 it prefers another token
-    only where the unsplit model was undecided. Exit code 1 names the cuts that may not.
+    The split runs as real stage processes that are connected as in a pipeline. They compute a prompt of several prefill
+    chunks, decode steps, and a batch of concurrent sessions of different lengths, all of random token ids. The unsplit
+    model then gets the same tokens.
 
-    Artifacts of one cut at a time, about as large as the model, are written to the temporary directory (TMPDIR) and
-    removed; with --keep those of all cuts stay.
+    Exit code 0 means that you can trust every cut. With --wire f32 the split's logits equal the unsplit model's up to
+    float noise, which is measured on the unsplit model itself. With f16 the split prefers another token only where the
+    unsplit model was undecided. Exit code 1 names the cuts that failed.
+
+    The artifacts of one cut, about as large as the model, are in the temporary directory (TMPDIR) until its check ends.
+    With --keep those of all cuts stay.
     """  # fmt: skip
     from relayline.deploy.certify.report import as_json, print_report
     from relayline.deploy.certify.run import CertifyConfig, check_model

@@ -17,12 +17,12 @@ DIRECTORY = click.Path(path_type=Path)
 
 @click.group("certs", short_help="Make and show the certificates of a pipeline.")
 def certs_command() -> None:
-    """Make the credentials that keep a pipeline's links private, show and revoke them.
+    """Make, show and revoke the credentials that keep a pipeline's links private.
 
-    `init` once, on a machine that you trust; `issue` there for every process, with its role: coordinate, be the stage
-    of one name, or read metrics. Copy each process its own directory and start it with --tls DIRECTORY (or, for
-    plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine where it was
-    made.
+    Run `init` once, on a machine that you trust. There, run `issue` for every process with its role: coordinator, one
+    named stage, or monitor (reads metrics). Copy to each process its own directory and start it with --tls DIRECTORY
+    (or, for plaintext links, with --token-file DIRECTORY/token). The CA's key (ca-key.pem) never leaves the machine
+    where it was made.
     """
 
 
@@ -30,7 +30,7 @@ def certs_command() -> None:
 @click.argument("directory", type=DIRECTORY)
 @click.option("--name", default="relayline", show_default=True, help="Name of the pipeline, shown in the certificate.")
 def init_command(directory: Path, name: str) -> None:
-    """Make a CA (ten years) and a join token in DIRECTORY. Refuses to overwrite."""
+    """Make a CA (valid for ten years) and a join token in DIRECTORY. Never overwrites one."""
     from relayline.deploy.launch.certificates import CA_KEY_FILE, init_authority
 
     authority = init_authority(directory, name, _now())
@@ -60,13 +60,11 @@ def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host")
 @click.option("--coordinator", is_flag=True, help="For the coordinator on HOST.")
-@click.option("--stage", default="", metavar="NAME", help="For the stage of this name on HOST.")
-@click.option(
-    "--monitor", is_flag=True, help="For a Prometheus on HOST: it may read stages' metrics, and nothing else."
-)
+@click.option("--stage", default="", metavar="NAME", help="For the stage NAME on HOST.")
+@click.option("--monitor", is_flag=True, help="For a Prometheus on HOST: it may only read the metrics of stages.")
 @click.option("--ip", "ips", multiple=True, callback=_addresses, help="Further IP address; may be repeated.")
 @click.option("--dns", multiple=True, help="Further DNS name, e.g. of a Kubernetes service; may be repeated.")
-@click.option("--days", type=int, default=365, show_default=True, help="How long it is valid.")
+@click.option("--days", type=int, default=365, show_default=True, help="Days until it expires.")
 @click.option("--out", type=DIRECTORY, default=None, help="Where to put it [default: DIRECTORY/NAME].")
 def issue_command(
     directory: Path,
@@ -79,9 +77,10 @@ def issue_command(
     days: int,
     out: Path | None,
 ) -> None:
-    """Make a process on HOST (a name or an IP address) its own directory: ca.pem, cert.pem, key.pem and a join token.
+    """Make the credential directory of a process on HOST, a name or an IP address: ca.pem, cert.pem, key.pem and a join
+    token.
 
-    Called again it renews; running processes take up the new certificate with their next connection.
+    Run it again to renew; running processes use the new certificate from their next connection on.
     """
     from relayline.deploy.launch.certificates import issue
 
@@ -97,12 +96,12 @@ def issue_command(
 @certs_command.command("invite")
 @click.argument("directory", type=DIRECTORY)
 @click.argument("host")
-@click.option("--stage", required=True, metavar="NAME", help="Which stage HOST may become.")
+@click.option("--stage", required=True, metavar="NAME", help="The stage that HOST may become.")
 def invite_command(directory: Path, host: str, stage: str) -> None:
     """Print a token with which HOST gets its certificate from a coordinator: relayline join HOST:PORT TOKEN.
 
-    It is good once and for a day; one that was made before for this stage opens nothing any more. The coordinator
-    must use the CA in DIRECTORY (`serve --enrol-listen`, a rendered deployment). `relayline up` makes its own tokens.
+    The token works once, within a day; earlier tokens of this stage no longer work. The coordinator must use the CA in
+    DIRECTORY (`serve --enrol-listen`, a rendered deployment). `relayline up` makes its own tokens.
     """
     from relayline.deploy.launch.certificates import CA_KEY_FILE
     from relayline.deploy.launch.invitations import can_sign, invite
@@ -116,17 +115,17 @@ def invite_command(directory: Path, host: str, stage: str) -> None:
 
 @certs_command.command("revoke")
 @click.argument("directory", type=DIRECTORY)
-@click.option("--coordinator", is_flag=True, help="Those of coordinators.")
-@click.option("--stage", default="", metavar="NAME", help="Those of the stage of this name.")
-@click.option("--monitor", is_flag=True, help="Those that read metrics.")
-@click.option("--host", default="", help="Those of this host [default: of any].")
+@click.option("--coordinator", is_flag=True, help="Credentials of coordinators.")
+@click.option("--stage", default="", metavar="NAME", help="Credentials of the stage of this name.")
+@click.option("--monitor", is_flag=True, help="Credentials for reading metrics.")
+@click.option("--host", default="", help="Credentials of this host [default: of any host].")
 def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool, host: str) -> None:
     """Revoke credentials that the CA in DIRECTORY has issued; all others stay valid.
 
-    Writes crl.pem (certificates) and `revoked` (join tokens) into DIRECTORY and the directories of processes in it.
-    Running processes look for them in their --tls directory, or next to their token file, every second. It is enough to
-    copy both to the coordinator: it then refuses revoked credentials, and passes the first file, which the CA has
-    signed, to every stage. Issue the process a new credential to let it in again.
+    This writes crl.pem (certificates) and `revoked` (join tokens) into DIRECTORY and into the directories of processes
+    in it. Running processes look for both files every second, in their --tls directory or next to their token file. It
+    is enough to copy both to the coordinator: it refuses revoked credentials and passes crl.pem, which the CA has
+    signed, on to every stage. To let a process in again, issue it a new credential.
     """
     from relayline.deploy.launch.certificates import CA_KEY_FILE, revoke, revoke_token
 

@@ -13,13 +13,13 @@ WHERE = {
 }
 
 
-@click.command("completion", short_help="Print a script that completes commands in a shell.")
+@click.command("completion", short_help="Print a script that lets a shell complete commands.")
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> None:
     """Print the completion script for SHELL.
 
-    For this shell alone: eval "$(relayline completion bash)", and in fish: relayline completion fish | source. To keep
+    For this shell only: eval "$(relayline completion bash)", or in fish: relayline completion fish | source. To keep
     it, write it to the place that the script's last line names.
     """
     kind = get_completion_class(shell)

@@ -36,9 +36,10 @@ state_dir_option = click.option(
 @state_dir_option
 @click.pass_context
 def status_command(ctx: click.Context, name: str | None, as_json: bool, state_dir: Path | None) -> None:
-    """Show what clients get from what `relayline up` launched here, and its processes: uptime, restarts, last heard.
+    """Show what clients get from the pipelines that `relayline up` started here, and their processes: uptime, restarts,
+    last sign of life.
 
-    NAME is a pipeline's name or its manifest; without it all that run. Exit code 1 if the named one does not run.
+    NAME is a pipeline's name or its manifest; the default is all that run. Exit code 1 if that pipeline does not run.
     """
     from relayline.deploy.launch.control import describe, find, launched
 
@@ -111,13 +112,15 @@ def _duration(seconds: float) -> str:
 
 @click.command("down", short_help="End a pipeline that runs on this machine.")
 @click.argument("name", required=False, shell_complete=names_here)
-@click.option("--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait.")
-@click.option("--force", is_flag=True, help="Then kill the processes that still run.")
+@click.option(
+    "--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait for the end."
+)
+@click.option("--force", is_flag=True, help="Kill the processes that still run then.")
 @state_dir_option
 def down_command(name: str | None, timeout: float, force: bool, state_dir: Path | None) -> None:
     """End a pipeline in order: the coordinator lets running requests finish, then the stages end.
 
-    NAME is a pipeline's name or its manifest; without it the one that runs. Nothing to end is a success.
+    NAME is a pipeline's name or its manifest; the default is the only one that runs. Exit code 0 also if none runs.
     """
     from relayline.deploy.launch.control import end, find, launched
 
@@ -133,13 +136,21 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
 @click.command("logs", short_help="Show the logs of a pipeline's processes.")
 @click.argument("name", required=False, shell_complete=names_here)
 @click.argument("process", required=False)
-@click.option("--lines", "n_lines", type=click.IntRange(0, 100_000), default=50, show_default=True, help="Last lines.")
-@click.option("--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
+@click.option(
+    "--lines",
+    "n_lines",
+    type=click.IntRange(0, 100_000),
+    default=50,
+    show_default=True,
+    help="How many of the last lines.",
+)
+@click.option("--follow", is_flag=True, help="Show new lines too, until Ctrl-C.")
 @state_dir_option
 def logs_command(name: str | None, process: str | None, n_lines: int, follow: bool, state_dir: Path | None) -> None:
     """Show the last lines that each process of a pipeline logged, running or not.
 
-    PROCESS is coordinator, a stage's name, or up for the supervisor; without it all of them, each line with its name.
+    PROCESS is coordinator, a stage's name, or up for the supervisor. Without it all processes are shown, each line with
+    its process.
     """
     from relayline.deploy.launch.control import find, launched
 

@@ -7,12 +7,12 @@ import asyncio
 import click
 
 
-@click.command("demo", short_help="Run the bundled model over three stages, and show its batches.")
-@click.option("--keep", is_flag=True, help="Go on serving until Ctrl-C.")
+@click.command("demo", short_help="Run the bundled model as three stages, and show its batches.")
+@click.option("--keep", is_flag=True, help="Keep serving until Ctrl-C.")
 def demo_command(keep: bool) -> None:
-    """Run the bundled model (4 MB, Python's documentation) as three stages, and six prompts at once through the API.
+    """Run the bundled model (4 MB, writes like Python's documentation) as three stages, and send six prompts at once.
 
-    It needs no download. With --keep it goes on serving, and shows in `relayline status`, `top` and `trace`.
+    This needs no download. With --keep it keeps serving, so that you can try `relayline status`, `top` and `trace`.
     """
     from relayline.deploy.launch.demo_run import demo
     from relayline.deploy.launch.state import StateDir, register, state_root

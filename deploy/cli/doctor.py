@@ -23,14 +23,17 @@ COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 @click.command("doctor", short_help="Check this machine or a manifest, and name what is missing.")
 @click.argument("manifest", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of lines.")
-@click.option("--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Seconds for each check.")
-@click.option("--deep", is_flag=True, help="Read all that was split or fetched, also what looks unchanged.")
+@click.option(
+    "--timeout", type=FloatRange(0.1, 3_600), default=30.0, show_default=True, help="Most seconds for each check."
+)
+@click.option("--deep", is_flag=True, help="Read all split and fetched files, also those that look unchanged.")
 @click.pass_context
 def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, timeout: float, deep: bool) -> None:
-    """Examine this machine and, with MANIFEST, everything that it names: each line ok, warning or failure.
+    """Check this machine and, with MANIFEST, everything that the manifest names. Each line is ok, a warning or a
+    failure.
 
-    Exit code 1 if there is any failure. Nothing is changed, and nothing is contacted that the manifest does not name.
-    Of a gateway's MANIFEST each pipeline behind it is examined, and the needs of all on this machine are added up.
+    Exit code 1 if there is any failure. This changes nothing, and contacts only what the manifest names. For the
+    MANIFEST of a gateway it checks each pipeline behind it, and adds up the needs of all on this machine.
     """
     from relayline.deploy.doctor.examine import examine_machine, examine_manifest
     from relayline.deploy.doctor.gateway import examine_gateway

@@ -20,19 +20,19 @@ STAGES_PATH = "/v1/pipeline/stages"
 WANTED = ("cuts", "layers", "stages", "move", "hosts")
 
 
-@click.command("drain", short_help="Free a host of its layers for maintenance, while requests go on.")
+@click.command("drain", short_help="Take a host's layers away for maintenance, while serving.")
 @click.argument("host")
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option
 @key_option
 def drain_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Free HOST, a stage by its name, of its layers.
+    """Take away the layers of HOST, the name of a stage.
 
-    A spare takes them over, or else the other stages share them. Requests pause for the switch and go on with the same
-    tokens. The stage's engine ends and gives its memory back; its process waits, and may be ended for as long as you
-    like. HOST gets no layers until `relayline uncordon HOST`, also over a restart.
+    A spare takes them over; without one, the other stages share them. Requests pause for the switch and go on with the
+    same tokens. The stage's engine ends and frees its memory. Its process waits; you may end it for as long as you
+    like. HOST gets no layers until `relayline uncordon HOST`, not even after a restart.
 
-    Where nobody has room for its layers that is said, and nothing changes.
+    If no other stage has room for the layers, this says so and changes nothing.
     """
     found = asyncio.run(_put(url, api_key, host, is_drained=True, tell=not as_json))
     move = found["move"]
@@ -49,16 +49,16 @@ def drain_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) ->
         click.echo(f"{host} is drained; it held no layers")
 
 
-@click.command("uncordon", short_help="Offer a host layers again that was drained.")
+@click.command("uncordon", short_help="Let a drained host hold layers again.")
 @click.argument("host")
-@click.option("--json", "as_json", is_flag=True, help="Print what is known of the stages as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the state of the stages as JSON.")
 @url_option
 @key_option
 def uncordon_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Offer HOST, a stage by its name, layers again after `relayline drain`.
+    """Let HOST, the name of a stage, hold layers again after `relayline drain`.
 
-    It gets some within seconds if it is there and the others had shared its layers. Where another stage took its place
-    it stands by as a spare.
+    If the other stages had shared its layers, it gets some within seconds. If a spare took its place, it becomes the
+    spare.
     """
     found = asyncio.run(_put(url, api_key, host, is_drained=False, tell=False))
     if as_json:

@@ -37,7 +37,7 @@ UP_FLAGS = frozenset(
 )
 @click.option(
     "--backend", "backends", multiple=True, required=True, metavar="[NAME=]URL",
-    help="A pipeline that runs, as http://10.0.0.7:8080; may be repeated. Those of one model share its requests.",
+    help="A running pipeline, such as http://10.0.0.7:8080; may be repeated. Those of one model share its requests.",
 )  # fmt: skip
 @click.option("--backend-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="API key of the pipelines.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
@@ -48,9 +48,9 @@ UP_FLAGS = frozenset(
 def gateway_command(**given: Any) -> None:
     """Pass requests on to pipelines that run elsewhere, until SIGINT or SIGTERM.
 
-    The model that a request names chooses the pipeline. Replicas share a model's requests: a conversation stays where
-    its beginning has been read, others go where the least is to be done. A replica that dies is left out, and taken
-    again when it answers. `relayline up` with a manifest of kind Gateway starts the pipelines too.
+    A request's model chooses the pipeline. Replicas share a model's requests: a conversation stays with the replica
+    that has its prefix in cache, other requests go to the least busy one. A replica that dies gets no requests until it
+    answers again. `relayline up` with a manifest of kind Gateway also starts the pipelines.
     """
     from relayline.coordinator.gateway.serve import GatewayConfig, serving_gateway
     from relayline.coordinator.http.limits import HttpLimits

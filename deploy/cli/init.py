@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 @click.command("init", short_help="Write a commented manifest for this machine.")
-@click.option("--model", type=click.Path(path_type=Path), default=None, help="GGUF file, or first of its shards.")
+@click.option("--model", type=click.Path(path_type=Path), default=None, help="GGUF file, or its first shard.")
 @click.option(
     "--output", type=click.Path(path_type=Path), default=Path("pipeline.yaml"), show_default=True,
     help="File to write; - for stdout.",

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from relayline.stage.joining.enrol import Joined
 
 
-@click.command("join", short_help="Make this host a stage of a pipeline, by the line that `up` printed.")
+@click.command("join", short_help="Make this host a stage of a pipeline, with the line that `up` printed.")
 @click.argument("address", type=Address(), metavar="[HOST:PORT]", required=False)
 @click.argument("token", required=False)
-@click.option("--name", default="", help="Without TOKEN: which stage, where this host has joined as several.")
-@click.option("--listen", type=Address(), help="Where neighbours connect [default: the address that faces HOST].")
-@click.option("--advertise", default="", help="Host that neighbours connect to [default: as the coordinator sees].")
+@click.option("--name", default="", help="Without TOKEN: the stage to run, if this host has joined as several.")
+@click.option("--listen", type=Address(), help="Where others connect [default: this host's address towards HOST].")
+@click.option(
+    "--advertise", default="", help="Address that others connect to [default: the one that the coordinator sees]."
+)
 @click.option(
     "--metrics", type=Address(), help="Where to serve Prometheus metrics [default: the coordinator's choice]."
 )
@@ -41,18 +43,20 @@ if TYPE_CHECKING:
     help="Where key and certificate are kept [default: this user's state directory].",
 )
 @threads_option
-@click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
-@click.option("--always-fetch", is_flag=True, help="Fetch even where the coordinator's own file can be seen.")
-@click.option("--enrol-only", is_flag=True, help="Get the certificate and end; a later `relayline join` goes on.")
+@click.option("--cores", type=CoreList(), default=None, help="Cores to run on, such as 0-3,8 [default: any].")
+@click.option(
+    "--always-fetch", is_flag=True, help="Fetch layers even if this host can read the coordinator's own file."
+)
+@click.option("--enrol-only", is_flag=True, help="Get the certificate and end. A later `relayline join` continues.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @telemetry_options
 @log_options
 @click.option("--exit-with-stdin", is_flag=True, hidden=True)
 def join_command(**given: Any) -> None:
-    """Get a certificate from the coordinator at HOST:PORT with TOKEN, then fetch layers and serve them until SIGINT.
+    """Get a certificate from the coordinator at HOST:PORT with TOKEN, then fetch layers and compute until SIGINT.
 
-    `relayline up` prints the whole line for each host. The key is made here. The token is good once, for this host;
-    after that the same line, or `relayline join` alone, joins again.
+    `relayline up` prints the whole line for each host. The private key is made here. The token works once, for this
+    host. After that, run the same line, or just `relayline join`, to join again.
     """
     from relayline.stage.joining.join import run_joined
 
@@ -112,17 +116,17 @@ def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
 
 @click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")
 @click.argument("stage")
-@click.option("--pipeline", default=None, help="Name of the pipeline, where several run here.")
+@click.option("--pipeline", default=None, help="Name of the pipeline, if several run here.")
 @click.option("--host", default="", help="Address of a machine that the manifest does not name.")
 @click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")
 def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path | None) -> None:
-    """Print the line with which STAGE joins from its host: the last one has expired, was used, or its disk is gone.
+    """Print a new line with which STAGE joins from its host, if the last one has expired or was used, or the host's
+    disk is gone.
 
-    With --host STAGE may be new: it joins the pipeline that serves, and gets layers. Write it into the manifest too, so
-    that the next start knows it.
+    With --host, STAGE may be new: it joins the running pipeline and gets layers. Add it to the manifest too, so that
+    the next start knows it.
 
-    The line that was printed before opens nothing any more. A certificate that it brought stays good; `relayline certs
-    revoke` ends one.
+    The line printed before no longer works. A certificate from it stays valid until `relayline certs revoke`.
     """
     from relayline.deploy.cli.drain import let_join
     from relayline.deploy.launch.control import find

@@ -36,14 +36,18 @@ def serve_join_options(command: Command) -> Command:
     """Add the coordinator's flags: given addresses, or stages that join. The engine flags apply to the latter."""
     for option in (
         click.option("--names", default="", help="Names of the stages, in layer order [default: stage-0,...]."),
-        click.option("--spares", default="", help="Names of stages that hold layers only in the place of a lost one."),
+        click.option(
+            "--spares",
+            default="",
+            help="Names of spares: stages that hold layers only in place of a lost or drained one.",
+        ),
         click.option(
             "--authority",
             type=click.Path(path_type=Path, file_okay=False),
             help="With --enrol-listen: directory of the CA that signs.",
         ),
-        click.option("--enrol-listen", type=Address(), help="Let hosts get certificates here: `relayline join`."),
-        click.option("--join-listen", type=Address(), help="Let stages join here instead of giving --stages."),
+        click.option("--enrol-listen", type=Address(), help="Where hosts get certificates with `relayline join`."),
+        click.option("--join-listen", type=Address(), help="Instead of --stages: where stages join."),
         click.option("--stages", type=AddressList(), help="Stage addresses in layer order."),
     ):
         command = option(command)
@@ -53,17 +57,23 @@ def serve_join_options(command: Command) -> Command:
 def stage_join_options(command: Command) -> Command:
     """Add the stage's flags: its own artifact, or a pipeline to join."""
     for option in (
-        click.option("--always-fetch", is_flag=True, help="Fetch even where the coordinator's own file can be seen."),
         click.option(
-            "--advertise", default="", help="Host that neighbours connect to [default: as the coordinator sees]."
+            "--always-fetch", is_flag=True, help="Fetch even if this host can read the coordinator's own file."
+        ),
+        click.option(
+            "--advertise",
+            default="",
+            help="Address that others connect to [default: the one that the coordinator sees].",
         ),
         click.option(
             "--cache", type=click.Path(path_type=Path, file_okay=False), help="Where fetched artifacts are kept."
         ),
-        click.option("--token", default="", help="With --join: the join token; others can see it in the process list."),
-        click.option("--name", default="", help="With --join: which of the pipeline's stages this is."),
-        click.option("--join", "coordinator", type=Address(), help="Get order and artifact from this coordinator."),
-        click.option("--artifact", type=click.Path(path_type=Path), help="This stage's GGUF from `split`."),
+        click.option(
+            "--token", default="", help="With --join: the join token. Beware: others can see it in the process list."
+        ),
+        click.option("--name", default="", help="With --join: this stage's name in the pipeline."),
+        click.option("--join", "coordinator", type=Address(), help="Get settings and artifact from this coordinator."),
+        click.option("--artifact", type=click.Path(path_type=Path), help="This stage's GGUF file from `split`."),
     ):
         command = option(command)
     return command

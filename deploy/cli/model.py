@@ -1,4 +1,4 @@
-"""`relayline inspect` and `relayline split`: looking into a model file and cutting it into stage artifacts."""
+"""`relayline inspect` and `relayline split`: show what a model file holds, and cut it into stage artifacts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = click.argument("model", type=click.Path(path_type=Path))
 @MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect_command(model: Path, as_json: bool) -> None:
-    """Show what MODEL (a GGUF file, or the first of its shards) is made of and where it may be cut."""
+    """Show the layers and sizes of MODEL (a GGUF file, or the first of its shards) and where it can be cut."""
     facts = inspect_model(model)
     if as_json:
         click.echo(json.dumps(facts_as_json(facts), indent=2))
@@ -227,7 +227,7 @@ def _size(size_bytes: int) -> str:
 @click.option("--stages", type=int, help="Number of stages; the cuts are chosen to balance them.")
 @click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
 @click.option("--out", "out_dir", type=click.Path(path_type=Path), required=True, help="Directory for the artifacts.")
-@click.option("--experimental", is_flag=True, help="Try a model that nobody has certified.")
+@click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")
 @click.option("--json", "as_json", is_flag=True, help="Print pipeline.json instead of a table.")
 def split_command(
     model: Path, stages: int | None, cuts: tuple[int, ...] | None, out_dir: Path, experimental: bool, as_json: bool

@@ -1,4 +1,4 @@
-"""`relayline move`: other layers for the stages of a pipeline that serves."""
+"""`relayline move`: gives the stages of a running pipeline other layers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ SAID = {
 }
 
 
-@click.command("move", short_help="Give the stages other layers while they serve.")
-@click.option("--cuts", callback=parse_cuts, help="First layer of each stage but the first, e.g. 8,16.")
+@click.command("move", short_help="Give the stages other layers while serving.")
+@click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16.")
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option
 @key_option
 def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Give the stages of a running pipeline other layers. Without --cuts, show the present ones. The model is split
-    again, and each stage loads its new layers while it serves with the old ones. Then running requests pause, the
-    stages switch, and the requests continue with the same tokens; none is refused. A stage that keeps its layers loads
-    nothing. A change that fails before the switch changes nothing.
+    """Give the stages of a running pipeline other layers. Without --cuts, show the present ones. The coordinator splits
+    the model again, and each stage loads its new layers while it serves with the old ones. Then running requests pause,
+    the stages switch, and the requests continue with the same tokens. No request is refused. A stage whose layers stay
+    loads nothing. A failure before the switch changes nothing.
 
-    Stages must have joined the coordinator, and the coordinator must know the model: `up` with a manifest does both.
+    The stages must have joined, and the coordinator must know the model. After `up` with a manifest, both are true.
     """
     found = asyncio.run(moved_layers(url, api_key, cuts, tell=not as_json))
     move = found["move"]
@@ -49,7 +49,7 @@ def move_command(cuts: tuple[int, ...] | None, as_json: bool, url: str, api_key:
 
 
 def moved_text(found: dict[str, Any]) -> str:
-    """Return the line about a change that is done; of another one the layers of now."""
+    """Return the line about a finished change, otherwise the present layers."""
     move = found["move"]
     if move["state"] != "done":
         return _layers(found)

@@ -99,7 +99,7 @@ engine_options = setting_options(EngineSettings, but=("n_threads",))
 
 security_options = _apply(
     click.option("--tls", "tls_dir", type=click.Path(path_type=Path), default=None,
-                 help="This process's directory from `relayline certs issue`; links are mutual TLS."),
+                 help="This process's directory from `relayline certs issue`. Makes links mutual TLS."),
     click.option("--insecure", is_flag=True, help="Allow plaintext links beyond this machine; anyone can read them."),
     click.option("--token-file", type=click.Path(path_type=Path), default=None,
                  help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
@@ -108,13 +108,13 @@ security_options = _apply(
 HTTP_SETTINGS = ("connections_per_address", "protect_metrics", "jaeger_url")  # flags in their own place of the help
 http_security_options = _apply(
     click.option("--http-cert", type=click.Path(path_type=Path), default=None,
-                 help="Certificate (PEM) with which the HTTP API is HTTPS; renewed files are taken up by themselves."),
+                 help="Certificate (PEM); makes the HTTP API HTTPS. A renewed file is read without a restart."),
     click.option("--http-key", type=click.Path(path_type=Path), default=None, help="Private key of --http-cert (PEM)."),
     click.option("--api-keys", type=click.Path(path_type=Path), default=None,
-                 help="File with one API key (or NAME: KEY) a line; read again on SIGHUP [default: no key is needed]."),
+                 help="File with one API key (or NAME: KEY) per line; read again on SIGHUP [default: no keys]."),
     click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
-                 help="Also answer web pages of this host, and clients that call the server so; may be repeated "
-                 "[default: without --api-keys only loopback names on loopback, and no pages of other hosts]."),
+                 help="Also answer web pages of this host, and requests to the server under this name; may be repeated "
+                 "[default without --api-keys: no pages of other hosts, and on loopback only loopback names]."),
     setting_options(ServingSettings, only=HTTP_SETTINGS),
 )  # fmt: skip
 

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
-@click.command("plan", short_help="Show which stage gets which layers, and what that will give.")
+@click.command("plan", short_help="Show which stage gets which layers, and the predicted speed.")
 @click.argument("target", metavar="MANIFEST|MODEL", type=click.Path())
 @click.option(
-    "--hosts", default="", help="Of a MODEL: hosts of its stages, in layer order, with commas [default: here]."
+    "--hosts", default="", help="For a MODEL: hosts of its stages in layer order, separated by commas [default: here]."
 )
 @click.option("--streams", type=click.IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
 @click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
-@click.option("--compare", "is_compare", is_flag=True, help="Hold the plan against the running pipeline.")
-@click.option("--url", default="", help="Of the running coordinator [default: the manifest's].")
+@click.option("--compare", "is_compare", is_flag=True, help="Compare the plan with the running pipeline.")
+@click.option("--url", default="", help="The running coordinator [default: the manifest's].")
 @click.option(
     "--seconds",
     type=FloatRange(0, 600),
     default=2.0,
     show_default=True,
-    help="With --compare: how long to watch for tokens per second; the same streams have to run throughout.",
+    help="With --compare: how long to count tokens; the same streams have to run all the time.",
 )
 @click.option(
     "--bench",
@@ -50,14 +50,14 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compare: bool, url: str, seconds: float,
                  bench: Path | None, as_json: bool) -> None:  # fmt: skip
-    """Plan MANIFEST or MODEL: the split with the most predicted tokens per second that fits every host's memory.
+    """Plan MANIFEST or MODEL: show the split with the most predicted tokens per second that fits every host's memory.
 
-    MODEL is what `up` takes; without --hosts it is planned as two stages here.
+    MODEL is as for `up`. Without --hosts the plan is for two stages on this machine.
 
-    Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated: the
-    table says which. The order of the stages is the manifest's; ranges it gives are kept. Exit code 2 if nothing fits.
+    Speeds are measured (--measure, or a calibration file of the host), declared in the manifest, or estimated; the
+    table says which. The plan keeps the manifest's order of stages and its layer ranges. Exit code 2 if nothing fits.
 
-    Of a gateway's MANIFEST every pipeline is planned that `up` starts, and their needs on shared machines are added up.
+    For a gateway's MANIFEST this plans every pipeline that `up` starts, and adds up their needs on shared machines.
     """
     from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
     from relayline.deploy.launch.target import gateway_of

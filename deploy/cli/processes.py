@@ -78,16 +78,22 @@ def watch_stdin() -> None:
 
 @click.command("stage", short_help="Run one stage process.")
 @stage_join_options
-@click.option("--listen", type=Address(), default="127.0.0.1:0", show_default=True, help="Where neighbours connect.")
+@click.option(
+    "--listen",
+    type=Address(),
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Where other stages and the coordinator connect.",
+)
 @threads_option
-@click.option("--cores", type=CoreList(), default=None, help="Cores that it keeps to, as 0-3,8 [default: any].")
+@click.option("--cores", type=CoreList(), default=None, help="Cores to run on, such as 0-3,8 [default: any].")
 @click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
 @click.option(
     "--metrics",
     type=Address(),
     default=None,
-    help="Where to serve Prometheus metrics; with --tls over TLS beyond loopback [default: nowhere].",
+    help="Where to serve Prometheus metrics; beyond loopback with TLS if --tls is given [default: nowhere].",
 )
 @telemetry_options
 @engine_options
@@ -95,9 +101,9 @@ def watch_stdin() -> None:
 @log_options
 @supervised_option
 def stage_command(**given: Any) -> None:
-    """Load one stage artifact and serve it to its neighbours until SIGINT or SIGTERM.
+    """Load one stage artifact and compute for its pipeline until SIGINT or SIGTERM.
 
-    The artifact is given with --artifact, or chosen and sent by the coordinator with --join.
+    The artifact is a file (--artifact), or the coordinator chooses and sends it (--join).
     """
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.join import run_joined
@@ -191,22 +197,24 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
     "serve", short_help="Run the coordinator and its HTTP API.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
 )
 @manifest_option
-@click.option("--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory of `split`.")
 @click.option(
-    "--model", type=click.Path(path_type=Path), default=None, help="The model that was split: lets its layers be moved."
+    "--pipeline", "directory", type=click.Path(path_type=Path), default=None, help="Directory that `split` wrote."
+)
+@click.option(
+    "--model", type=click.Path(path_type=Path), default=None, help="The model that was split. Needed to move layers."
 )
 @click.option(
     "--keep-layers",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="File that keeps moved layers: a coordinator that is started again goes on with them.",
+    help="File that remembers moved layers, so that a restarted coordinator goes on with them.",
 )
 @click.option(
     "--plan-file",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="File that keeps why stages have their layers. Those that the manifest leaves open are then planned from what "
-    "hosts measure when they join.",
+    help="File that remembers why each stage has its layers. With it, layers that the manifest leaves open are planned "
+    "from the measurements of joining hosts.",
 )
 @click.option("--settle", type=click.Path(path_type=Path, dir_okay=False), default=None, hidden=True)
 @serve_join_options
@@ -224,11 +232,11 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 def serve_command(**given: Any) -> None:
     """Connect the stages of a pipeline and serve it over HTTP until SIGINT or SIGTERM.
 
-    Stages are at given addresses (--stages), or join by themselves (--join-listen) and are sent their artifacts; what
-    their engines shall be (--ctx, --lanes, --kv-type, ...) is then said here.
+    Either --stages has the addresses of running stages, or stages join at --join-listen. Those that join get their
+    artifacts and engine settings (--ctx, --lanes, --kv-type, ...) from here.
 
-    With --manifest the model is found, split and served to the stages that the manifest names. Flags win over
-    RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these over the manifest.
+    With --manifest, this finds and splits the model, and serves it to the stages of the manifest. Flags override
+    RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these override the manifest.
     """
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.serve import ServeConfig, run_coordinator

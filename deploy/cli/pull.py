@@ -1,4 +1,4 @@
-"""`relayline pull`: a model loaded before it is needed."""
+"""`relayline pull`: downloads a model before it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
 
-@click.command("pull", short_help="Load a model from the Hugging Face hub.")
+@click.command("pull", short_help="Download a model from the Hugging Face hub.")
 @click.argument("model")
 @click.option(
     "--to",
@@ -24,19 +24,20 @@ from relayline.wire.settings.table import ServingSettings
     entry_of(ServingSettings, "mmproj").flag,
     "with_projector",
     is_flag=True,
-    help="Load the repository's projector too, for images.",
+    help="Download the repository's projector too, for images.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pull_command(model: str, directory: Path | None, with_projector: bool, as_json: bool) -> None:
-    """Load MODEL into the hub's cache and print where it is.
+    """Download MODEL into the hub's cache and print its path.
 
-    An interrupted download is resumed. MODEL is ORG/REPO[:QUANT], hf://ORG/REPO[:QUANT] or hf://ORG/REPO/FILE.gguf,
-    each with an optional @REVISION. HF_TOKEN, HF_HOME and HF_ENDPOINT have their usual meaning.
+    An interrupted download goes on where it stopped. MODEL is ORG/REPO[:QUANT], hf://ORG/REPO[:QUANT] or
+    hf://ORG/REPO/FILE.gguf, each with an optional @REVISION. HF_TOKEN, HF_HOME and HF_ENDPOINT have their usual
+    meaning.
 
-    With --to the files are in that directory too, under their own names. Where the file system allows it they take no
-    space twice. A model that is there already is left alone.
+    With --to the files are also in that directory, under their own names, without taking space twice if the file system
+    allows it. A model that is already there is left alone.
 
-    With --mmproj the repository's projector (mmproj*.gguf; of several the one in f16) is loaded as well.
+    With --mmproj it downloads the repository's projector (mmproj*.gguf) too; if there are several, the one in f16.
     """
     from relayline.coordinator.model.gguf_file import open_model
     from relayline.deploy.launch.model_source import projector_of, resolve_model, resolve_projector
@@ -63,4 +64,4 @@ def pull_command(model: str, directory: Path | None, with_projector: bool, as_js
     if projector is not None:
         click.echo(f"projector: {projector}")
     elif not is_here and (name := projector_of(model)):
-        click.echo(f"for images its repository has a projector, {name}: pull it too with --mmproj")
+        click.echo(f"its repository has a projector for images, {name}: --mmproj downloads it too")

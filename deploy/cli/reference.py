@@ -40,8 +40,8 @@ def cli_page() -> str:
     )
     parts = [
         f"# Commands\n\n{MADE}\n"
-        "Exit codes: 0 success, 1 failure, 2 wrong usage. A mistake in a command gets one line on stderr.\n"
-        "Flags win over `RELAYLINE_*` environment variables, and these win over a manifest.\n\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage. An error is one line on stderr.\n"
+        "Flags override `RELAYLINE_*` environment variables, and these override the manifest.\n\n"
         f"```text\n{root.get_help()}\n```\n"
     ]
     for command, context in commands(relayline, root):

@@ -20,18 +20,20 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
 
 
-@click.command("render", short_help="Write a manifest as Compose or Kubernetes files.")
+@click.command("render", short_help="Turn a manifest into Compose or Kubernetes files.")
 @click.argument("manifest", type=click.Path(path_type=Path))
-@click.option("--target", type=click.Choice(TARGETS), required=True, help="What to render for.")
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="What will run the files.")
 @click.option(
     "--output", type=click.Path(path_type=Path), default=None, help="Directory to write into [default: stdout]."
 )
-@click.option("--force", is_flag=True, help="Replace files in that directory that were not rendered or were edited.")
+@click.option(
+    "--force", is_flag=True, help="Also replace files there that were edited, or that relayline did not render."
+)
 def render_command(manifest: Path, target: str, output: Path | None, force: bool) -> None:
-    """Write the pipeline of MANIFEST as files for another engine; they hold no secret, only the names of some.
+    """Turn MANIFEST into files for Compose or Kubernetes. They hold no secrets, only names of secrets.
 
-    compose: every process on one machine. compose-hosts: a file for each host of the manifest, with the ports of the
-    manifest; copy each to its host and run `docker compose up` there. The head of each file says what has to be there.
+    compose: every process on one machine. compose-hosts: one file for each host of the manifest, with the manifest's
+    ports; copy it to its host and run `docker compose up` there. The top of each file says what else the host needs.
     """
     if target == compose_hosts.TARGET and output is None:
         raise UsageError("--target compose-hosts writes a file for each host; say where with --output DIR")

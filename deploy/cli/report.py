@@ -25,21 +25,21 @@ _FILES = re.compile(r'<link rel="icon".*?<script type="module" src="[^"]*"></scr
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; img-src data:"
 
 
-@click.command("report", short_help="Freeze the page into one HTML file.")
+@click.command("report", short_help="Save the page as one HTML file.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("relayline-report.html"), show_default=True,
     help="File to write.",
 )  # fmt: skip
 @click.option(
     "--minutes", type=FloatRange(0.1, 60), default=5.0, show_default=True,
-    help="Include requests of the last MINUTES with their batches, as far back as stages remember.",
+    help="Include the requests of the last MINUTES with their batches, as far as stages remember them.",
 )  # fmt: skip
 @url_option
 @key_option
 def report_command(out: Path, minutes: float, url: str, api_key: str, **_: Any) -> None:
-    """Write the page's views of steps, machines, requests and plans into one file that needs no server.
+    """Save the page with its steps, machines, requests and plans as one HTML file that needs no server.
 
-    It holds figures, names, addresses and ids, and neither prompts nor answers.
+    The file holds figures, names, addresses and ids, but no prompts or answers.
     """
     answers, aliases = asyncio.run(collect(url, api_key, minutes * 60.0))
     out.write_text(document(answers, aliases), encoding="utf-8")

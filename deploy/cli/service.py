@@ -26,7 +26,7 @@ COMMAND_TIMEOUT_S = 60.0  # of systemctl and launchctl; a stage that is ended ma
 _READABLE = 0o644
 
 name_argument = click.argument("name", required=False, default="")
-system_option = click.option("--system", "is_system", is_flag=True, help="For the whole system; takes root.")
+system_option = click.option("--system", "is_system", is_flag=True, help="For the whole system; needs root.")
 state_option = click.option(
     "--state",
     type=click.Path(path_type=Path, file_okay=False),
@@ -35,12 +35,12 @@ state_option = click.option(
 )
 
 
-@click.group("service", short_help="Keep a joined stage running over restarts of its host.")
+@click.group("service", short_help="Start a joined stage again whenever its host restarts.")
 def service_command() -> None:
-    """Make a stage that has joined a service of this system: systemd on Linux, launchd on macOS.
+    """Run a joined stage as a service of this system: systemd on Linux, launchd on macOS.
 
-    Join once with the line that `relayline up` printed (with --enrol-only if it shall not serve yet), then install.
-    NAME is the stage's; it can be left away where this host has joined as one stage alone.
+    First join with the line that `relayline up` printed (add --enrol-only if the stage should not start yet), then
+    install. NAME is the stage's name; you can leave it out if this host has joined as only one stage.
     """
 
 
@@ -51,7 +51,8 @@ def service_command() -> None:
 @click.option("--dry-run", is_flag=True, help="Print the unit and the commands, and change nothing.")
 @click.argument("join_flags", nargs=-1, type=click.UNPROCESSED)
 def install_command(name: str, is_system: bool, state: Path | None, dry_run: bool, join_flags: tuple[str, ...]) -> None:
-    """Install, start, and start again at every start of the system. Flags of `relayline join` come behind `--`.
+    """Install the service and start it, now and at every start of the system. Flags of `relayline join` follow after
+    `--`.
 
     For example: relayline service install old -- --threads 4 --advertise old.lan
     """
@@ -85,7 +86,7 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
 @state_option
 @click.option("--dry-run", is_flag=True, help="Print the commands, and change nothing.")
 def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: bool) -> None:
-    """End the service and remove it. The host's certificate stays: `relayline join` goes on by hand."""
+    """Stop the service and remove it. The host keeps its certificate, so `relayline join` still works by hand."""
     unit = _unit(_of(name, state), is_system=is_system, state=state)
     if dry_run:
         click.echo("\n".join([*(" ".join(command) for command in unit.disable), f"rm {unit.path}"]))
@@ -104,7 +105,7 @@ def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: b
 @state_option
 @click.pass_context
 def status_command(ctx: click.Context, name: str, is_system: bool, state: Path | None) -> None:
-    """Show whether the service is installed and how it is; exit code 1 if it does not run."""
+    """Show whether the service is installed and its state; exit code 1 if it does not run."""
     unit = _unit(_of(name, state), is_system=is_system, state=state)
     if not unit.path.exists():
         click.echo(f"not installed: {unit.path}")

@@ -46,16 +46,16 @@ SMALL_CELLS = 92  # below this width layers are left out too, and bars are short
     type=FloatRange(INTERVAL_MIN_S, INTERVAL_MAX_S),
     default=1.0,
     show_default=True,
-    help="Seconds per frame.",
+    help="Seconds between two updates.",
 )
-@click.option("--once", is_flag=True, help="Print one frame, measured over one interval, and end.")
+@click.option("--once", is_flag=True, help="Print the figures of one interval, and end.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print the figures as JSON.")
 @url_option
 @key_option
 def top_command(interval: float, once: bool, as_json: bool, url: str, api_key: str, **_: Any) -> None:
-    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use; of a gateway its pipelines.
+    """Watch stages, rows per step, waits, overlap, tokens per second, lanes and KV use, or the pipelines of a gateway.
 
-    Keys: q leaves, p or space holds the picture, + and - change how often it is drawn.
+    Keys: q quits, p or space pauses, + and - change the interval.
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")

@@ -26,17 +26,18 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @click.command("trace", short_help="Show one request's life, stage by stage.")
 @click.argument("request_id", required=False)
 @click.option("--last", is_flag=True, help="The request that ended last.")
-@click.option("--all", "show_all", is_flag=True, help=f"Every batch, not the first and last {ROWS_MAX // 2}.")
+@click.option("--all", "show_all", is_flag=True, help=f"Show every batch, not only the first and last {ROWS_MAX // 2}.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coordinator's answer as JSON.")
 @url_option
 @key_option
 def trace_command(
     request_id: str | None, last: bool, show_all: bool, as_json: bool, url: str, api_key: str, **_: Any
 ) -> None:
-    """Show the life of REQUEST_ID: the answer's id, or its x-request-id header.
+    """Show the life of one request. REQUEST_ID is the answer's id, or its x-request-id header.
 
-    For every stage: its batches and their other requests, the wait of its frames, the reason why each batch closed, and
-    the step's time against the prediction. Needs no tracing backend; the processes remember recent requests themselves.
+    For every stage this shows the request's batches: the other requests in them, how long frames waited, why the batch
+    closed, and the step's time against the prediction. It needs no tracing backend; the processes remember recent
+    requests themselves.
     """
     if (request_id is None) == (not last):
         raise UsageError("give either a REQUEST_ID or --last")
@@ -90,7 +91,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
     if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
-        console.print("  sums count from the last resumption on; a restarted stage has forgotten earlier batches")
+        console.print("  the sums begin at the last resumption; a restarted stage has forgotten earlier batches")
     passes = dict.fromkeys(
         batch["trace_id"] for stage in stream["stages"] for batch in stage.get("batches", ()) if batch.get("trace_id")
     )

@@ -31,9 +31,11 @@ from relayline.wire.common.errors import UsageError
 def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags that apply to all stages of this machine."""
     for option in (
-        click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each keeps to its share]."),
+        click.option("--no-pin", is_flag=True, help="Let stages run on any core [default: each has its share]."),
         threads_option,
-        click.option("--cuts", callback=parse_cuts, help="First layer of each later stage, e.g. 8,16, not --stages."),
+        click.option(
+            "--cuts", callback=parse_cuts, help="Instead of --stages: first layer of each later stage, e.g. 8,16."
+        ),
         click.option("--stages", "n_stages", type=click.IntRange(1, 64), help="Number of stages [default: 2]."),
     ):
         function = option(function)
@@ -42,7 +44,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("up", short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"})
 @click.argument("target", metavar="[MODEL|MANIFEST]", type=click.Path(), required=False)
-@click.option("--model", default=None, help="The model, where no MODEL is given.")
+@click.option("--model", default=None, help="The model, instead of MODEL.")
 @click.option("--name", default="", help="Name of the pipeline [default: the manifest's, or the model's].")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
 @_stage_options
@@ -52,10 +54,10 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--measure/--no-measure",
     default=None,
-    help="Have hosts measure themselves before layers are planned, or not [default: other hosts, once for each model].",
+    help="Whether hosts measure their speed before layers are planned [default: other hosts, once per model].",
 )
-@click.option("--detach", is_flag=True, help="Return once the pipeline is ready; it goes on running.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be started, or changed in what runs.")
+@click.option("--detach", is_flag=True, help="Return once the pipeline is ready; it runs on in the background.")
+@click.option("--dry-run", is_flag=True, help="Only show what would start, or what would change in a running pipeline.")
 @state_dir_option
 @click.option("--report-fd", type=int, default=None, hidden=True)
 @click.option("--change", default="", hidden=True)  # of the manifest of a pipeline behind a gateway, as JSON
@@ -69,20 +71,20 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @content_option
 @log_options
 def up_command(**given: Any) -> None:
-    """Start a pipeline and serve until SIGINT or SIGTERM: its coordinator, its stages on this machine, and for each
-    other host the command to run there. See also `relayline status`, `logs`, `top` and `down`.
+    """Start a pipeline and serve until SIGINT or SIGTERM. This starts the coordinator and the stages on this machine,
+    and prints the command to run on each other host. See also `relayline status`, `logs`, `top` and `down`.
 
-    MODEL is a .gguf file (of shards any), a directory or pattern of shards, hf://ORG/REPO/FILE.gguf, or
-    ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine, or as one on its GPU,
-    unless flags say otherwise.
+    MODEL is a .gguf file (or any of its shards), a directory or pattern of shards, hf://ORG/REPO/FILE.gguf, or
+    ORG/REPO[:QUANT] on the Hugging Face hub. It runs as two stages on this machine, or as one on its GPU, unless flags
+    say otherwise.
 
-    MANIFEST is a .yaml file: of a pipeline, or of a gateway before several. Without MODEL and MANIFEST the only
-    manifest of this folder is taken.
+    MANIFEST is a .yaml file that describes a pipeline, or a gateway to several pipelines. Without MODEL and MANIFEST,
+    `up` takes the only manifest of this folder.
 
-    If the pipeline runs already, the difference is shown and applied: layers move while it serves if nothing else
-    changed. If a change needs a restart, this is said and nothing is changed.
+    If the pipeline already runs, `up` shows the difference and applies it: layers move while it serves if nothing else
+    changed. If a change needs a restart, `up` says so and changes nothing.
 
-    Flags win over RELAYLINE_* variables, and these over the manifest.
+    Flags override RELAYLINE_* variables, and these override the manifest.
     """
     by_flag = click.get_current_context().get_parameter_source("model") is ParameterSource.COMMANDLINE
     if given["target"] is not None and by_flag:

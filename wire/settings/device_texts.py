@@ -1,6 +1,6 @@
-"""The texts of the settings that say on which devices a stage computes, as llama.cpp's own flags have them. Pure.
+"""Parses the settings that choose a stage's devices. The texts have the form of llama.cpp's own flags. Pure.
 
-Which devices a host has is known where the stage runs, see stage.engine.devices.
+This module does not know which devices a host has; see stage.engine.devices.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")  # tensors of --
 
 
 def read_devices(text: str) -> tuple[str, ...]:
-    """Return the names of devices, with commas between; "none" is alone. Raises ValueError."""
+    """Return the names of devices from a list with commas, or just "none". Raises ValueError."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
-        raise ValueError("give names with commas between, as CUDA0,CUDA1, or none")
+        raise ValueError("give names separated by commas, such as CUDA0,CUDA1, or none")
     if len(set(names)) < len(names):
         raise ValueError("a device is named twice")
     if NO_DEVICE in names and len(names) > 1:
-        raise ValueError(f"{NO_DEVICE} stands alone")
+        raise ValueError(f"{NO_DEVICE} cannot be combined with devices")
     if len(names) > DEVICES_MAX:
-        raise ValueError(f"{len(names)} devices; llama.cpp takes {DEVICES_MAX}")
+        raise ValueError(f"{len(names)} devices; llama.cpp takes at most {DEVICES_MAX}")
     return names
 
 
@@ -35,11 +35,11 @@ def read_shares(text: str) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError("give a number for each device, with commas between, as 3,1") from None
+        raise ValueError("give a number for each device, separated by commas, such as 3,1") from None
     if not all(math.isfinite(share) and share >= 0 for share in shares) or not sum(shares):
-        raise ValueError("shares are numbers from 0 on, and not all 0")
+        raise ValueError("shares must be 0 or more, and not all 0")
     if len(shares) > DEVICES_MAX:
-        raise ValueError(f"{len(shares)} shares; llama.cpp takes {DEVICES_MAX}")
+        raise ValueError(f"{len(shares)} shares; llama.cpp takes at most {DEVICES_MAX}")
     return shares
 
 
@@ -49,12 +49,12 @@ def read_overrides(text: str) -> tuple[tuple[str, str], ...]:
     for part in text.split(","):
         pattern, _, device = part.partition("=")
         if not pattern or not device.strip():
-            raise ValueError("give PATTERN=DEVICE, with commas between, as ffn_.*_exps=CPU")
+            raise ValueError("give PATTERN=DEVICE, separated by commas, such as ffn_.*_exps=CPU")
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
         pairs.append((pattern, device.strip()))
     if len(pairs) > OVERRIDES_MAX:
-        raise ValueError(f"{len(pairs)} patterns; at most {OVERRIDES_MAX} are taken")
+        raise ValueError(f"{len(pairs)} patterns; the limit is {OVERRIDES_MAX}")
     return tuple(pairs)

@@ -50,7 +50,7 @@ class EngineSettings(Settings):
     )
     n_lanes: int = setting(
         32,
-        "Streams that may run at once. Left out, fewer of a model whose every lane keeps a large recurrent state.",
+        "Streams that may run at once. The default is lower for models with a large recurrent state per lane.",
         low=1,
         high=LANES_MAX,
         flag="--lanes",
@@ -59,7 +59,7 @@ class EngineSettings(Settings):
     )
     n_threads: int = setting(
         0,
-        "Threads of a native step. 0: the host's cores divided by the stages on it.",
+        "Threads of a native step. 0: the host's cores, divided by the number of its stages.",
         low=0,
         high=THREADS_MAX,
         flag="--threads",
@@ -70,9 +70,9 @@ class EngineSettings(Settings):
     )
     embeddings: bool = setting(
         False,
-        "Whether a last stage on a GPU gives embeddings, which slows its steps. On a CPU it always does.",
+        "Whether the last stage gives embeddings when it is on a GPU, which slows its steps. On a CPU it always does.",
         flag="--embeddings",
-        flag_doc="Give embeddings on a GPU too, where this is the last stage: slower steps. A CPU always gives them.",
+        flag_doc="Give embeddings on a GPU too, if this is the last stage: slower steps. A CPU always gives them.",
         place="stages[].embeddings",
         reader=STAGE,
     )
@@ -88,8 +88,8 @@ class EngineSettings(Settings):
     devices: str = setting(
         "",
         """
-    Devices that the stage computes on, by the names that `relayline doctor` lists, with commas between; none: the
-    processor alone; empty: all GPUs.""",
+    Devices of the stage, separated by commas. `relayline doctor` lists their names. none: only the processor; empty:
+    all GPUs.""",
         form=read_devices,
         flag="--device",
         place="stages[].devices",
@@ -99,12 +99,12 @@ class EngineSettings(Settings):
     split_mode: str = setting(
         "layer",
         """
-    How the stage is split over its GPUs. layer: whole layers; row: the rows of weights; tensor: also attention and its
+    How the stage is split over its GPUs. layer: by layers; row: the weights by rows; tensor: also attention and its
     cache; none: all on `mainGpu`.""",
         choices=SPLIT_MODES,
         flag="--split-mode",
         flag_doc="""
-    How a stage is split over its GPUs. layer: whole layers; row: the rows of weights; tensor: also attention and its
+    How a stage is split over its GPUs. layer: by layers; row: the weights by rows; tensor: also attention and its
     cache; none: all on --main-gpu.""",
         place="stages[].splitMode",
         reader=STAGE,
@@ -112,7 +112,7 @@ class EngineSettings(Settings):
     )
     tensor_split: str = setting(
         "",
-        "Share of each GPU, with commas between, as 3,1; empty: by free memory.",
+        "Share of each GPU, separated by commas, such as 3,1; empty: by free memory.",
         form=read_shares,
         flag="--tensor-split",
         place="stages[].tensorSplit",
@@ -121,7 +121,7 @@ class EngineSettings(Settings):
     )
     main_gpu: int = setting(
         0,
-        "The one GPU with split mode none, or the one for what is not split with row: its place among the stage's own.",
+        "With split mode none the GPU to use, with row the GPU for everything else: its index among the stage's GPUs.",
         low=0,
         high=DEVICES_MAX - 1,
         flag="--main-gpu",
@@ -131,7 +131,7 @@ class EngineSettings(Settings):
     )
     n_cpu_moe: int = setting(
         0,
-        "Of so many of the stage's first layers the experts' weights stay in host memory.",
+        "How many of the stage's first layers keep their experts' weights in host memory.",
         low=0,
         high=LAYERS_MAX,
         flag="--n-cpu-moe",
@@ -142,8 +142,8 @@ class EngineSettings(Settings):
     override_tensor: str = setting(
         "",
         """
-    PATTERN=DEVICE, with commas between: weights whose name in the model the regular expression finds go to that device,
-    such as ffn_.*_exps=CPU. The first pattern that fits counts.""",
+    PATTERN=DEVICE, separated by commas: weights whose name matches the regular expression go to that device, such as
+    ffn_.*_exps=CPU. The first pattern that matches counts.""",
         form=read_overrides,
         flag="--override-tensor",
         place="stages[].overrideTensor",
@@ -160,7 +160,7 @@ class EngineSettings(Settings):
     )
     max_rows: int = setting(
         512,
-        "Rows of one native step.",
+        "Most rows of one native step.",
         low=1,
         high=bounds.ROWS_PER_ENVELOPE_MAX,
         flag="--max-rows",
@@ -169,7 +169,7 @@ class EngineSettings(Settings):
     )
     prefill_rows: int = setting(
         128,
-        "Prefill rows in a step with running decoders, with policy drain.",
+        "Most prefill rows in a step with decode rows, with policy drain.",
         low=1,
         high=bounds.ROWS_PER_ENVELOPE_MAX,
         flag="--prefill-rows",
@@ -187,8 +187,8 @@ class EngineSettings(Settings):
     kv_layout: str = setting(
         "auto",
         """
-    unified: lanes share all cells, and a step is one micro-batch; per-lane: each has its own, quicker on CPUs where
-    streams grow long; auto: per-lane from 1,024 tokens on where a stage is on a CPU.""",
+    unified: lanes share all cells, and a step is one micro-batch. per-lane: each lane has its own cells, which is
+    faster on CPUs for long streams. auto: per-lane on a CPU for contexts from 1,024 tokens on, otherwise unified.""",
         choices=KV_LAYOUTS,
         flag="--kv-layout",
         place="context.kvLayout",
@@ -198,8 +198,8 @@ class EngineSettings(Settings):
     rewind_rows: int = setting(
         0,
         """
-    Of a model with recurrent states: how many guessed tokens a lane can take back, so that drafts work; each takes one
-    more state of every lane. 0: no drafts. Of some families llama.cpp cannot do it; `relayline inspect` tells.""",
+    Models with recurrent states only: how many draft tokens a lane can take back. Each costs every lane the memory of
+    one more state. 0: no drafts. llama.cpp cannot do it for some families; see `relayline inspect`.""",
         low=0,
         high=bounds.DRAFT_TOKENS_MAX,
         flag="--rewind-rows",
@@ -209,8 +209,8 @@ class EngineSettings(Settings):
     prefix_memory_bytes: int = setting(
         0,
         """
-    Host memory of each stage for prefixes whose lane another stream took, for later prompts that begin alike; 0:
-    none. Each prefix is copied between two steps.""",
+    Host memory of each stage for the prefix cache. It holds prefixes whose lane another stream has taken; each is
+    copied between two steps. 0: none.""",
         low=0,
         high=1 << 50,
         flag="--prefix-memory-bytes",
@@ -220,20 +220,19 @@ class EngineSettings(Settings):
     prefix_disk_bytes: int = setting(
         0,
         """
-    Disk of each stage for the same, in `prefixDiskDir`: it is written at the end of every answer, and survives a
-    restart; 0: none.""",
+    Disk space of each stage for the prefix cache, in `prefixDiskDir`. It is written at the end of every answer and
+    survives a restart. 0: none.""",
         low=0,
         high=1 << 50,
         flag="--prefix-disk-bytes",
-        flag_doc="Disk of each stage for the same, in --prefix-disk-dir: it survives a restart; 0: none.",
+        flag_doc="Disk space of each stage for the prefix cache, in --prefix-disk-dir. It survives a restart. 0: none.",
         place="context.prefixDiskBytes",
         reader=STAGE,
     )
     prefix_disk_dir: str = setting(
         "",
         """
-    Directory of a host's disk in which its stages keep what lanes held; empty: relayline/prefixes in the user's
-    cache.""",
+    Directory for the prefix cache of a host's stages; empty: relayline/prefixes in the user's cache.""",
         flag="--prefix-disk-dir",
         place="context.prefixDiskDir",
         reader=STAGE,
@@ -242,8 +241,8 @@ class EngineSettings(Settings):
     device_sampling: str = setting(
         "auto",
         """
-    on: the last stage finds the largest logit of each row where it computes, and copies only rows that need more than
-    that; off: it copies every row; auto: on where that is a GPU. Needs unified KV cells.""",
+    on: the last stage finds the largest logit of each row on its device, and copies only the rows that need more.
+    off: it copies every row. auto: on for a GPU. Needs unified KV cells.""",
         choices=("auto", "on", "off"),
         flag="--device-sampling",
         place="batching.deviceSampling",
@@ -253,15 +252,15 @@ class EngineSettings(Settings):
         True,
         "Whether stages measure their cost curve at the first start.",
         flag="--no-calibrate",
-        flag_doc="Learn the cost curve from real steps only.",
+        flag_doc="Do not measure the cost curve at the first start; learn it from real steps only.",
         place="batching.calibrate",
         reader=STAGE,
     )
     reflection: bool = setting(
         False,
         """
-    Whether the gRPC ports of stages, and the port that they join at, tell tools such as grpcurl of their services and
-    messages. It takes the credentials that the other calls of the port take.""",
+    Whether the gRPC ports of stages, and the port where they join, describe their services to tools such as grpcurl.
+    Such a call needs the same credentials as other calls to the port.""",
         flag="--reflection",
         place="wire.reflection",
         reader=STAGE,
@@ -293,9 +292,8 @@ class ServingSettings(Settings):
     prefix_lanes: int | None = setting(
         None,
         """
-    Lanes, of those that no stream has, that may keep what ended streams computed, for prompts that begin alike; left
-    out: half of all lanes where they have KV cells of their own, else none. With 0 nothing is copied from running
-    streams either.""",
+    Free lanes that the prefix cache may use for the KV cells of ended streams. Default: half of all lanes with
+    kv-layout per-lane, none with unified. With 0, new prompts copy no prefix from running streams either.""",
         low=0,
         high=4_096,
         flag="--prefix-lanes",
@@ -312,7 +310,7 @@ class ServingSettings(Settings):
     )
     prefill_chunk: int = setting(
         0,
-        "Largest number of prompt rows per frame; 0: chosen.",
+        "Most prompt rows in one chunk of prefill; 0: automatic.",
         low=0,
         high=bounds.ROWS_PER_FRAME_MAX,
         flag="--prefill-chunk",
@@ -321,7 +319,7 @@ class ServingSettings(Settings):
     )
     itl_stretch: float = setting(
         2.0,
-        "How many times longer running streams may wait between tokens while prompts are read.",
+        "How many times longer running streams may wait between tokens during prefill.",
         low=1,
         high=1_000,
         flag="--itl-stretch",
@@ -331,8 +329,8 @@ class ServingSettings(Settings):
     draft: int = setting(
         DRAFT_AUTO,
         """
-    Draft tokens of a stream, looked up in its own text and verified in one step. auto: as many as pays;
-    off: none; or at most this many, always.""",
+    Draft tokens for speculative decoding by prompt lookup, verified in one step. auto: as many as pay off; off: none;
+    N: always up to N.""",
         words={"auto": DRAFT_AUTO, "off": 0},
         low=1,
         high=bounds.DRAFT_TOKENS_MAX,
@@ -342,7 +340,7 @@ class ServingSettings(Settings):
     )
     groups: int = setting(
         0,
-        "Decode groups by hand; 0: chosen.",
+        "Number of decode groups; 0: automatic.",
         low=0,
         high=4_096,
         flag="--groups",
@@ -351,7 +349,7 @@ class ServingSettings(Settings):
     )
     group_rows: int = setting(
         0,
-        "Rows per group by hand; 0: chosen.",
+        "Rows per decode group; 0: automatic.",
         low=0,
         high=bounds.ROWS_PER_ENVELOPE_MAX,
         flag="--group-rows",
@@ -360,15 +358,15 @@ class ServingSettings(Settings):
     )
     share: bool = setting(
         True,
-        "Whether identical deterministic requests in flight are decoded once for all.",
+        "Whether identical deterministic requests that run at the same time are decoded only once.",
         flag="--no-share",
-        flag_doc="Never decode identical deterministic requests once for all.",
+        flag_doc="Decode identical deterministic requests separately, even if they run at the same time.",
         place="batching.share",
         reader=COORDINATOR,
     )
     queue: int = setting(
         256,
-        "Requests that may wait for a lane; one more is refused with 429.",
+        "Requests that may wait for a lane; further ones get 429.",
         low=0,
         high=100_000,
         flag="--queue",
@@ -377,29 +375,30 @@ class ServingSettings(Settings):
     )
     lost_wait_s: float = setting(
         15.0,
-        "How long after the loss of a stage new requests wait for their first token; then they are refused with 503.",
+        "How long new requests wait for their first token after the loss of a stage; then they get 503.",
         low=0,
         high=3_600,
         flag="--lost-wait",
-        flag_doc="Seconds after the loss of a stage in which new requests wait for a first token; then they get 503.",
+        flag_doc="Seconds that new requests wait for their first token after the loss of a stage; then they get 503.",
         place="coordinator.lostWaitSeconds",
         reader=COORDINATOR,
     )
     takeover_s: float = setting(
         60.0,
         """
-    How long a stage may be away before a spare, or those with room, take over its layers; 0 for any time.""",
+    How long a stage may be away before a spare, or the stages with room, take over its layers; 0: no limit.""",
         low=0,
         high=86_400,
         flag="--takeover",
-        flag_doc="Seconds a stage may be away before a spare, or those with room, take over its layers; 0: any time.",
+        flag_doc="Seconds until a spare, or the stages with room, take over the layers of a lost stage; 0: never.",
         place="coordinator.takeoverSeconds",
         reader=COORDINATOR,
     )
     rebalance: str = setting(
         "tell",
         """
-    When another cut has been clearly faster for a minute: tell reports it; auto moves the layers while serving.""",
+    What to do if another cut would have been clearly faster for a minute. tell: report it; auto: move the layers
+    while serving.""",
         choices=("tell", "auto"),
         flag="--rebalance",
         place="coordinator.rebalance",
@@ -407,7 +406,7 @@ class ServingSettings(Settings):
     )
     rebalance_every_s: float = setting(
         600.0,
-        "With rebalance auto: seconds between two moves, at least; one that takes layers back waits longer.",
+        "With rebalance auto: shortest time between two moves, in seconds. A move that takes layers back waits longer.",
         low=60,
         high=86_400,
         flag="--rebalance-every",
@@ -416,38 +415,38 @@ class ServingSettings(Settings):
     )
     model_id: str = setting(
         "",
-        "Model name in the API; empty for the model's own.",
+        "Model name in the API; empty: the model's own.",
         flag="--model-id",
         place="coordinator.modelId",
         reader=COORDINATOR,
     )
     served_model_name: str = setting(
         "",
-        "Further names of the model in the API, with commas between them; answers carry the name that was asked for.",
+        "Further names of the model in the API, separated by commas. An answer has the name that its request had.",
         flag="--served-model-name",
         place="coordinator.servedModelName",
         reader=COORDINATOR,
     )
     any_model_name: bool = setting(
         False,
-        "Whether requests may name any model; answers carry the name that was asked for.",
+        "Whether requests may name any model. An answer has the name that its request had.",
         flag="--any-model-name",
-        flag_doc="Take any model name in requests; answers carry the name that was asked for.",
+        flag_doc="Accept any model name in requests. An answer has the name that its request had.",
         place="coordinator.anyModelName",
         reader=COORDINATOR,
     )
     mmproj: str = setting(
         "",
         """
-    Projector of the model, a GGUF file of its maker beside the model: chats may hold images then, which the
-    coordinator's host encodes; for `up` also auto: the model's repository's, or the one beside it; empty: none.""",
+    The model's multimodal projector, a GGUF file. With it chats may hold images, which the coordinator's host encodes.
+    auto (only for `up`): from the model's repository or directory. Empty: no images.""",
         flag="--mmproj",
         place="coordinator.mmproj",
         reader=COORDINATOR,
     )
     pooling: str = setting(
         "auto",
-        "How a prompt's hidden rows become one embedding: mean, last, cls; auto: as the model says, else last.",
+        "How a prompt's hidden rows become one embedding: mean, last or cls. auto: as the model says, otherwise last.",
         choices=("auto", "mean", "last", "cls"),
         flag="--pooling",
         place="coordinator.pooling",
@@ -455,14 +454,14 @@ class ServingSettings(Settings):
     )
     cors: str = setting(
         "",
-        "Origins, with commas between, whose web pages may read the API, such as http://localhost:3000; * for all.",
+        "Origins, separated by commas, whose web pages may read the API, such as http://localhost:3000; * for all.",
         flag="--cors",
         place="coordinator.http.cors",
         reader=COORDINATOR,
     )
     connections_per_address: int = setting(
         512,
-        "Connections from one address beyond this machine, such as a proxy's; 0 for any number.",
+        "Most connections from one address beyond this machine, such as a proxy's; 0: no limit.",
         low=0,
         high=1_000_000,
         flag="--connections-per-address",
@@ -471,24 +470,24 @@ class ServingSettings(Settings):
     )
     protect_metrics: bool = setting(
         False,
-        "Whether /metrics demands an API key too.",
+        "Whether /metrics requires an API key too.",
         flag="--protect-metrics",
-        flag_doc="Demand an API key for /metrics too.",
+        flag_doc="Require an API key for /metrics too.",
         place="coordinator.protectMetrics",
         reader=COORDINATOR,
     )
     jaeger_url: str = setting(
         "",
-        "Where people look at traces, as http://HOST:16686; the page at / links requests to it.",
+        "Address of Jaeger, such as http://HOST:16686; the page at / links requests to their traces there.",
         flag="--jaeger-url",
         place="telemetry.jaegerUrl",
         reader=COORDINATOR,
     )
     strict_max_tokens: bool = setting(
         False,
-        "Whether a max_tokens beyond the context's room is refused with 400. Else the answer gets the room there is.",
+        "Whether a max_tokens that does not fit the context gets 400. Otherwise the answer may fill what is left.",
         flag="--strict-max-tokens",
-        flag_doc="Refuse a max_tokens beyond the context's room with 400. Else the answer gets the room there is.",
+        flag_doc="Answer 400 to a max_tokens that does not fit the context. Otherwise answers may fill what is left.",
         place="coordinator.http.strictMaxTokens",
         reader=COORDINATOR,
     )
@@ -500,7 +499,7 @@ class TelemetrySettings(Settings):
 
     level: str = setting(
         "summary",
-        "off; summary: per request; batches: also every native step; frames: also every frame.",
+        "What to record. summary: each request; batches: also each native step; frames: also each frame; off: nothing.",
         choices=LEVEL_NAMES,
         flag="--trace-level",
         place="telemetry.level",
@@ -515,11 +514,11 @@ class TelemetrySettings(Settings):
     )
     sampler_ratio: float = setting(
         1.0,
-        "Part of the requests that are traced.",
+        "Share of requests that are traced, 0 to 1.",
         low=0,
         high=1,
         flag="--trace-sample",
-        flag_doc="Part of the requests that are traced; the coordinator decides, stages follow.",
+        flag_doc="Share of requests that are traced, 0 to 1; the coordinator decides, stages follow.",
         place="telemetry.samplerRatio",
         reader=STAGE | COORDINATOR,
     )

@@ -28,7 +28,8 @@ import numpy as np
 
 from relayline.wire.envelopes import _rows
 from relayline.wire.envelopes.buffers import BufferPool, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, checksum, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F16
+from relayline.wire.envelopes.envelope import checksum, parse
 from relayline.wire.envelopes.frames import set_traces
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb

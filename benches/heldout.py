@@ -24,7 +24,7 @@ from relayline.deploy.testing.paths import DEMO, DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.envelopes.buffers import Buffer
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 
 ROW_TOKENS = 511  # scored per row; each row begins with the model's begin-of-text token

@@ -43,7 +43,7 @@ from relayline.deploy.cli.load import percentile
 from relayline.deploy.machine.cores import shares, write_cores
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.buffers import with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 

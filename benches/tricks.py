@@ -21,7 +21,7 @@ import uvloop
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.envelopes.buffers import Buffer
-from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.links.eager import Begun
 
 WIDTH, ROWS, N_TURNS, N_RUNS = 4_096, (1, 8, 32, 512), 2_000, 15

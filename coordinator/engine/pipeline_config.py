@@ -16,7 +16,7 @@ class PipelineConfig:
     addresses: tuple[str, ...]
     """host:port of every stage, in layer order; empty when a roster of joining stages tells them."""
     wire_dtype: int
-    """Dtype of activations between stages (wire.envelopes.envelope.DTYPE_F16 or DTYPE_F32)."""
+    """Dtype of activations between stages (wire.envelopes.dtypes.DTYPE_F16 or DTYPE_F32)."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """How decode rows are grouped and prompts cut into chunks."""
     name: str = ""

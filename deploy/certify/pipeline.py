@@ -35,7 +35,7 @@ class SplitConfig:
     directory: Path
     """A finished split."""
     wire_dtype: int
-    """Of activations between stages (wire.envelopes.envelope.DTYPE_*)."""
+    """Of activations between stages (wire.envelopes.dtypes.DTYPE_*)."""
     n_threads: int
     """Per stage."""
     stage_arguments: tuple[str, ...]

@@ -29,7 +29,7 @@ from relayline.deploy.certify.workload import N_LANES, context_needed, draw_batc
 from relayline.deploy.launch.local import threads_per_stage
 from relayline.wire.common.errors import CutError, ModelFileError, RelaylineError, UsageError
 from relayline.wire.common.kv_layout import layout_refusal
-from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.setting import arguments
 from relayline.wire.settings.table import EngineSettings
 
@@ -50,7 +50,7 @@ class CertifyConfig:
     n_stages: int | None = None
     """One pipeline with balanced cuts."""
     wire: str = "f32"
-    """Rows between stages: a key of wire.envelopes.envelope.DTYPE_BY_NAME."""
+    """Rows between stages: a key of wire.envelopes.dtypes.DTYPE_BY_NAME."""
     seeds: tuple[int, ...] = (1,)
     """Each adds one session alone and one mixed batch."""
     n_steps: int = 24

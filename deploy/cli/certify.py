@@ -14,8 +14,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relayline.deploy.cli.model import MODEL, parse_cuts
-from relayline.deploy.cli.options import log_options
+from relayline.deploy.cli.model import MODEL
+from relayline.deploy.cli.options import log_options, parse_cuts
 from relayline.deploy.cli.setting_flags import setting_option, setting_options
 from relayline.wire.common import logs
 from relayline.wire.settings.setting import entry_of, from_parameters

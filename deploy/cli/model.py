@@ -18,22 +18,13 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
+from relayline.deploy.cli.options import parse_cuts
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
-
-
-def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Turn 8,16 into layer numbers."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of layer numbers such as 8,16")
-    return tuple(int(part) for part in parts)
 
 
 MODEL = click.argument("model", type=click.Path(path_type=Path))

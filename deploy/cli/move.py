@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
-from relayline.deploy.cli.model import parse_cuts
+from relayline.deploy.cli.options import parse_cuts
 from relayline.wire.common.errors import StartError, UsageError
 
 PATH = "/v1/pipeline/layers"

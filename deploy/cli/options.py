@@ -169,6 +169,16 @@ def check_draft(serving: ServingSettings, policy: str) -> None:
         raise UsageError(f"{flag} {serving.draft} needs {needed} auto: with {policy} nothing is drafted")
 
 
+def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Turn 8,16 into layer numbers."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of layer numbers such as 8,16")
+    return tuple(int(part) for part in parts)
+
+
 def is_given(name: str) -> bool:
     """Return whether the running command's parameter has a value from the command line or the environment."""
     source = click.get_current_context().get_parameter_source(name)

@@ -47,7 +47,7 @@ from relayline.deploy.cli.options import (
 from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_split
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
-from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings

@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from relayline.deploy.cli.control import state_dir_option
-from relayline.deploy.cli.model import parse_cuts
 from relayline.deploy.cli.options import (
     Address,
     chat_template_option,
@@ -19,6 +18,7 @@ from relayline.deploy.cli.options import (
     http_security_options,
     is_given,
     log_options,
+    parse_cuts,
     pipeline_options,
     supervised_option,
     telemetry_options,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayline.coordinator.joining.port import OnMember, serve_survey
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.split import HollowSlice, hollow_slices
@@ -31,6 +30,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 if TYPE_CHECKING:
     from relayline.coordinator.joining.config import JoinConfig, PoolState
+    from relayline.coordinator.joining.port import OnMember
     from relayline.coordinator.joining.survey import HostReport
     from relayline.deploy.manifest import Manifest
     from relayline.wire.links.security import LinkSecurity
@@ -116,6 +116,8 @@ async def survey_and_plan(
     `stopping` is set. Raises UsageError where nothing fits, StartError, ArtifactError, and the errors of a model that
     cannot be read.
     """
+    from relayline.coordinator.joining.port import serve_survey  # half a second, of which most starts need none
+
     model = manifest.model_path
     assert model is not None
     wanted = set(await asyncio.to_thread(unknown_hosts, manifest, model))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from relayline.coordinator.model.inspection import BLOCK_NAME
 from relayline.coordinator.planner.instance import Gpu, Offload
-from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.planning.shared import gpu_numbers, place_name, used_gpus
 from relayline.wire.settings.device_texts import EXPERTS, HOST_MEMORY, read_overrides
+
+if TYPE_CHECKING:
+    from relayline.deploy.manifest import Manifest, Stage
 
 
 class Tensor(Protocol):

@@ -7,10 +7,13 @@ layers of both costs less. The stages themselves know their devices better, once
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from relayline.coordinator.schedule.shared_devices import Place, device_numbers, sharing
-from relayline.deploy.manifest import Manifest, Stage
 from relayline.wire.settings.device_texts import NO_DEVICE, read_devices
+
+if TYPE_CHECKING:
+    from relayline.deploy.manifest import Manifest, Stage
 
 
 def gpu_numbers(manifest: Manifest) -> list[int]:

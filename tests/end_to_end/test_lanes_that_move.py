@@ -28,7 +28,7 @@ from relayline.deploy.testing.tiny_slices import write_whole
 from relayline.stage import hand_over
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
 from relayline.stage.joining.join import JoinedStage
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.links.roles import Role
 from relayline.wire.settings.table import EngineSettings, ServingSettings
 from tests.stage.sampling.test_penalties import PENALISED, assert_penalised

@@ -22,7 +22,7 @@ from relayline.coordinator.sessions.streams import SessionStream
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import process
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.config import Level

@@ -26,7 +26,7 @@ from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, SinglePolicy
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteWiring
 from relayline.wire.common.errors import NativeError, StartError, UsageError
-from relayline.wire.envelopes import buffers, envelope
+from relayline.wire.envelopes import buffers, dtypes, envelope
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.links import rpc
 from tests.support.fakes import (
@@ -101,7 +101,7 @@ async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypa
 def test_forty_sessions_run_in_one_native_step(tmp_path: Path) -> None:
     artifacts = write_pipeline(tmp_path, TinyShape(), [2])
     _, executor = load_stage(config(artifacts[0], n_lanes=N_SESSIONS))
-    pool = buffers.BufferPool(envelope.DTYPE_F16, TinyShape().n_embd)
+    pool = buffers.BufferPool(dtypes.DTYPE_F16, TinyShape().n_embd)
     executor.reset_route(ROUTE, RouteWiring(EPOCH, pool))
     opens = [control(session_id, Flag.OPEN) for session_id in range(N_SESSIONS)]
     rows = [tokens_frame(session_id, 0, [session_id]) for session_id in range(N_SESSIONS)]

@@ -11,7 +11,7 @@ from relayline.stage.routes import Route
 from relayline.stage.steps.step_types import RouteOutput, StepResult
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.envelopes.buffers import Buffer
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.links.relay_link import RelayLink
 from tests.support.fakes import EPOCH, ROUTE, step_of
 from tests.support.served_stage import served

@@ -22,7 +22,7 @@ from relayline.wire.common.errors import (
     StageLostError,
     StaleEpochError,
 )
-from relayline.wire.envelopes import envelope
+from relayline.wire.envelopes import dtypes
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -306,7 +306,7 @@ GARBAGE = {
     "handshake again": rpc.serialize(pb.RelayRequest(open=pb.LinkOpen(route_id=ROUTE))),
     "another width": envelope_of(rows_frame(1, 3, np.ones((1, 7), np.float32), SAMPLE), sequence=2),
     "another dtype": envelope_of(
-        rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=envelope.DTYPE_F16, sequence=2
+        rows_frame(1, 3, np.ones((1, WIDTH), np.float16), SAMPLE), dtype=dtypes.DTYPE_F16, sequence=2
     ),
     "frame wider than a step": envelope_of(rows_frame(1, 3, MAX_ROWS + 1), sequence=2),
 }

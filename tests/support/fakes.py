@@ -23,7 +23,7 @@ from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteWiring
 from relayline.wire.common.errors import InternalError, PositionGapError
 from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.envelopes.frames import TRACE_BYTES, Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 

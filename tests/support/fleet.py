@@ -28,7 +28,7 @@ from relayline.wire.common.errors import (
     RelaylineError,
 )
 from relayline.wire.common.process import first_of
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.support.fakes import pipeline_file

@@ -21,15 +21,8 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes import _frames, _rows, _weigh, envelope, messages
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import (
-    CHECKSUM,
-    CHECKSUM_BYTES,
-    CHECKSUM_TAG,
-    DTYPE_F16,
-    DTYPE_TOKENS,
-    HEADER,
-    HEADER_BYTES,
-)
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import CHECKSUM, CHECKSUM_BYTES, CHECKSUM_TAG, HEADER, HEADER_BYTES
 from relayline.wire.envelopes.frames import FRAME_BYTES, TRACE_BYTES, Flag, Head
 from relayline.wire.envelopes.returns import ReturnReader, ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -24,7 +24,7 @@ from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity

@@ -28,7 +28,7 @@ from relayline.wire.common.errors import (
     StageLostError,
 )
 from relayline.wire.common.sampler_fields import OPTIONS
-from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.settings.table import ServingSettings

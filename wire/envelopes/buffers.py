@@ -31,11 +31,11 @@ import numpy.typing as npt
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes import _frames, frames, trace_context
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.envelopes.envelope import (
     CHECKSUM,
     CHECKSUM_BYTES,
     CHECKSUM_TAG,
-    DTYPE_F16,
     EXPONENTS_TAG,
     HEADER,
     HEADER_BYTES,

@@ -27,18 +27,17 @@ from google.protobuf.message import DecodeError
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError
 from relayline.wire.envelopes import _frames, frames, layout, trace_context
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.frames import FRAME_DTYPE, Head
 from relayline.wire.envelopes.messages import check_cost, split
 from relayline.wire.envelopes.rows import EXPONENT_MAX
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
-DTYPE_TOKENS, DTYPE_F16, DTYPE_F32 = 1, 2, 3
 NUMPY_DTYPE: dict[int, np.dtype[Any]] = {
     DTYPE_TOKENS: np.dtype("<i4"),
     DTYPE_F16: np.dtype("<f2"),
     DTYPE_F32: np.dtype("<f4"),
 }
-DTYPE_BY_NAME = {"f16": DTYPE_F16, "f32": DTYPE_F32}
 
 # Tag and value in turn: epoch, sequence, dtype, n_rows, width, sent_ns, n_frames; then batch_trace with its length too.
 HEADER = struct.Struct(layout.HEADER.struct_form(with_constants=True))

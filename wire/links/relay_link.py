@@ -22,7 +22,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable
 from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.envelopes.parts import parts_of
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity

@@ -11,7 +11,7 @@ import os
 
 from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, asked_layout, choose_layout
-from relayline.wire.envelopes.envelope import DTYPE_BY_NAME
+from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
     SPLIT_MODES,

@@ -18,7 +18,9 @@ from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
 from relayline.stage.engine.tier import Tier
 from relayline.wire.common.errors import NativeError, PositionGapError
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 
+DTYPE = DTYPE_F16  # of rows between stages
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 N_LAYERS = 6  # of the whole model
 CELLS: Form = (Tensor(0, 1, 4),)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.hand_over import HandOver
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import ROWS_MAX, WIDTH, Memory, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.model import DTYPE, ROWS_MAX, WIDTH, Memory, ModelEmbeddings, ModelEngine
 from relayline.deploy.testing.cluster.process import Process
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -26,7 +26,7 @@ from relayline.stage.steps.step_types import RouteOutput, RouteWiring
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, NotReadyError, RelaylineError, StageLostError
 from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_F16, parse
+from relayline.wire.envelopes.envelope import parse
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -215,7 +215,7 @@ class Node:
             return
         self._epochs.begun(order.route_id, order.epoch)
         route = NodeRoute(order.route_id, order.epoch, order.returns, order.downstream)
-        pool = None if self.part.is_last else BufferPool(DTYPE_F16, WIDTH)
+        pool = None if self.part.is_last else BufferPool(DTYPE, WIDTH)
         held = self.executor.begin_route(order.route_id, RouteWiring(order.epoch, pool))
         self.routes[order.route_id] = route
         reply(held)

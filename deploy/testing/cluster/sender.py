@@ -10,7 +10,7 @@ from relayline.coordinator.sessions.request_log import UNKNOWN
 from relayline.deploy.testing.cluster.link import Link
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_TOKENS
+from relayline.wire.envelopes.dtypes import DTYPE_TOKENS
 
 
 class Sender:

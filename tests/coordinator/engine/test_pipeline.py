@@ -22,7 +22,7 @@ from relayline.wire.common.errors import (
     OverloadedError,
     StartError,
 )
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from tests.support.fakes import WIDTH, pipeline_file

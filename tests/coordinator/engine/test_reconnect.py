@@ -14,7 +14,7 @@ from relayline.coordinator.engine.reconnect import Reconnector
 from relayline.coordinator.engine.roster import JoinedRoster, Roster, StaticRoster
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, RelaylineError, StageLostError, StartError
-from relayline.wire.envelopes.envelope import DTYPE_F16
+from relayline.wire.envelopes.dtypes import DTYPE_F16
 
 WAIT_S = 20
 CONNECTED: Any = object()

@@ -14,7 +14,7 @@ from relayline.coordinator.sessions.generation import GenerationRequest, Samplin
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_TOKENS
+from relayline.wire.envelopes.dtypes import DTYPE_TOKENS
 
 
 async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,8 @@ from relayline.coordinator.sessions.request_log import UNKNOWN
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.envelopes.buffers import BufferPool
-from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import parse
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import WIDTH, pipeline_file
 from tests.support.sessions import chunks_of

@@ -15,7 +15,7 @@ import pytest
 from relayline.coordinator.sessions.silence import LOOKS_SURE, SILENT_S, TRANSIT_MAX_S, Silence, Work
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.inbound import Inbound
-from relayline.wire.envelopes.envelope import DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links.relay_link import RelayLink

@@ -27,7 +27,7 @@ from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import stage_child
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StageLostError
-from relayline.wire.envelopes.envelope import DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.model_files.gguf_header import read_header
 from tests.support.tiny_models import make_tiny
 

@@ -23,7 +23,7 @@ from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, Singl
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import NativeError
-from relayline.wire.envelopes import envelope
+from relayline.wire.envelopes import dtypes, envelope
 from relayline.wire.envelopes.frames import Flag
 from tests.stage.sampling.test_constraint import LONG_GRAMMAR
 from tests.support.draft_world import FOLLOWING, GUESSES, KEYS, SAMPLE, DraftWorld, answers_of, frame_of, played_plainly
@@ -340,7 +340,7 @@ def test_what_is_dropped_takes_no_place_of_what_is_wanted() -> None:
 
 def forwarding() -> tuple[FakeEngine, StepExecutor]:
     engine = FakeEngine()
-    executor = new_executor(engine, dtype=envelope.DTYPE_F16)
+    executor = new_executor(engine, dtype=dtypes.DTYPE_F16)
     executor.reset_route(ROUTE + 1, new_wiring(engine))
     for key in KEYS:
         opening = control(key[1], Flag.OPEN, route_id=key[0])

@@ -11,7 +11,7 @@ from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import NativeError
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.rows import decode_f16
 from tests.support.fakes import (

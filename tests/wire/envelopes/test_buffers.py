@@ -18,7 +18,8 @@ import pytest
 
 from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes.buffers import Buffer, BufferPool, _writable, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, HEADER_BYTES, checksum, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import HEADER_BYTES, checksum, parse
 from relayline.wire.envelopes.frames import TRACE_BYTES, set_traces
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb

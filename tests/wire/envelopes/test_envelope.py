@@ -21,15 +21,8 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, InternalError, ProtocolError
 from relayline.wire.envelopes import layout
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import (
-    DTYPE_F16,
-    DTYPE_F32,
-    DTYPE_TOKENS,
-    HEADER_BYTES,
-    NUMPY_DTYPE,
-    EnvelopeView,
-    parse,
-)
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import HEADER_BYTES, NUMPY_DTYPE, EnvelopeView, parse
 from relayline.wire.envelopes.frames import FRAME_BYTES, FRAME_DTYPE, Flag, Head, set_traces
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb

@@ -20,7 +20,8 @@ from relayline.stage.routes import Route
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import CHECKSUM_BYTES, DTYPE_F16, DTYPE_F32, DTYPE_TOKENS, EnvelopeView, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import CHECKSUM_BYTES, EnvelopeView, parse
 from relayline.wire.envelopes.frames import Flag, Head
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint

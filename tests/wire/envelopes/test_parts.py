@@ -27,7 +27,8 @@ from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ChecksumError, ProtocolError, RelaylineError
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_F32, bytes_max_of, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32
+from relayline.wire.envelopes.envelope import bytes_max_of, parse
 from relayline.wire.envelopes.parts import PartReader, parts_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import new_facts

@@ -13,13 +13,11 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, ProtocolError
 from relayline.wire.envelopes import _frames, envelope
 from relayline.wire.envelopes.buffers import Buffer, with_extras
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import (
     CHECKSUM,
     CHECKSUM_BYTES,
     CHECKSUM_TAG,
-    DTYPE_F16,
-    DTYPE_F32,
-    DTYPE_TOKENS,
     HEADER,
     HEADER_BYTES,
     NUMPY_DTYPE,

@@ -27,7 +27,8 @@ from relayline.wire.common.errors import (
     StaleEpochError,
 )
 from relayline.wire.envelopes.buffers import Buffer, BufferPool, with_extras
-from relayline.wire.envelopes.envelope import DTYPE_F16, DTYPE_TOKENS, parse
+from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_TOKENS
+from relayline.wire.envelopes.envelope import parse
 from relayline.wire.links import rpc
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb

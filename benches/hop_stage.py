@@ -77,7 +77,7 @@ class StampingEngine:
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = None
 
-    def decode(self, n_rows: int) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
         """Read the memory; the output rows are always the same."""
         self.begin_ns = time.monotonic_ns()
         if self._swept.size:

@@ -58,6 +58,7 @@ class StageFacts:
             name=self.name,
             place=self.place,
             takes_rows=artifact.takes_rows,
+            takes_mutual_rows=not self.keeps_state,
             options=sorted(OPTIONS),
         )
         self.curves.tell(message)

@@ -60,6 +60,11 @@ class QueuedFrame:
         return self.flags & Flag.PREFILL != 0
 
     @property
+    def is_mutual(self) -> bool:
+        """Whether each of its rows attends to all of them: then no other frame may be in its step."""
+        return self.flags & Flag.MUTUAL != 0
+
+    @property
     def rows_bytes(self) -> int:
         """Bytes of its rows, as they count against a link's credit."""
         return self.n_rows * self.payload.strides[0] if self.payload is not None else 0

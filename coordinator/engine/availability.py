@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from relayline.coordinator.sessions.abilities import refusal
+from relayline.coordinator.sessions.abilities import image_refusal, refusal
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import NotReadyError, NotServedError
@@ -30,6 +30,8 @@ class Availability:
         """When the stage that is waited for was last there."""
         self.options: Set[str] = OPTIONS
         """The options that the last stage's sampler knows."""
+        self.mutual_rows_max = bounds.ROWS_PER_FRAME_MAX
+        """The most rows that may attend to each other, see EpochFacts."""
         self._names, self._lost_wait_ns = names, int(lost_wait_s * 1e9)
         self._silences = [Silence() for _ in names]
         self._heard_ns = [0] * len(names)  # 0: never
@@ -64,8 +66,8 @@ class Availability:
         return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
 
     def not_served(self, request: GenerationRequest) -> NotServedError | None:
-        """Return why the last stage cannot serve a request, whenever it comes; None: it can."""
-        return refusal(request, self.options)
+        """Return why the stages cannot serve a request, whenever it comes; None: they can."""
+        return refusal(request, self.options) or image_refusal(request, self.mutual_rows_max)
 
     def came_while_lost(self, admitted_ns: int) -> bool:
         """Return whether a request that was admitted then came after the loss of the stage that is waited for."""

@@ -181,7 +181,7 @@ class Conductor:
         admission.resize(facts.n_lanes, facts.ctx_tokens)
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
-        self.availability.options = facts.options
+        self.availability.options, self.availability.mutual_rows_max = facts.options, facts.mutual_rows_max
         for session in [*admission.running.values(), *admission.waiting]:
             if (reason := self.availability.not_served(session.request)) is not None:
                 self._fail(session, reason, now_ns)

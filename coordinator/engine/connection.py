@@ -72,6 +72,11 @@ class Connection:
         return min(facts.max_rows for facts in self.facts)
 
     @property
+    def mutual_rows_max(self) -> int:
+        """Rows that may attend to each other, in one step of every stage; 0: some stage does not know such rows."""
+        return self.max_rows if all(facts.takes_mutual_rows for facts in self.facts) else 0
+
+    @property
     def rewinds(self) -> bool:
         """Whether every stage can drop rejected draft tokens."""
         return all(facts.rewinds for facts in self.facts)

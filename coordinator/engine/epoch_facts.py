@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.tier import NO_TIER, TierFacts
+from relayline.wire.common.bounds import ROWS_PER_FRAME_MAX
 from relayline.wire.common.sampler_fields import OPTIONS
 
 
@@ -33,3 +34,5 @@ class EpochFacts:
     """What their tiers hold."""
     options: Set[str] = OPTIONS
     """The options that the last stage's sampler knows."""
+    mutual_rows_max: int = ROWS_PER_FRAME_MAX
+    """The most rows that may attend to each other, in one step of every stage; 0: some stage knows no such rows."""

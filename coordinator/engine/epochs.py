@@ -266,4 +266,5 @@ def facts_of(connection: Connection) -> EpochFacts:
         rewind_rows=connection.rewind_rows,
         tier=connection.tier,
         options=connection.options,
+        mutual_rows_max=connection.mutual_rows_max,
     )

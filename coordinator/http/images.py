@@ -41,7 +41,8 @@ class Images:
         n_tokens = len(tokens) - len(pictures) + await self.count(client, pictures)
         if n_tokens > ctx_tokens:
             raise ContextLengthError.of_prompt(ctx_tokens, f"{n_tokens} tokens", "messages")
-        return put_in(tokens, [await self._image(client, picture) for picture in pictures])
+        encoded = [await self._image(client, picture) for picture in pictures]
+        return put_in(tokens, encoded, are_mutual=self._encoder.are_mutual)
 
     async def close(self) -> None:
         """End the process that encodes."""

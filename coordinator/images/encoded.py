@@ -107,8 +107,11 @@ def n_tokens_of(segments: Sequence[Segment]) -> int:
     return sum(each if isinstance(each, int) else len(each) for each in segments)
 
 
-def put_in(tokens: Sequence[int], images: Sequence[Encoded]) -> Filled:
-    """Return a prompt with its images in it. In `tokens`, -1 stands for the first image, -2 for the second."""
+def put_in(tokens: Sequence[int], images: Sequence[Encoded], *, are_mutual: bool = False) -> Filled:
+    """Return a prompt with its images in it. In `tokens`, -1 stands for the first image, -2 for the second.
+
+    `are_mutual`: rows of one image attend to each other.
+    """
     filled, rows = array("i"), []
     for token in tokens:
         if token >= 0:
@@ -117,7 +120,7 @@ def put_in(tokens: Sequence[int], images: Sequence[Encoded]) -> Filled:
         image, at = images[-1 - token], 0
         for segment in image.segments:
             if isinstance(segment, int):
-                rows.append(ImageRows(len(filled), image.rows[at : at + segment]))
+                rows.append(ImageRows(len(filled), image.rows[at : at + segment], are_mutual))
                 filled.extend(image.numbers[at : at + segment])
                 at += segment
             else:

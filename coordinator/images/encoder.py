@@ -15,6 +15,7 @@ from relayline.coordinator.images.encoding import (
     ENCODED,
     FROM_ENCODER,
     READY,
+    READY_MUTUAL,
     REFUSED,
     TO_ENCODER,
     read_exactly,
@@ -39,6 +40,7 @@ class Encoder:
         self._pipe: socket.socket | None = None
         self._is_closed = False
         self.identity = b""  # of the projector, once it has been loaded
+        self.are_mutual = False  # whether rows of one image attend to each other
 
     def start(self) -> None:
         """Start the process and wait until it has loaded the projector.
@@ -53,12 +55,12 @@ class Encoder:
         self._pipe = ours
         ours.settimeout(IMAGE_START_S)
         kind, told, _ = self._heard()
-        if kind != READY:
+        if kind not in (READY, READY_MUTUAL):
             self._end()
             raise UsageError(
                 told.decode(errors="replace") or f"--mmproj {self._files[0]}: loading it ended the process"
             )
-        self.identity = told
+        self.identity, self.are_mutual = told, kind == READY_MUTUAL
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
         """Return the segments that an image becomes, and its rows: f32 [n, n_embd]; none if they are over `rows_max`.

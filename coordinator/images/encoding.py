@@ -24,6 +24,7 @@ from relayline.wire.common.errors import InvalidRequestError, RelaylineError
 TO_ENCODER = struct.Struct("<QQ")
 FROM_ENCODER = struct.Struct("<cIQ")
 READY, ENCODED, REFUSED, FAILED = b"R", b"A", b"I", b"E"
+READY_MUTUAL = b"M"  # ready, and rows of one image attend to each other
 _NICENESS = 10  # running answers come first
 _HASH_BYTES = 1 << 20
 
@@ -42,7 +43,7 @@ def main() -> None:
         except (RelaylineError, OSError) as error:
             _say(pipe, FAILED, str(error).encode(errors="replace"))
             return
-        _say(pipe, READY, identity)
+        _say(pipe, READY_MUTUAL if projector.are_mutual else READY, identity)
         _serve(pipe, projector)
 
 

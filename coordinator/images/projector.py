@@ -68,10 +68,9 @@ class Projector:
             raise UsageError(f"--mmproj {path}: llama.cpp cannot load it: {self._reason()}")
         if not self._mtmd.mtmd_support_vision(self._context):
             raise UsageError(f"--mmproj {path}: it has no encoder for images")
-        if self._mtmd.mtmd_decode_use_mrope(self._context) or self._mtmd.mtmd_decode_use_non_causal(
-            self._context, None
-        ):
-            raise UsageError(f"--mmproj {path}: its images need positions, or an attention, that stages do not have")
+        if self._mtmd.mtmd_decode_use_mrope(self._context):
+            raise UsageError(f"--mmproj {path}: its images need positions that stages do not have")
+        self.are_mutual = bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))  # rows see each other
         segments = self._segments_of(np.full((64, 64, 3), 255, np.uint8))
         if any(not isinstance(each, int) and min(each) < 0 for each in segments):
             raise UsageError(f"--mmproj {path}: it needs tokens that the model's vocabulary does not have")

@@ -1,26 +1,42 @@
 """Projectors, the files that turn images into rows of a model: those that are served, and with which models.
 
-A stage reads a row of an image like a looked-up token: at its own position, and it sees the rows before it alone. So
-only projectors whose rows llama.cpp treats in this way are served, with models whose rows depend on nothing else.
+A stage reads a row of an image like a looked-up token, at its own position. It sees the rows before it alone or, where
+llama.cpp says so of the projector, all rows of its image. So only projectors whose rows llama.cpp treats in this way
+are served, with models whose rows depend on nothing else.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 
-# clip.projector_type -> the tensor that makes its rows; its second size is their width.
+ARCHITECTURES = (
+    "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "stablelm", "smollm3", "internlm2",
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """A kind of projector that is served."""
+
+    tensor: str  # that makes its rows
+    axis: int = 1  # which of the tensor's sizes is the width of a row, as a GGUF header has them
+    architectures: tuple[str, ...] = ARCHITECTURES  # of the models that it is served with
+
+
+# By clip.projector_type.
 PROJECTORS = {
-    "mlp": "mm.2.weight",  # LLaVA 1.5, 1.6
-    "pixtral": "mm.2.weight",
-    "idefics3": "mm.model.fc.weight",  # SmolVLM
-    "internvl": "mm.model.mlp.3.weight",
+    "mlp": Kind("mm.2.weight"),  # LLaVA 1.5, 1.6
+    "pixtral": Kind("mm.2.weight"),
+    "idefics3": Kind("mm.model.fc.weight"),  # SmolVLM
+    "internvl": Kind("mm.model.mlp.3.weight"),
+    "gemma3": Kind("mm.input_projection.weight", 0, ("gemma3",)),  # rows of one image see each other
 }
 _MULTI_AXIS = "its images need positions on several axes, which stages do not have"
-_ALL_SEE = "rows of one of its images see each other both ways, and stages compute each row from those before it"
+_GEMMA4 = "llama.cpp lets rows of its images see each other in some layers alone, and no stage was tried with that"
 _DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
 REFUSED = {
     "qwen2vl_merger": _MULTI_AXIS,
@@ -29,14 +45,10 @@ REFUSED = {
     "qwen3vl_merger": _DEEPSTACK,
     "granite4_vision": _DEEPSTACK,
     "glm4v": _MULTI_AXIS,
-    "gemma3": _ALL_SEE,
-    "gemma4v": _ALL_SEE,
-    "gemma4uv": _ALL_SEE,
+    "gemma4v": _GEMMA4,
+    "gemma4uv": _GEMMA4,
 }
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
-ARCHITECTURES = (
-    "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "stablelm", "smollm3", "internlm2",
-)  # fmt: skip
 
 
 def check_projector(path: Path, pipeline: PipelineFile) -> str:
@@ -44,9 +56,12 @@ def check_projector(path: Path, pipeline: PipelineFile) -> str:
     ModelFileError for one that is no GGUF file.
     """
     kind, width = read_projector(path)
-    if pipeline.architecture not in ARCHITECTURES:
-        text = f"models of the architecture {pipeline.architecture} are not served with images"
-        raise UsageError(f"--mmproj {path}: {text}; those of {', '.join(ARCHITECTURES)} are")
+    served = PROJECTORS[kind].architectures
+    if pipeline.architecture not in served:
+        text = (
+            f"models of the architecture {pipeline.architecture} are not served with images by a projector of the kind"
+        )
+        raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
     if width != pipeline.n_embd:
         text = f"it gives rows of {width} values, and the model takes {pipeline.n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")
@@ -59,7 +74,7 @@ def read_projector(path: Path) -> tuple[str, int]:
         raise UsageError(f"--mmproj {path}: no such file")
     header = read_header(path)
     kind = _kind(path, header)
-    if kind not in PROJECTORS or (kind == "mlp" and _width_of(header, _OTHER_MLP)):
+    if kind not in PROJECTORS or (kind == "mlp" and _width_of(header, Kind(_OTHER_MLP))):
         why = REFUSED.get(kind, f"projectors of the kinds {', '.join(PROJECTORS)} are")
         raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")
     return kind, _width_of(header, PROJECTORS[kind])
@@ -75,5 +90,6 @@ def _kind(path: Path, header: GgufFile) -> str:
     return str(header.value("clip.projector_type") or header.value("clip.vision.projector_type") or "mlp")
 
 
-def _width_of(header: GgufFile, name: str) -> int:
-    return next((tensor.dims[1] for tensor in header.tensors if tensor.name == name and len(tensor.dims) > 1), 0)
+def _width_of(header: GgufFile, kind: Kind) -> int:
+    dims = next((tensor.dims for tensor in header.tensors if tensor.name == kind.tensor), ())
+    return dims[kind.axis] if len(dims) > 1 else 0

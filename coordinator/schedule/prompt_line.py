@@ -73,10 +73,13 @@ class PromptLine:
         return self._next(self._n_turns + 1) or next(iter(self.sessions))
 
     def next_chunks(self, rows_max: int, rule: TileRule = _NO_RULE, n_decode: int = 0) -> list[OutFrame]:
-        """Return chunks that together have at most rows_max rows, one of a session, for a step with n_decode others."""
+        """Return chunks that together have at most rows_max rows, one of a session, for a step with n_decode others.
+
+        The last may have more, see `Session.next_chunk`.
+        """
         frames: list[OutFrame] = []
         left, step = rows_max, StepRows(n_decode)
-        while left:
+        while left > 0:
             session = self._next(self._n_turns + 1)
             room_rows = rule.room(session, left, step) if session is not None else 0
             if session is None or not room_rows:

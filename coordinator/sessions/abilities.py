@@ -1,4 +1,4 @@
-"""Whether the last stage can do what a request asks for: an older version passes over newer options in silence."""
+"""Whether the stages can do what a request asks for: an older version passes over newer options in silence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Set
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.wire.common.errors import NotServedError
 from relayline.wire.common.sampler_fields import LISTS, PROMPT_SCORES
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import EngineSettings
 
 
 def options_of(request: GenerationRequest) -> Iterator[str]:
@@ -25,3 +27,18 @@ def refusal(request: GenerationRequest, known: Set[str]) -> NotServedError | Non
         return None
     names = ", ".join(missing)
     return NotServedError(f"the last stage runs an older relayline, which does not know {names}; upgrade that stage")
+
+
+def image_refusal(request: GenerationRequest, rows_max: int) -> NotServedError | None:
+    """Return why the stages cannot read a request's images; None: they can.
+
+    `rows_max`: the most rows that may attend to each other, in one step of every stage; 0: some stage is older.
+    """
+    n_rows = request.mutual_rows_max
+    if n_rows <= rows_max:
+        return None
+    if not rows_max:
+        return NotServedError("a stage runs an older relayline, which cannot read this model's images; upgrade it")
+    flag = entry_of(EngineSettings, "max_rows").flag
+    text = f"the {n_rows} rows of an image are one native step, and a stage takes {rows_max}"
+    return NotServedError(f"{text}; start the stages with {flag} {n_rows} or more")

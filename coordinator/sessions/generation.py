@@ -97,6 +97,7 @@ class ImageRows:
 
     start: int  # position of the first one
     rows: npt.NDArray[np.float32]  # [n, n_embd]
+    are_mutual: bool = False  # each attends to all of them, also to later ones: they are computed in one step
 
     @property
     def end(self) -> int:
@@ -123,6 +124,15 @@ class GenerationRequest:
     def border_behind(self, position: int) -> int | None:
         """Return where rows of an image begin or end next, behind a position of the prompt."""
         return next((at for each in self.images for at in (each.start, each.end) if at > position), None)
+
+    def mutual_at(self, position: int) -> ImageRows | None:
+        """Return the rows at a position if they attend to each other."""
+        return next((each for each in self.images if each.are_mutual and each.start <= position < each.end), None)
+
+    @property
+    def mutual_rows_max(self) -> int:
+        """The most rows that one step has to take, because they attend to each other; 0: none do."""
+        return max((len(each.rows) for each in self.images if each.are_mutual), default=0)
 
     def rows_at(self, position: int, n_rows: int) -> npt.NDArray[np.float32] | None:
         """Return the rows that stand for these positions in place of tokens: f32 [n_rows, n_embd]; None: tokens do."""

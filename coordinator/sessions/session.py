@@ -251,7 +251,10 @@ class Session:
         return self.continue_from(leader, self.n_copied)
 
     def next_chunk(self, rows_max: int) -> OutFrame | None:
-        """Return the next rows of the history to prefill, None when all have been sent."""
+        """Return the next rows of the history to prefill, None when all have been sent.
+
+        Only rows of an image that attend to each other may be more than rows_max.
+        """
         if self.prefill_left == 0:
             return None
         at = self.n_sent
@@ -259,6 +262,10 @@ class Session:
         if (border := self.request.border_behind(at)) is not None:
             end = min(end, border)  # a frame holds tokens or rows of an image
         flags = Flag.PREFILL
+        if self.request.images and (image := self.request.mutual_at(at)) is not None:
+            # Where its first rows were copied, they had seen these.
+            end, flags = image.end, flags | Flag.MUTUAL
+            self.stops = [stop for stop in self.stops if stop >= end]
         followers: tuple[int, ...] = ()
         n_prompt = len(self.request.prompt_tokens)
         if _is_looked_at(self.request, at) and at < n_prompt - 1:

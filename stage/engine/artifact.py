@@ -23,6 +23,7 @@ from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
 POSITIONS = "position_embd.weight"
+_SCALES_TOKENS = ("gemma3",)  # graphs that scale looked-up rows, and leave rows of images as they are
 ARTIFACT_VERSIONS = (1, 2, 3, 4)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"
@@ -105,8 +106,9 @@ class StageArtifact:
     @property
     def takes_rows(self) -> bool:
         """Whether rows of images may enter in place of token ids: nothing but the token's own row depends on it."""
-        is_plain = self.embedding is not None and self.embedding.scale == 1.0 and self.width_in == self.n_embd
-        return self.is_first and is_plain
+        if self.embedding is None or self.width_in != self.n_embd:
+            return False
+        return self.embedding.scale == 1.0 or self.architecture in _SCALES_TOKENS
 
     @property
     def is_last(self) -> bool:

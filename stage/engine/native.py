@@ -213,8 +213,10 @@ class NativeEngine:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def decode(self, n_rows: int) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
         """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
+
+        `is_mutual`: each row attends to the later ones of its lane in the step, too, as far as windows reach.
 
         Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
         batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
@@ -231,7 +233,10 @@ class NativeEngine:
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
         if self._greedy is not None:
             self._greedy.begin(n_rows)
-        code = llama.llama_decode(self._context, self._batch.fill(n_rows))
+        batch = self._batch.fill(n_rows)
+        if is_mutual and (self.keeps_state or len(self.micro_batches) > 1):
+            raise InternalError("rows that attend to each other must be one lane's, of a model that attends alone")
+        code = _run(self._context, batch, is_mutual=is_mutual)
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
@@ -419,3 +424,14 @@ class NativeEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run(context: Any, batch: Any, *, is_mutual: bool) -> int:
+    """Return what llama_decode does. `is_mutual`: rows attend to later ones too, by a graph that is built anew."""
+    if not is_mutual:
+        return int(llama.llama_decode(context, batch))
+    llama.llama_set_causal_attn(context, False)
+    try:
+        return int(llama.llama_decode(context, batch))
+    finally:
+        llama.llama_set_causal_attn(context, True)

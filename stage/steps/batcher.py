@@ -20,6 +20,10 @@ Most steps run one envelope of decode rows that found nothing else waiting. Such
 and leaves whole if the policy takes all of it. Any other event first spreads it over queues and lines, as if its frames
 had arrived one by one. The result is the same, only slower.
 
+Rows that attend to each other (Flag.MUTUAL) are a step of their own, whatever the policy says: with others in it,
+guesses of those would see their successors. Such a frame goes once it is the oldest in line, so decode rows do not keep
+it off.
+
 When a close arrives, the session's waiting rows are dropped, except rows that other sessions are to copy. Its controls
 stay, because other sessions may copy what it was to copy.
 """
@@ -33,7 +37,7 @@ import operator
 from collections.abc import Mapping
 
 from relayline.stage.queue_types import QueuedFrame, Step
-from relayline.stage.steps.policy import Policy
+from relayline.stage.steps.policy import MUTUAL_ROWS, Policy
 from relayline.wire.common import bounds
 from relayline.wire.envelopes.frames import CONTROL, Flag
 
@@ -131,8 +135,14 @@ class Batcher:
         decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         is_prefill_first = bool(prefill) and (not decode or prefill[0][0] < decode[0][0])
         decoders, chunks = [frame for _, frame in decode], [frame for _, frame in prefill]
+        if chunks and chunks[0].is_mutual and (is_prefill_first or not decoders):
+            return chunks[:1], MUTUAL_ROWS
         choice = self.policy.choose(decoders, chunks, now_ns, is_prefill_first=is_prefill_first)
-        return decoders[: choice.n_decode] + chunks[: choice.n_prefill], choice.close_reason
+        taken, close_reason = chunks[: choice.n_prefill], choice.close_reason
+        n_before = next((at for at, frame in enumerate(taken) if frame.is_mutual), None)
+        if n_before is not None:
+            taken, close_reason = taken[:n_before], MUTUAL_ROWS
+        return decoders[: choice.n_decode] + taken, close_reason
 
     def session_ids(self, route_id: int) -> set[int]:
         """Return the sessions of a route of which anything waits."""

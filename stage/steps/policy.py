@@ -22,6 +22,7 @@ PAD_TARGET: Final = "pad_target"
 QUEUE_DRAINED: Final = "queue_drained"
 ROW_CAP: Final = "row_cap"
 PREFILL_BUDGET: Final = "prefill_budget"
+MUTUAL_ROWS: Final = "mutual_rows"
 
 
 class Choice(NamedTuple):

@@ -135,7 +135,10 @@ class StepExecutor:
             self.engine.hidden.want(wanted=self._gives_hidden)
         result.started_ns = time.monotonic_ns()
         try:
-            self.engine.decode(n_rows)
+            if members[0].is_mutual:  # and alone, see stage.steps.batcher
+                self.engine.decode(n_rows, is_mutual=True)
+            else:
+                self.engine.decode(n_rows)
         except RelaylineError as error:
             result.error = error.label
             for item in placed:

@@ -43,7 +43,7 @@ class Engine(Protocol):
     def hidden(self) -> Hidden | None: ...  # noqa: D102
     @property
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
-    def decode(self, n_rows: int) -> None: ...  # noqa: D102
+    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None: ...  # noqa: D102
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
     def best_token(self, row: int) -> int | None: ...  # noqa: D102
     def checkpoint(self, lane: int) -> None: ...  # noqa: D102

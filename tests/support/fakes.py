@@ -49,6 +49,7 @@ class FakeEngine:
         self.hidden = None
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
+        self.n_mutual = 0  # decodes whose rows attend to each other
         self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken
         self.fail_next: BaseException | None = None
         self.failure_empties = False  # whether a failed step leaves its lanes empty, as with a recurrent state
@@ -59,7 +60,8 @@ class FakeEngine:
         self.n_closed = 0
         self._logits: dict[int, np.ndarray] = {}
 
-    def decode(self, n_rows: int) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+        self.n_mutual += is_mutual
         self.on_decode()
         self.steps.append([(int(self.seq_ids[row]), int(self.positions[row])) for row in range(n_rows)])
         before = [len(lane) for lane in self.lanes]

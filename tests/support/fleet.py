@@ -121,9 +121,10 @@ class Fleet:
         kv_layout: str = "auto",
         tier_bytes: int = 0,
         rewind_rows: int = 0,
+        max_rows: int = 64,
     ) -> None:
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
-        self._tier_bytes, self._rewind_rows = tier_bytes, rewind_rows
+        self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
         self.pipeline: Pipeline
@@ -139,7 +140,7 @@ class Fleet:
             n_lanes=self.n_lanes,
             ctx_tokens=self.ctx_tokens,
             n_threads=1,
-            max_rows=64,
+            max_rows=self._max_rows,
             kv_layout=self._kv_layout,
             prefix_memory_bytes=self._tier_bytes,
             rewind_rows=self._rewind_rows,
@@ -194,9 +195,10 @@ async def fleet(
     file: PipelineFile | None = None,
     draft: int = 0,
     rewind_rows: int = 0,
+    max_rows: int = 64,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

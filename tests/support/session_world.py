@@ -200,6 +200,7 @@ class World:
             keeps_state=False,
             tier=NO_TIER,
             options=OPTIONS,
+            mutual_rows_max=64,
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages, so that guesses can fill one
         connection.sharing = lambda names: ()

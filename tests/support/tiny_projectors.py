@@ -14,7 +14,8 @@ from tests.support.tiny_shapes import N_EMBD
 
 WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
 PATCH, IMAGE = 7, 28
-N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4}  # of one square image; pixtral ends lines by a row
+# Of one square image; pixtral ends lines by a row.
+N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4, "gemma3": 16}
 
 
 def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1) -> Path:
@@ -31,13 +32,15 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
+    if kind == "gemma3":
+        writer.add_uint32("clip.vision.projector.scale_factor", 1)
     if kind in ("idefics3", "internvl"):
         writer.add_uint32("clip.vision.projector.scale_factor", 2)
     if kind == "idefics3":
         writer.add_uint32("clip.vision.preproc_image_size", IMAGE)
     for name, shape in _shapes(kind, n_embd).items():
         values = np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape).astype(np.float32)
-        is_norm = "ln" in name.split(".")[-2] and name.endswith("weight")
+        is_norm = ("ln" in name.split(".")[-2] or "norm" in name) and name.endswith("weight")
         scale = 1.0 if len(shape) == 1 else 1.0 / np.sqrt(np.prod(shape[1:]))
         writer.add_tensor(name, 1 + 0.1 * values if is_norm else (values * scale).astype(np.float32))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +74,9 @@ def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
     elif kind == "pixtral":
         shapes |= {"mm.1.weight": (n_embd, WIDTH), "mm.1.bias": (n_embd,), "mm.2.weight": (n_embd, n_embd)}
         shapes |= {"mm.2.bias": (n_embd,), "v.token_embd.img_break": (n_embd,)}
+    elif kind == "gemma3":
+        shapes |= {"mm.input_projection.weight": (WIDTH, n_embd), "mm.soft_emb_norm.weight": (WIDTH,)}
+        shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}
     elif kind == "idefics3":
         shapes |= {"mm.model.fc.weight": (n_embd, 4 * WIDTH)}
         shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}

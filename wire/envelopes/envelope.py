@@ -52,8 +52,9 @@ _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
 _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # the flags of a drafted frame, except _GUESSED
 _SCORED = frames.Flag.SCORED  # the least flags of a scored frame
-_CHECKPOINT = frames.Flag.CHECKPOINT
-_CONTROL, _ALL_FLAGS = frames.CONTROL, frames.CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT
+_CHECKPOINT, _MUTUAL = frames.Flag.CHECKPOINT, frames.Flag.MUTUAL
+_CONTROL = frames.CONTROL
+_ALL_FLAGS = _CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT | _MUTUAL
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.common.bounds.
 assert (
@@ -354,6 +355,8 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
         if control and flags & _CHECKPOINT:
             raise ProtocolError("a frame that is to leave a checkpoint carries no rows")
+        if flags & _MUTUAL and (control or flags & _EITHER or not flags & frames.Flag.PREFILL):
+            raise ProtocolError(f"frame flags {flags:#x} have no meaning: rows that see each other are a prompt's")
         if position + count > bounds.CTX_TOKENS_MAX:
             raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
         if count == 0:

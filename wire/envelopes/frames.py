@@ -39,6 +39,7 @@ class Flag:
     TRIM = 64
     COPY_PREFIX = 128
     CHECKPOINT = 256
+    MUTUAL = 512
     STORE = 4_096
     RESTORE = 8_192
     SCORED = PREFILL | DRAFTED  # rows of a prompt, each of which scores the token that follows it

@@ -85,10 +85,12 @@ class ModelEngine:
         self._layers, self._empty = layers, (0,) * len(layers)
         self._tokens: dict[int, int] = {}
 
-    def decode(self, n_rows: int) -> None:
-        """Compute rows."""
+    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+        """Compute rows. `is_mutual`: each depends on all of them."""
         self._tokens.clear()
         values = self.input_rows[:n_rows, 0].tolist()
+        if is_mutual:
+            values = [(value + sum(values)) % _MODULUS for value in values]
         lanes, positions = self.seq_ids[:n_rows].tolist(), self.positions[:n_rows].tolist()
         for row, (value, index, position) in enumerate(zip(values, lanes, positions, strict=True)):
             lane = self.lanes[index]

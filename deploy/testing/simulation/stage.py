@@ -195,6 +195,8 @@ class SimStage:
         n_rows = step.n_rows
         if n_rows > self.model.rows_max and len(step.frames) > 1:
             raise Violation(f"stage {self.index} took {n_rows} rows, at most {self.model.rows_max} fit")
+        if len(step.frames) > 1 and any(frame.is_mutual for frame in step.frames):
+            raise Violation(f"stage {self.index} took rows that see each other with others")
         self.placed, self._pointless = [], []
         sessions, row = set(), 0
         for frame in step.frames:

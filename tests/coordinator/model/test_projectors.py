@@ -31,16 +31,17 @@ def header(path: Path, architecture: str = "clip", **values: Any) -> Path:
 
 @pytest.mark.parametrize("kind", PROJECTORS)
 def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
-    assert check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), FILE) == kind
+    file = msgspec.structs.replace(FILE, architecture=PROJECTORS[kind].architectures[0])
+    assert check_projector(make_projector(tmp_path / "mmproj.gguf", kind, n_embd=48), file) == kind
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({"projector_type": "qwen2vl_merger"}, "positions on several axes"),
-        ({"projector_type": "gemma3"}, "see each other both ways"),
+        ({"projector_type": "gemma4v"}, "see each other in some layers alone"),
         ({"vision.projector_type": "qwen3vl_merger"}, "deepstack"),
-        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl are"),
+        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3 are"),
         ({"architecture": "llama"}, "not a projector; give the file that its makers call mmproj"),
         ({"vision": False}, "no encoder for images"),
     ],
@@ -54,8 +55,12 @@ def test_a_projector_of_another_model_or_of_none_is_refused(tmp_path: Path) -> N
     path = make_projector(tmp_path / "mmproj.gguf", n_embd=40)
     with pytest.raises(UsageError, match="rows of 40 values, and the model takes 48"):
         check_projector(path, FILE)
-    with pytest.raises(UsageError, match="architecture gemma3 are not served with images"):
+    with pytest.raises(
+        UsageError, match="architecture gemma3 are not served with images by a projector of the kind mlp"
+    ):
         check_projector(path, msgspec.structs.replace(FILE, architecture="gemma3"))
+    with pytest.raises(UsageError, match=r"architecture llama are not served .* gemma3; those of gemma3 are"):
+        check_projector(make_projector(tmp_path / "gemma.gguf", "gemma3", n_embd=48), FILE)
     with pytest.raises(UsageError, match="no such file"):
         check_projector(tmp_path / "none.gguf", FILE)
     path.write_bytes(b"no GGUF at all")

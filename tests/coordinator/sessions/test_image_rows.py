@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from relayline.coordinator.engine.connection import check_stages
+from relayline.coordinator.engine.connection import Connection, check_stages
 from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
 from relayline.coordinator.images.encoded import row_numbers
+from relayline.coordinator.schedule.prompt_line import PromptLine
+from relayline.coordinator.sessions.abilities import image_refusal
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, ImageRows, SamplingParams
 from relayline.coordinator.sessions.readers import sharing_key
@@ -17,8 +21,9 @@ from relayline.wire.common.errors import HandshakeError
 from relayline.wire.envelopes.buffers import BufferPool
 from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import parse
+from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.fakes import WIDTH, pipeline_file
+from tests.support.fakes import WIDTH, new_facts, pipeline_file
 from tests.support.sessions import chunks_of
 
 ROWS = np.arange(5 * WIDTH, dtype=np.float32).reshape(5, WIDTH)
@@ -29,6 +34,13 @@ def request(sampling: SamplingParams | None = None) -> GenerationRequest:
     """Two tokens, five rows in two images that touch, one token."""
     images = (ImageRows(2, ROWS[:3]), ImageRows(5, ROWS[3:]))
     return GenerationRequest("r", (1, 2, *NUMBERS, 3), 8, sampling or SamplingParams(), images=images)
+
+
+def mutual() -> GenerationRequest:
+    """The same, with rows that attend to those of their image."""
+    return dataclasses.replace(
+        request(), images=tuple(dataclasses.replace(each, are_mutual=True) for each in request().images)
+    )
 
 
 def session(number: int = 1, sampling: SamplingParams | None = None) -> Session:
@@ -45,6 +57,67 @@ def test_chunks_end_at_the_borders_of_images_again_after_a_loss(rows_max: int, s
         given = [frame.rows for frame in frames if frame.rows is not None]
         assert np.array_equal(np.concatenate(given), ROWS)
         assert all((frame.rows is None) == (frame.tokens[0] < 100) for frame in frames)
+
+
+@pytest.mark.parametrize("rows_max", [1, 2, 64])
+def test_rows_that_see_each_other_leave_together_again_after_a_loss(rows_max: int) -> None:
+    one = Session(1, mutual(), lambda _: False)
+    for _ in range(2):
+        one.start()
+        one.stops = [1, 4, 5]  # where checkpoints are asked for: none is inside an image
+        frames = [chunk.leave() for chunk in chunks_of(one, rows_max)]
+        seen = [(frame.position, len(frame.tokens)) for frame in frames if frame.flags & Flag.MUTUAL]
+        assert seen == [(2, 3), (5, 2)]
+        assert sum(len(frame.tokens) for frame in frames) == 8
+        assert [frame.position + len(frame.tokens) for frame in frames if frame.flags & Flag.CHECKPOINT] == [1, 5]
+
+
+def test_the_rest_of_them_leaves_alone_behind_a_copy() -> None:
+    one, other = (Session(number, mutual(), lambda _: False) for number in (1, 2))
+    other.start()
+    other.continue_from(one, 3)
+    chunk = other.next_chunk(1)
+    assert chunk is not None
+    assert (chunk.position, len(chunk.tokens), chunk.flags) == (3, 2, Flag.PREFILL | Flag.MUTUAL)
+
+
+def test_a_flight_ends_behind_them() -> None:
+    line = PromptLine()
+    for number in (1, 2):
+        one = Session(number, mutual(), lambda _: False)
+        one.start()
+        one.next_chunk(2)
+        line.add(one, 0)
+    sizes = [[len(chunk.tokens) for chunk in line.next_chunks(2)] for _ in range(4)]
+    assert all(len(each) == 1 for each in sizes[:2])
+    assert sizes[0] == [3]
+
+
+def test_stages_that_cannot_read_them_in_one_step_are_named() -> None:
+    assert image_refusal(mutual(), 3) is None
+    assert image_refusal(request(), 0) is None
+    small, old = image_refusal(mutual(), 2), image_refusal(mutual(), 0)
+    assert small is not None
+    assert old is not None
+    assert "3 rows of an image are one native step, and a stage takes 2; start the stages with --max-rows 3" in str(
+        small
+    )
+    assert "older relayline" in str(old)
+
+
+def test_every_stage_has_to_know_them() -> None:
+    facts = [pb.DescribeResponse(max_rows=rows, takes_mutual_rows=True) for rows in (64, 48)]
+    assert facts_of_all(facts).mutual_rows_max == 48
+    facts.append(pb.DescribeResponse(max_rows=64))
+    assert facts_of_all(facts).mutual_rows_max == 0
+    told = new_facts(0, 1)
+    assert told.describe().takes_mutual_rows
+    assert not dataclasses.replace(told, keeps_state=True).describe().takes_mutual_rows
+
+
+def facts_of_all(facts: list[pb.DescribeResponse]) -> Connection:
+    """A connection to stages that say this of themselves."""
+    return Connection(1, [], facts, [{} for _ in facts])
 
 
 def test_one_that_goes_on_inside_an_image_sends_the_rest_of_it() -> None:

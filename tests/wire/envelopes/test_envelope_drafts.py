@@ -99,6 +99,8 @@ BROKEN: dict[str, tuple[Callable[[pb.RelayRequest], None], str]] = {
     "scored rows that are guessed": (_flags(1, Flag.SCORED | Flag.GUESSED), "flags 0xd have no meaning"),
     "rows that are scored as well": (_flags(0, Flag.SCORED), "4 drafted rows came with 3"),
     "an unknown flag": (_flags(1, GUESSES | 256), "flags 0x106 have no meaning"),
+    "rows that see each other and are guesses": (_flags(1, GUESSES | 512), "flags 0x206 have no meaning"),
+    "rows that see each other and are no prompt's": (_flags(1, 512), "flags 0x200 have no meaning"),
     "guessed and not drafted": (_flags(1, SAMPLE | Flag.GUESSED), "flags 0xa have no meaning"),
     "guessed rows of a prompt": (_flags(1, GUESSES | Flag.GUESSED | Flag.PREFILL), "flags 0xf have no meaning"),
     "rows that are not drafted": (_flags(1, SAMPLE), "0 drafted rows came with 3"),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.conformance.commands import SUITES_DIR, call, new, program, run
+from tests.conformance.compiled import run_cargo, run_go, run_maven
 from tests.conformance.table import Suite
 
-SUITES_DIR = Path(__file__).parent / "suites"
-INSTALL_S, RUN_S, TEST_S = 600, 1_500, 90
+TEST_S = 90
 _MODEL_NAMES = (
     (re.compile(r'model="[^"]*"'), 'model="{model}"'),
     (re.compile(r'^(\s+)"(gpt|claude|text|ft:gpt)-?[^"]*",$', re.MULTILINE), r'\1"{model}",'),
@@ -23,15 +22,11 @@ _MODEL_NAMES = (
 )
 
 
-class NotInstalledError(Exception):
-    """A suite that cannot be had here."""
-
-
 def run_pytest(suite: Suite, place: Path, url: str, model: str) -> Path:
     """Run a suite of pytest, ours or of a package's source archive."""
     python = _python(suite, place)
     tests = _sources(suite, place, python, model) if suite.source else _copied(suite, place / "tests")
-    report = _new(place / "report.xml")
+    report = new(place / suite.report)
     settings = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-q", f"--timeout={TEST_S}"]
     # Clients keep connections for longer than one test, so all tests share one event loop.
     settings += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session", "-o", "addopts="]
@@ -39,43 +34,30 @@ def run_pytest(suite: Suite, place: Path, url: str, model: str) -> Path:
     settings += ["-m", suite.marked] if suite.marked else []
     environment = {"TEST_API_BASE_URL": url + suite.base_path, "CONFORMANCE_URL": url, "CONFORMANCE_MODEL": model}
     environment |= {"DEBUG_EXTERNAL": "1", "PORT": url.rpartition(":")[2]}  # of llama.cpp's tests
-    _run([python, "-m", "pytest", *suite.tests, *settings], tests, place / "log", environment)
+    run([python, "-m", "pytest", *suite.tests, *settings], tests, place / "log", environment)
     return report
 
 
 def run_schemathesis(suite: Suite, place: Path, url: str, _model: str) -> Path:
     """Send requests made from the server's own /openapi.json."""
     python = _python(suite, place)
-    report = _new(place / "report.xml")
+    report = new(place / suite.report)
     command: list[object] = [python.parent / "schemathesis", "run", f"{url}/openapi.json", "--max-examples", "15"]
     # Health is 503 and metrics are text by design; what is checked is that no body makes the server fail.
     command += ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance"]
     command += ["--phases", "examples,fuzzing", "--seed", "1", "--report-junit-path", report, "--request-timeout", "60"]
     command += ["--exclude-path", "/v1/telemetry"]  # it would change how the server records
-    _run(command, place, place / "log", {})
+    run(command, place, place / "log", {})
     return report
 
 
 def run_npm(suite: Suite, place: Path, url: str, model: str) -> Path:
     """Run a suite of ours by Node's own test runner."""
-    tests, report = _copied(suite, place), _new(place / "report.xml")
-    _call([_program("npm"), "install", "--no-audit", "--no-fund", "--silent", "--prefix", place, *suite.requirements])
-    command = [_program("node"), "--test", "--test-reporter=junit", f"--test-reporter-destination={report}"]
+    tests, report = _copied(suite, place), new(place / suite.report)
+    call([program("npm"), "install", "--no-audit", "--no-fund", "--silent", "--prefix", place, *suite.requirements])
+    command = [program("node"), "--test", "--test-reporter=junit", f"--test-reporter-destination={report}"]
     command += [f"--test-timeout={TEST_S * 1000}", *suite.tests]
-    _run(command, tests, place / "log", {"CONFORMANCE_URL": url, "CONFORMANCE_MODEL": model})
-    return report
-
-
-def run_go(suite: Suite, place: Path, url: str, model: str) -> Path:
-    """Run a suite of ours by `go test`. Here its file has another ending, so that no tool looks for a module."""
-    go, report = _program("go"), _new(place / "report.jsonl")
-    place.mkdir(parents=True, exist_ok=True)
-    shutil.copy(SUITES_DIR / suite.tests[0], place / "conformance_test.go")
-    if not (place / "go.mod").exists():
-        _call([go, "mod", "init", "conformance"], place)
-    _call([go, "get", *suite.requirements], place)
-    environment = {"CONFORMANCE_URL": url, "CONFORMANCE_MODEL": model}
-    _run([go, "test", "-json", "-count=1", "./..."], place, report, environment)
+    run(command, tests, place / "log", {"CONFORMANCE_URL": url, "CONFORMANCE_MODEL": model})
     return report
 
 
@@ -95,6 +77,8 @@ RUNNERS: Mapping[str, Callable[[Suite, Path, str, str], Path]] = {
     "schemathesis": run_schemathesis,
     "npm": run_npm,
     "go": run_go,
+    "cargo": run_cargo,
+    "maven": run_maven,
 }
 
 
@@ -103,12 +87,12 @@ def _python(suite: Suite, place: Path) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     python = place / "venv" / "bin" / "python"
     if not python.exists():
-        _call([sys.executable, "-m", "venv", place / "venv"])
+        call([sys.executable, "-m", "venv", place / "venv"])
     wanted = [each for each in suite.requirements if not (suite.sources_dir and each is suite.requirements[0])]
     pip: list[object] = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     if uv := shutil.which("uv"):  # it resolves in seconds what takes pip minutes
         pip = [uv, "pip", "install", "--python", python]
-    _call([*pip, "--quiet", *wanted])
+    call([*pip, "--quiet", *wanted])
     return python
 
 
@@ -117,9 +101,9 @@ def _sources(suite: Suite, place: Path, python: Path, model: str) -> Path:
     pin = suite.requirements[0]
     name = f"{suite.source}-{pin.partition('==')[2]}"
     if not (place / f"{name}.tar.gz").exists():
-        _call([python, "-m", "pip", "install", "--quiet", *suite.build_needs])
+        call([python, "-m", "pip", "install", "--quiet", *suite.build_needs])
         only = ["--no-deps", "--no-binary", suite.source, "--no-build-isolation", "-d", place]
-        _call([python, "-m", "pip", "download", "--quiet", *only, pin])
+        call([python, "-m", "pip", "download", "--quiet", *only, pin])
     shutil.rmtree(place / name, ignore_errors=True)
     with tarfile.open(place / f"{name}.tar.gz") as archive:
         inside = f"{name}/{suite.sources_dir}" if suite.sources_dir else name
@@ -142,29 +126,3 @@ def _copied(suite: Suite, tests: Path) -> Path:
         shutil.copy(SUITES_DIR / name, tests / name)
     (tests / "pytest.ini").write_text("[pytest]\n")  # else our own settings hold here, and every warning is an error
     return tests
-
-
-def _new(report: Path) -> Path:
-    report.unlink(missing_ok=True)
-    return report
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise NotInstalledError(f"there is no {name} here")
-    return found
-
-
-def _call(command: Sequence[object], cwd: Path | None = None) -> None:
-    done = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=INSTALL_S, check=False
-    )
-    if done.returncode:
-        raise NotInstalledError(done.stderr.strip() or f"{command[0]} failed")
-
-
-def _run(command: Sequence[object], cwd: Path, output: Path, environment: Mapping[str, str]) -> None:
-    whole = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment)
-    with output.open("w") as log, contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(list(map(str, command)), cwd=cwd, env=whole, stdout=log, stderr=log, timeout=RUN_S, check=False)

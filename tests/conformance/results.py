@@ -50,6 +50,8 @@ def read_report(result: Result, report: Path) -> None:
         result.failures.append(("the suite", "it ended without a report; see its log"))
     elif report.suffix == ".xml":
         _read_junit(result, report)
+    elif report.suffix == ".txt":
+        _read_cargo(result, report.read_text())
     else:
         _read_go(result, report)
 
@@ -81,6 +83,20 @@ def _read_go(result: Result, report: Path) -> None:
         elif test:
             result.n_passed += action == "pass"
             result.n_skipped += action == "skip"
+
+
+def _read_cargo(result: Result, printed: str) -> None:
+    """Read what `cargo test` prints: a line for each test, then what each failed one printed."""
+    said = dict(
+        re.findall(r"^---- (\S+) stdout ----\n(.*?)(?=^---- |^failures:|\Z)", printed, re.MULTILINE | re.DOTALL)
+    )
+    for test, outcome in re.findall(r"(?m)^test (\S+) \.\.\. (ok|FAILED|ignored)", printed):
+        result.n_passed += outcome == "ok"
+        result.n_skipped += outcome == "ignored"
+        if outcome == "FAILED":
+            result.failures.append((test, _short(said.get(test, "").partition("stack backtrace:")[0])))
+    if "\ntest result: " not in printed:
+        result.failures.append(("the suite", _short(f"it did not come to its end: {printed[-MESSAGE_CHARS:]}")))
 
 
 def _short(message: str) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 from relayline.deploy.launch.demo_run import MODEL
 from relayline.deploy.launch.local import running
 from relayline.deploy.manifest.smallest import smallest_manifest
-from tests.conformance.kinds import RUNNERS, NotInstalledError, version
+from tests.conformance.commands import NotEndedError, NotInstalledError
+from tests.conformance.kinds import RUNNERS, version
 from tests.conformance.results import MESSAGE_CHARS, Result, read_report, written
 from tests.conformance.table import SUITES, Suite
 
@@ -37,8 +38,12 @@ def run_suite(suite: Suite, url: str, model: str, commit: str) -> Result:
     ran = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {commit}"
     try:
         report = RUNNERS[suite.kind](suite, place, url, model)
-    except (NotInstalledError, subprocess.TimeoutExpired) as error:
+    except NotInstalledError as error:
         result.skipped = str(error).strip().splitlines()[-1][:MESSAGE_CHARS]
+        return result
+    except NotEndedError as error:
+        result.version, result.ran = version(suite, place), ran
+        result.failures.append(("the suite", str(error)))
         return result
     (place / RAN).write_text(ran)
     result.version, result.ran = version(suite, place), ran
@@ -57,7 +62,7 @@ def _commit() -> str:
 def _last(suite: Suite) -> Result:
     """Return what a suite found when it last ran here."""
     result, place = Result(suite), WORK / suite.name
-    report = place / ("report.jsonl" if suite.kind == "go" else "report.xml")
+    report = place / suite.report
     if not report.exists() or not (place / RAN).exists():
         result.skipped = "it has not come to its end here"
         return result

@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 _PYTEST = ("pytest", "pytest-asyncio", "pytest-timeout")
+_REPORTS = {
+    "go": "report.jsonl",
+    "cargo": "report.txt",
+    "maven": "target/surefire-reports/TEST-ConformanceTest.xml",
+}
 _STAINLESS = (*_PYTEST, "pytest-xdist", "respx", "dirty-equals", "time-machine", "rich")
 
 
@@ -18,7 +23,7 @@ class Suite:
     what: str
     requirements: tuple[str, ...]  # the first is what is tested
     tests: tuple[str, ...]  # files
-    kind: Literal["pytest", "schemathesis", "npm", "go"] = "pytest"  # what runs it, see kinds.py
+    kind: Literal["pytest", "schemathesis", "npm", "go", "cargo", "maven"] = "pytest"  # what runs it, see kinds.py
     source: str = ""  # the package whose source archive holds the tests; else they are in suites/
     sources_dir: str = ""  # of the tests within that archive; else its root
     build_needs: tuple[str, ...] = ("hatchling", "hatch-fancy-pypi-readme")  # what pip needs to read the archive
@@ -28,6 +33,11 @@ class Suite:
     settings: Mapping[str, Any] = dataclasses.field(
         default_factory=dict
     )  # of a pipeline of its own; else one serves all
+
+    @property
+    def report(self) -> str:
+        """Return the path of what it reports, below the folder that it runs in."""
+        return _REPORTS.get(self.kind, "report.xml")
 
 
 SUITES = (
@@ -86,6 +96,12 @@ SUITES = (
         "chats, streams, tools, schemas, completions, embeddings, responses and messages",
         ("litellm", *_PYTEST),
         ("litellm_library.py",),
+    ),
+    Suite(
+        "litellm-proxy",
+        "LiteLLM's proxy in front of this server; the official clients of OpenAI and Anthropic speak to the proxy",
+        ("litellm[proxy]==1.108.7", "anthropic", *_PYTEST),  # of newer ones the registry lacks a part
+        ("litellm_gateway.py",),
     ),
     Suite(
         "llama-index",
@@ -162,5 +178,25 @@ SUITES = (
         ("github.com/openai/openai-go/v3@v3.99.0",),
         ("openai_go.go.txt",),
         kind="go",
+    ),
+    Suite(
+        "async-openai",
+        "models, chats, streams, tools, schemas, completions, embeddings and responses",
+        (
+            "async-openai[chat-completion,completions,embedding,model,responses]@0.43.0",
+            "tokio[macros,rt-multi-thread]@1",
+            "futures[std]@0.3",
+            "serde[std]@1",
+            "serde_json[std]@1",
+        ),
+        ("async_openai.rs.txt",),
+        kind="cargo",
+    ),
+    Suite(
+        "openai-java",
+        "models, chats, streams, tools, schemas, completions, embeddings and responses, each answer validated",
+        ("com.openai:openai-java@4.101.0", "org.junit.jupiter:junit-jupiter@5.12.2"),
+        ("openai_java.java.txt",),
+        kind="maven",
     ),
 )

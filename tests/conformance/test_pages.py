@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.conformance.kinds import SUITES_DIR
+import pytest
+
+from tests.conformance import commands
+from tests.conformance.commands import SUITES_DIR
 from tests.conformance.results import Result, read_report, written
 from tests.conformance.table import SUITES
 
@@ -59,6 +62,45 @@ def test_the_lines_of_go_are_told_apart(tmp_path: Path) -> None:
     read_report(result, report)
     assert (result.n_passed, result.n_skipped) == (1, 1)
     assert result.failures == [("TestChat", "main_test.go:9: 400 no such model")]
+
+
+CARGO = """running 3 tests
+test models ... ok
+test odd ... ignored
+test errors ... FAILED
+
+failures:
+
+---- errors stdout ----
+
+thread 'errors' (7) panicked at tests/conformance.rs:9:1:
+no such code
+stack backtrace:
+   0: __rustc::rust_begin_unwind
+
+failures:
+    errors
+
+test result: FAILED. 1 passed; 1 failed; 1 ignored
+"""
+
+
+def test_what_cargo_prints_is_told_apart(tmp_path: Path) -> None:
+    report = tmp_path / "report.txt"
+    report.write_text(CARGO)
+    result = Result(SUITES[0])
+    read_report(result, report)
+    assert (result.n_passed, result.n_skipped) == (1, 1)
+    assert result.failures == [("errors", "thread 'errors' (7) panicked at tests/conformance.rs:9:1: no such code")]
+    report.write_text("error[E0432]: unresolved import\n")  # it was not compiled
+    read_report(broken := Result(SUITES[0]), report)
+    assert broken.failures
+
+
+def test_a_suite_that_runs_out_of_time_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "RUN_S", 0.05)
+    with pytest.raises(commands.NotEndedError, match=r"within 0\.05 s"):
+        commands.run(["sleep", "60"], tmp_path, tmp_path / "log", {})
 
 
 def test_suites_of_ours_are_files_that_no_other_run_collects() -> None:

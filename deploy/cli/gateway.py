@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,7 @@ from relayline.deploy.cli.options import (
     Address,
     http_security_options,
     http_tls_from,
+    is_given,
     log_options,
     origins_of,
     supervised_option,
@@ -21,6 +23,9 @@ from relayline.wire.common import logs
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import ServingSettings
+
+if TYPE_CHECKING:
+    from relayline.coordinator.gateway.serve import GatewayConfig
 
 KEY_VARIABLE = "RELAYLINE_BACKEND_KEY"
 # Of `up`, that go with a gateway's manifest; what is said of a pipeline stands in that one's own manifest.
@@ -36,8 +41,12 @@ UP_FLAGS = frozenset(
     context_settings={"auto_envvar_prefix": "RELAYLINE"},
 )
 @click.option(
-    "--backend", "backends", multiple=True, required=True, metavar="[NAME=]URL",
+    "--backend", "backends", multiple=True, metavar="[NAME=]URL",
     help="A running pipeline, such as http://10.0.0.7:8080; may be repeated. Those of one model share its requests.",
+)  # fmt: skip
+@click.option(
+    "--manifest", type=click.Path(path_type=Path), default=None,
+    help="A gateway's manifest whose pipelines all have `url`; instead of --backend.",
 )  # fmt: skip
 @click.option("--backend-key", default="", envvar=KEY_VARIABLE, show_envvar=True, help="API key of the pipelines.")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")
@@ -59,25 +68,49 @@ def gateway_command(**given: Any) -> None:
     logs.setup("gateway", as_json=given["log_json"], verbose=given["verbose"])
     if given["exit_with_stdin"]:
         watch_stdin()
-    backends = tuple(_backend(text, at, given["backend_key"]) for at, text in enumerate(given["backends"]))
-    host, port = given["http"]
+    if bool(given["backends"]) == (given["manifest"] is not None):
+        raise UsageError("give either --backend, once for each pipeline, or --manifest")
+    if given["manifest"] is not None:
+        from relayline.deploy.launch.gateway_plan import config_of_running
+        from relayline.deploy.manifest.gateway import load_gateway
+
+        config = config_of_running(load_gateway(given["manifest"]))
+    else:
+        host, port = given["http"]
+        config = GatewayConfig(
+            tuple(_backend(text, at, given["backend_key"]) for at, text in enumerate(given["backends"])), host, port
+        )
     serving = from_parameters(ServingSettings, given)
-    config = GatewayConfig(
-        backends, host, port, given["api_keys"], http_tls_from(given), tuple(given["allow_hosts"]),
-        origins_of(serving), serving.protect_metrics,
-        HttpLimits(connections_per_address_max=serving.connections_per_address),
+    config = dataclasses.replace(
+        with_flags(config, given, is_given("http")), cors=origins_of(serving), protect_metrics=serving.protect_metrics,
+        limits=HttpLimits(connections_per_address_max=serving.connections_per_address),
     )  # fmt: skip
+    names = [each.name for each in config.backends]
 
     async def main(stopping: Any) -> None:
         async with serving_gateway(config) as served:
             announce(
-                {"event": "ready", "role": "gateway", "url": served.url, "pipelines": [each.name for each in backends]},
-                f"{len(backends)} pipelines: {served.url}/v1",
+                {"event": "ready", "role": "gateway", "url": served.url, "pipelines": names},
+                f"{len(names)} pipelines: {served.url}/v1",
                 as_json=given["as_json"],
             )
             await stopping.wait()
 
     run(main)
+
+
+def with_flags(config: GatewayConfig, given: dict[str, Any], has_http: bool) -> GatewayConfig:
+    """Return the gateway with what flags say of it; `has_http`: --http was given. Raises UsageError."""
+    if has_http:
+        host, port = given["http"]
+        config = dataclasses.replace(config, host=host, port=port)
+    if given["api_keys"] is not None:
+        config = dataclasses.replace(config, api_keys_file=given["api_keys"])
+    if (tls := http_tls_from(given)) is not None:
+        config = dataclasses.replace(config, http_tls=tls)
+    if given["allow_hosts"]:
+        config = dataclasses.replace(config, allow_hosts=tuple(given["allow_hosts"]))
+    return config
 
 
 def _backend(text: str, at: int, key: str) -> Any:
@@ -101,8 +134,6 @@ def _backend(text: str, at: int, key: str) -> Any:
 
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
     """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
-    import dataclasses
-
     from relayline.deploy.cli.apply_gateway import applied_gateway
     from relayline.deploy.launch.detach import Report, start_detached
     from relayline.deploy.launch.gateway import launch_gateway
@@ -119,17 +150,7 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
     name = given["name"] or manifest.name
     directory = StateDir(given["state_dir"] or state_root() / name)
     plan = plan_gateway(manifest, path.absolute(), name, directory.path, log_flags)
-    config = plan.config
-    if "http" in changed:
-        host, port = given["http"]
-        config = dataclasses.replace(config, host=host, port=port)
-    if given["api_keys"] is not None:
-        config = dataclasses.replace(config, api_keys_file=given["api_keys"])
-    if (tls := http_tls_from(given)) is not None:
-        config = dataclasses.replace(config, http_tls=tls)
-    if given["allow_hosts"]:
-        config = dataclasses.replace(config, allow_hosts=tuple(given["allow_hosts"]))
-    plan = dataclasses.replace(plan, config=config)
+    plan = dataclasses.replace(plan, config=with_flags(plan.config, given, "http" in changed))
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))

@@ -10,11 +10,14 @@ import click
 
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.gateway import is_gateway, load_gateway
 from relayline.deploy.render import compose, compose_hosts
 from relayline.deploy.render.cluster import KUSTOMIZATION_FILE, kustomization
+from relayline.deploy.render.front import Front
+from relayline.deploy.render.front import notes as front_notes
 from relayline.deploy.render.inside import notes
 from relayline.deploy.render.observability import DASHBOARDS_DIR
-from relayline.deploy.render.targets import COMPOSE, TARGETS, render
+from relayline.deploy.render.targets import COMPOSE, TARGETS, render, render_gateway
 from relayline.deploy.render.write import write_files
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
@@ -34,7 +37,12 @@ def render_command(manifest: Path, target: str, output: Path | None, force: bool
 
     compose: every process on one machine. compose-hosts: one file for each host of the manifest, with the manifest's
     ports; copy it to its host and run `docker compose up` there. The top of each file says what else the host needs.
+
+    Of a gateway's MANIFEST, compose and kubernetes write the gateway and every pipeline behind it that has a manifest.
     """
+    if is_gateway(manifest):
+        _render_gateway(manifest, target, output, force=force)
+        return
     if target == compose_hosts.TARGET and output is None:
         raise UsageError("--target compose-hosts writes a file for each host; say where with --output DIR")
     loaded = with_usual_lanes(load_manifest(manifest))
@@ -44,14 +52,46 @@ def render_command(manifest: Path, target: str, output: Path | None, force: bool
     if target == compose.TARGET and compose_hosts.has_several(loaded):
         several = "the manifest has several hosts and this file is for one; --target compose-hosts makes one for each"
         click.echo(f"relayline: note: {several}", err=True)
+    _put(files, loaded.name, target, loaded.spec.deployment.namespace, output, force=force)
+
+
+def _render_gateway(path: Path, target: str, output: Path | None, *, force: bool) -> None:
+    from relayline.deploy.launch.behind import pipelines_behind  # it knows the gateway's HTTP server
+
+    gateway = load_gateway(path)
+    pipelines = tuple(each.prepared(with_usual_lanes) for each in pipelines_behind(gateway, {}))
+    rendered = {each.name: each.manifest for each in pipelines if each.manifest is not None}
+    beside = output or gateway.resolve(".")
+    files = render_gateway(
+        gateway, pipelines, target, {name: models_dir(one, beside) for name, one in rendered.items()}
+    )
+    front = Front(gateway, pipelines, {})
+    for note in front_notes(front, in_kubernetes=target not in COMPOSE):
+        click.echo(f"relayline: note: {note}", err=True)
+    for name, one in rendered.items():
+        if target == compose.TARGET and compose_hosts.has_several(one):
+            click.echo(f"relayline: note: {name} has several hosts in its manifest, and this file is for one", err=True)
+    _put(files, gateway.name, target, front.deployment.namespace, output, "Gateway", force=force)
+
+
+def _put(
+    files: dict[str, str],
+    name: str,
+    target: str,
+    namespace: str | None,
+    output: Path | None,
+    kind: str = "Pipeline",
+    *,
+    force: bool,
+) -> None:
+    """Print the rendered files, or write them with what belongs beside them."""
     if output is None:
         click.echo("---\n".join(files.values()), nl=False)
         return
     if target in COMPOSE:
         files |= dashboards()
     else:
-        namespace = loaded.spec.deployment.namespace
-        files |= {KUSTOMIZATION_FILE: kustomization(loaded.name, target, namespace, list(files))}
+        files |= {KUSTOMIZATION_FILE: kustomization(name, target, namespace, list(files), kind)}
     for path in write_files(output, files, force=force):
         click.echo(f"wrote {path}", err=True)
 

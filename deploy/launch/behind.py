@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -11,26 +10,7 @@ from relayline.deploy.launch.gateway_plan import changes_behind
 from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
-from relayline.deploy.manifest.gateway import GatewayManifest, Member
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Behind:
-    """One pipeline behind a gateway."""
-
-    member: Member
-    manifest: Manifest | None
-    """As it is started, named like its process; None for a pipeline that runs elsewhere."""
-
-    @property
-    def name(self) -> str:
-        """Its name behind the gateway."""
-        return self.member.name
-
-    def prepared(self, change: Callable[[Manifest], Manifest]) -> Behind:
-        """Return the same with its manifest changed, if it has one."""
-        return self if self.manifest is None else dataclasses.replace(self, manifest=change(self.manifest))
-
+from relayline.deploy.manifest.gateway import Behind, GatewayManifest
 
 # What `up` changes in each besides: the address at which only the gateway finds it.
 ON_LOOPBACK: Mapping[str, Any] = MappingProxyType({"coordinator.http.host": LOCALHOST, "coordinator.http.port": 0})

@@ -95,6 +95,17 @@ def plan_gateway(
     return GatewayPlan(source, config, pipelines, manifest, started)
 
 
+def config_of_running(manifest: GatewayManifest) -> GatewayConfig:
+    """Return the gateway before pipelines that all run elsewhere.
+
+    Raises UsageError for one that would have to be started, and for files that cannot be read.
+    """
+    members = manifest.members()
+    if (local := next((member for member in members if member.place.url is None), None)) is not None:
+        raise UsageError(f"pipeline {local.name!r} has no url; `relayline up` starts pipelines that have a manifest")
+    return _config_of(manifest, tuple(_elsewhere(manifest, member) for member in members))
+
+
 def plan_members(
     manifest: GatewayManifest, started: Started, members: Sequence[Member], taken: Collection[int] = ()
 ) -> list[MemberPlan]:

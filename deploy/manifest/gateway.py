@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from relayline.deploy.manifest.load import parse_kind
-from relayline.deploy.manifest.model import STAGES_MAX, HttpTls, ManifestFile, Metadata
+from relayline.deploy.manifest.model import STAGES_MAX, HttpTls, Manifest, ManifestFile, Metadata
 from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Part, Port
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX
@@ -121,6 +121,24 @@ class Member:
     """Of what `up` starts; None for what runs elsewhere."""
     stages: tuple[Stage, ...] | None = None
     """In place of the manifest's."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Behind:
+    """One pipeline behind a gateway."""
+
+    member: Member
+    manifest: Manifest | None
+    """As it is started, named like its process; None for a pipeline that runs elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """Its name behind the gateway."""
+        return self.member.name
+
+    def prepared(self, change: Callable[[Manifest], Manifest]) -> Behind:
+        """Return the same with its manifest changed, if it has one."""
+        return self if self.manifest is None else dataclasses.replace(self, manifest=change(self.manifest))
 
 
 class GatewayManifest(ManifestFile):

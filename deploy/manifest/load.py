@@ -81,7 +81,9 @@ def _identity_complaints(document: Document, kind: str) -> list[Complaint]:
         if key in value and value[key] != right:
             said = f"{key} is {_shown(value[key])}; this relayline reads {right}"
             if key == "kind" and value[key] in KINDS:
-                said = f"kind is {value[key]}; this command reads {right}; `up`, `plan` and `doctor` take both"
+                said = (
+                    f"kind is {value[key]}; this command reads {right}; `up`, `plan`, `doctor` and `render` take both"
+                )
             complaints.append(Complaint(document.line_of((key,)), said))
     return complaints
 

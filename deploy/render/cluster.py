@@ -33,16 +33,17 @@ def network_policies(pipeline: Inside, metadata: Mapping, stage_metadata: Mappin
     name = pipeline.manifest.name
     own = [{"podSelector": {"matchLabels": pods.selector(name)}}]
     stages = [{"podSelector": {"matchLabels": pods.selector(name, pods.STAGE)}}]
-    coordinator = [_allow(inside.HTTP_PORT), _allow(JOIN_PORT, stages)]
+    coordinator = [allow(inside.HTTP_PORT), allow(JOIN_PORT, stages)]
     return [
         ("Stages take frames from pods of this pipeline alone; metrics are open.",
-         _policy(stage_metadata, pods.selector(name, pods.STAGE), [_allow(STAGE_PORT, own), _allow(METRICS_PORT)])),
+         policy(stage_metadata, pods.selector(name, pods.STAGE), [allow(STAGE_PORT, own), allow(METRICS_PORT)])),
         ("Stages may join; the API is open.",
-         _policy(metadata, pods.selector(name, pods.COORDINATOR), coordinator)),
+         policy(metadata, pods.selector(name, pods.COORDINATOR), coordinator)),
     ]  # fmt: skip
 
 
-def _policy(metadata: Mapping, selector: Mapping, ingress: list[Mapping]) -> Mapping:
+def policy(metadata: Mapping, selector: Mapping, ingress: list[Mapping]) -> Mapping:
+    """Return a NetworkPolicy for the pods that the selector finds."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -51,7 +52,8 @@ def _policy(metadata: Mapping, selector: Mapping, ingress: list[Mapping]) -> Map
     }
 
 
-def _allow(port: int, sources: list[Mapping] | None = None) -> Mapping:
+def allow(port: int, sources: list[Mapping] | None = None) -> Mapping:
+    """Return the rule that lets `sources` connect to a port; None: anybody."""
     return without_none({"from": sources, "ports": [{"protocol": "TCP", "port": port}]})
 
 
@@ -151,7 +153,7 @@ def wait_container(pipeline: Inside) -> Mapping:
     }
 
 
-def kustomization(name: str, target: str, namespace: str | None, files: Iterable[str]) -> str:
+def kustomization(name: str, target: str, namespace: str | None, files: Iterable[str], kind: str = "Pipeline") -> str:
     """Return kustomization.yaml: the rendered files as a base, for `kubectl apply -k` and for overlays."""
     document = without_none(
         {
@@ -162,4 +164,4 @@ def kustomization(name: str, target: str, namespace: str | None, files: Iterable
         }
     )
     text: str = yaml.safe_dump(document, sort_keys=False)
-    return header(target, name) + text
+    return header(target, name, kind) + text

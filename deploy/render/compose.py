@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.stage import Stage
@@ -22,7 +22,7 @@ TLS_SOURCE = "./tls"
 MONITOR_SOURCE = f"{TLS_SOURCE}/{MONITOR_DIR}"
 API_KEYS_SOURCE = "./api-keys"
 TAKEN = frozenset({COORDINATOR, *observability.SERVICES})
-_READER = f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}"
+READER = f"${{RELAYLINE_UID:-{inside.USER_ID}}}:${{RELAYLINE_GID:-{inside.USER_ID}}}"
 
 # The health check's program: the image has no curl, but always Python. A stage's port is open exactly while it serves,
 # and accepts connections without a certificate.
@@ -42,34 +42,58 @@ def render(manifest: Manifest, models_dir: str) -> str:
         raise UsageError("deployment.replicas needs --target leaderworkerset; Compose runs one pipeline")
     check_names(manifest, TAKEN)
     pipeline = Inside(manifest, COORDINATOR, lambda stage: stage.name)
-    stages, gpus = manifest.stages, gpu_ids(manifest.stages)
-    document: Mapping = {
-        "name": manifest.name,
-        "services": {
-            COORDINATOR: coordinator_service(pipeline, models_dir, stages),
-            **{
-                stage.name: stage_service(pipeline, stage, _command(pipeline, stage), gpus[stage.name])
-                for stage in stages
-            },
-            **observability.services(MONITOR_SOURCE if pipeline.uses_tls else None),
-        },
+    document = {"name": manifest.name, **one_machine([pipeline], [models_dir])}
+    escape_configs(document)
+    return yaml_file(TARGET, manifest.name, explanation([pipeline]), [("", document)])
+
+
+def one_machine(pipelines: Sequence[Inside], models_dirs: Sequence[str], gateway: str = "") -> Mapping:
+    """Return the services of pipelines of one machine with their configs, secrets and volumes, and observability's.
+
+    `models_dirs`: of each model, as seen from the file; `gateway`: the service before them.
+    """
+    gpus = gpu_ids([stage.model_copy(update={"name": name}) for name, _, stage in _stages(pipelines)])
+    stages = {
+        name: stage_service(pipeline, stage, _command(pipeline, stage), gpus[name])
+        for name, pipeline, stage in _stages(pipelines)
+    }
+    coordinators = {
+        pipeline.part(COORDINATOR): coordinator_service(pipeline, directory, pipeline.manifest.stages)
+        for pipeline, directory in zip(pipelines, models_dirs, strict=True)
+    }
+    scraped = [
+        observability.Scraped(
+            pipeline.own,
+            f"{pipeline.part(COORDINATOR)}:{inside.HTTP_PORT}",
+            [f"{pipeline.part(stage.name)}:{Ports().metrics}" for stage in pipeline.manifest.stages],
+            _monitor_source(pipeline) if pipeline.uses_tls else None,
+        )
+        for pipeline in pipelines
+    ]
+    keys = {
+        pipeline.part("api-keys"): {"file": f"./{pipeline.keys_file}"}
+        for pipeline in pipelines
+        if pipeline.uses_api_keys
+    }
+    return {
+        "services": {**coordinators, **stages, **observability.services(scraped)},
         "configs": {
-            "pipeline": {"content": pipeline.manifest_text()},
-            **observability.configs(
-                f"{COORDINATOR}:{inside.HTTP_PORT}",
-                [f"{stage.name}:{Ports().metrics}" for stage in stages],
-                is_tls=pipeline.uses_tls,
-            ),
+            **{pipeline.part("pipeline"): {"content": pipeline.manifest_text()} for pipeline in pipelines},
+            **observability.configs(scraped, f"{gateway}:{inside.HTTP_PORT}" if gateway else ""),
         },
-        **({"secrets": {"api-keys": {"file": API_KEYS_SOURCE}}} if pipeline.uses_api_keys else {}),
+        **({"secrets": keys} if keys else {}),
         "volumes": {
-            f"{COORDINATOR}-state": {},
-            **{f"{stage.name}-state": {} for stage in stages},
+            **{f"{name}-state": {} for name in (*coordinators, *stages)},
             **observability.volumes(),
         },
     }
-    escape_configs(document)
-    return yaml_file(TARGET, manifest.name, _explanation(pipeline), [("", document)])
+
+
+def _stages(pipelines: Sequence[Inside]) -> Iterator[tuple[str, Inside, Stage]]:
+    """Yield every stage with the name of its service."""
+    for pipeline in pipelines:
+        for stage in pipeline.manifest.stages:
+            yield pipeline.part(stage.name), pipeline, stage
 
 
 def escape_configs(document: Mapping) -> None:
@@ -78,16 +102,24 @@ def escape_configs(document: Mapping) -> None:
         config["content"] = config["content"].replace("$", "$$")
 
 
-def _explanation(pipeline: Inside) -> str:
-    names = [stage.name for stage in pipeline.manifest.stages]
-    lines = ["", "Once, beside this file:", f"  relayline certs init {TLS_SOURCE} --name {pipeline.manifest.name}"]
-    lines.append(f"  relayline certs issue {TLS_SOURCE} {COORDINATOR} --coordinator")
-    lines += [f"  relayline certs issue {TLS_SOURCE} {name} --stage {name}" for name in names]
-    if pipeline.uses_tls:
-        lines.append(f"  relayline certs issue {TLS_SOURCE} prometheus --monitor && chmod -R a+rX {MONITOR_SOURCE}")
-    if pipeline.uses_api_keys:
-        lines.append(f"  put one API key per line into {API_KEYS_SOURCE}")
-    n_shared = sum(stage.threads == 0 for stage in pipeline.manifest.stages)
+def explanation(pipelines: Sequence[Inside], more: Sequence[str] = ()) -> str:
+    """Return what to do once, beside the file, and how to start. `more`: lines of the same kind."""
+    lines = ["", "Once, beside this file:"]
+    for pipeline in pipelines:
+        source = f"./{pipeline.authority}"
+        lines.append(f"  relayline certs init {source} --name {pipeline.manifest.name}")
+        lines.append(f"  relayline certs issue {source} {pipeline.coordinator_host} --coordinator")
+        lines += [
+            f"  relayline certs issue {source} {pipeline.stage_host(stage)} --stage {stage.name}"
+            for stage in pipeline.manifest.stages
+        ]
+        if pipeline.uses_tls:
+            monitor = _monitor_source(pipeline)
+            lines.append(f"  relayline certs issue {source} prometheus --monitor && chmod -R a+rX {monitor}")
+        if pipeline.uses_api_keys:
+            lines.append(f"  put one API key per line into ./{pipeline.keys_file}")
+    lines += more
+    n_shared = sum(stage.threads == 0 for _, _, stage in _stages(pipelines))
     if n_shared:
         lines.append(f"  export RELAYLINE_THREADS=$(( $(nproc) / {n_shared} ))   # of each stage without threads")
     lines += [
@@ -99,11 +131,30 @@ def _explanation(pipeline: Inside) -> str:
     return "\n".join(lines)
 
 
+def _monitor_source(pipeline: Inside) -> str:
+    """Return the directory of the credential with which Prometheus reads stages' metrics."""
+    return f"./{pipeline.authority}/{MONITOR_DIR}"
+
+
+def base_service(image: str) -> Mapping:
+    """Return what all services of ours have in common."""
+    return {
+        "image": image.replace("$", "$$"),
+        "user": READER,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+        "init": True,
+        "restart": "unless-stopped",
+    }
+
+
 def _base(pipeline: Inside, name: str, stage: Stage | None, *, is_enrolling: bool = False) -> Mapping:
     """Return what coordinator and stages have in common. `is_enrolling`: its credential comes into its own state."""
+    image = pipeline.image(on_gpu=stage is not None and stage.device == "gpu").replace("$", "$$")
     return {
-        "image": pipeline.image(on_gpu=stage is not None and stage.device == "gpu").replace("$", "$$"),
-        "user": None if is_enrolling else _READER,
+        "image": image,
+        "user": None if is_enrolling else READER,
         # Compose copies a file's `content` into the container, but cannot where that is read-only
         # (docker/compose#12031). So only services without such a config are read-only.
         "read_only": True if stage is not None else None,
@@ -115,7 +166,7 @@ def _base(pipeline: Inside, name: str, stage: Stage | None, *, is_enrolling: boo
         "environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "${OTEL_EXPORTER_OTLP_ENDPOINT:-}"},
         "secrets": _secret_mounts(pipeline, name),
         "volumes": [
-            f"{name}-state:{inside.STATE_DIR}",
+            f"{pipeline.part(name)}-state:{inside.STATE_DIR}",
             *([] if is_enrolling else [_credential(pipeline, name)]),
         ],
     }
@@ -135,14 +186,17 @@ def coordinator_service(
             "host_ip": "127.0.0.1" if http.host == "localhost" else http.host,
         }
     )
+    # Behind a gateway that one alone is reached from outside.
+    ports = [] if pipeline.own else [published, *published_ports(open_ports)]
+    exposed = [str(inside.HTTP_PORT), str(pipeline.join_port)] if pipeline.own else [str(pipeline.join_port)]
     service |= {
         "command": pipeline.coordinator_command(),
-        "ports": [published, *published_ports(open_ports)],
-        "expose": None if open_ports else [str(pipeline.join_port)],
-        "configs": [{"source": "pipeline", "target": inside.MANIFEST_FILE}],
+        "ports": ports,
+        "expose": None if open_ports else exposed,
+        "configs": [{"source": pipeline.part("pipeline"), "target": inside.MANIFEST_FILE}],
         # Compose stops dependents first: so the coordinator drains while its stages still run.
-        "depends_on": {stage.name: {"condition": "service_started"} for stage in beside},
-        "healthcheck": _healthcheck(_HEALTHY.format(port=inside.HTTP_PORT, path="/health")),
+        "depends_on": {pipeline.part(stage.name): {"condition": "service_started"} for stage in beside},
+        "healthcheck": healthcheck(),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),
         "deploy": _resources(spec.coordinator.memory_gib, threads=0, gpus=()),
@@ -151,7 +205,8 @@ def coordinator_service(
         if "}" in models_dir:  # it would end the variable, and Compose has no way to write it there
             source = models_dir.replace("$", "$$")
         else:
-            source = f"${{RELAYLINE_MODELS:-{models_dir.replace('$', '$$')}}}"
+            variable = "_".join(("RELAYLINE_MODELS", *filter(None, (pipeline.own.upper().replace("-", "_"),))))
+            source = f"${{{variable}:-{models_dir.replace('$', '$$')}}}"
         models = {"type": "bind", "source": source, "target": inside.MODELS_DIR, "read_only": True}
         service["volumes"] = [*service["volumes"], models]
     else:
@@ -160,7 +215,7 @@ def coordinator_service(
 
 
 def _command(pipeline: Inside, stage: Stage) -> list[str]:
-    return pipeline.stage_command(join=COORDINATOR, name=stage.name, advertise=stage.name)
+    return pipeline.stage_command(join=pipeline.coordinator_host, name=stage.name, advertise=pipeline.stage_host(stage))
 
 
 def stage_service(
@@ -183,7 +238,7 @@ def stage_service(
         "command": command,
         "ports": published_ports((ports.frames, ports.metrics)) if is_open else None,
         "expose": None if is_open else [str(ports.frames), str(ports.metrics)],
-        "healthcheck": _healthcheck(_OPEN.format(port=ports.frames)),
+        "healthcheck": _checked(_OPEN.format(port=ports.frames)),
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
@@ -219,7 +274,12 @@ def published_ports(ports: Sequence[int]) -> list[str]:
     return [f"{port}:{port}" for port in ports]
 
 
-def _healthcheck(script: str) -> Mapping:
+def healthcheck() -> Mapping:
+    """Return the check of a process with an HTTP API."""
+    return _checked(_HEALTHY.format(port=inside.HTTP_PORT, path="/health"))
+
+
+def _checked(script: str) -> Mapping:
     return {
         "test": ["CMD", "python3", "-c", script],
         "interval": "10s",
@@ -246,13 +306,13 @@ def _resources(memory_gib: float | None, *, threads: int, gpus: Sequence[str]) -
 def _secret_mounts(pipeline: Inside, name: str) -> list[Mapping] | None:
     if not pipeline.uses_api_keys or name != COORDINATOR:
         return None
-    return [{"source": "api-keys", "target": inside.API_KEYS_FILE}]
+    return [{"source": pipeline.part("api-keys"), "target": inside.API_KEYS_FILE}]
 
 
 def _credential(pipeline: Inside, name: str) -> Mapping:
     """Return the mount of a process's own directory: the whole directory, so that renewed and revoked credentials
     appear in it.
     """
-    source = f"{TLS_SOURCE}/{name}"
+    source = f"./{pipeline.authority}/{name}"
     bind = {"create_host_path": False}  # a missing one is an error, not an empty directory of root's
     return {"type": "bind", "source": source, "target": pipeline.credential_dir, "read_only": True, "bind": bind}

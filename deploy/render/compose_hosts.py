@@ -119,13 +119,16 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
         authority: Mapping = {"type": "bind", "source": TLS_SOURCE, "target": inside.AUTHORITY_DIR}
         authority |= {"bind": {"create_host_path": False}}
         coordinator["volumes"] = [*coordinator["volumes"], authority]
-    monitoring = observability.services(MONITOR_SOURCE if pipeline.uses_tls else None)
+    metrics = [address_of(stage.host, pipeline.ports_of(stage).metrics) for stage in manifest.stages]
+    scraped = observability.Scraped(
+        "", f"{COORDINATOR}:{inside.HTTP_PORT}", metrics, MONITOR_SOURCE if pipeline.uses_tls else None
+    )
+    monitoring = observability.services([scraped])
     jaeger = monitoring["jaeger"]
     jaeger["ports"] = [
         *jaeger["ports"],
         f"{observability.OTLP_PORT}:{observability.OTLP_PORT}",
     ]  # of other hosts' spans
-    metrics = [address_of(stage.host, pipeline.ports_of(stage).metrics) for stage in manifest.stages]
     gpus = gpu_ids(beside)
     document: Mapping = {
         "name": manifest.name,
@@ -136,7 +139,7 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
         },
         "configs": {
             "pipeline": {"content": pipeline.manifest_text()},
-            **observability.configs(f"{COORDINATOR}:{inside.HTTP_PORT}", metrics, is_tls=pipeline.uses_tls),
+            **observability.configs([scraped]),
         },
         **({"secrets": {"api-keys": {"file": API_KEYS_SOURCE}}} if pipeline.uses_api_keys else {}),
         "volumes": {

@@ -15,14 +15,16 @@ def comment(text: str) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in text.strip("\n").splitlines())
 
 
-def header(target: str, name: str) -> str:
+def header(target: str, name: str, kind: str = "Pipeline") -> str:
     """Return the first line of every rendered file."""
-    return comment(f"Pipeline {name!r}, made by `relayline render --target {target}`; render again rather than edit.")
+    return comment(f"{kind} {name!r}, made by `relayline render --target {target}`; render again rather than edit.")
 
 
-def yaml_file(target: str, name: str, text: str, documents: Sequence[tuple[str, Mapping]]) -> str:
+def yaml_file(
+    target: str, name: str, text: str, documents: Sequence[tuple[str, Mapping]], kind: str = "Pipeline"
+) -> str:
     """Return a file of documents, each below its comment (which may be empty); `text` explains the file."""
-    parts = [header(target, name) + (comment(text) if text else "")]
+    parts = [header(target, name, kind) + (comment(text) if text else "")]
     parts += [(comment(about) if about else "") + dump_yaml(document) for about, document in documents]
     return parts[0] + "---\n".join(parts[1:]) if len(documents) == 1 else "---\n".join(parts)
 

@@ -67,6 +67,22 @@ class Inside:
     """Where stages join the coordinator."""
     enrol_port: int = 0
     """Where hosts get their certificates by a token; 0: nowhere."""
+    own: str = ""
+    """Its name behind a gateway, in the names of its parts beside those of other pipelines; empty for one by itself."""
+
+    def part(self, name: str) -> str:
+        """Return the name of one of its parts where all pipelines have their parts in one file."""
+        return f"{self.own}-{name}" if self.own else name
+
+    @property
+    def authority(self) -> str:
+        """Directory of its certificates, as the commands at the head of a file make it."""
+        return f"tls/{self.own}" if self.own else "tls"
+
+    @property
+    def keys_file(self) -> str:
+        """File with the API keys of its clients, beside the rendered files."""
+        return f"api-keys-{self.own}" if self.own else "api-keys"
 
     @property
     def uses_tls(self) -> bool:

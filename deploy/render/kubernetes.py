@@ -25,8 +25,8 @@ NAME_CHARS_MAX = 63 - 11
 TAKEN = frozenset({"coordinator", "join", "stages", "manifest", "models", "state", cluster.MONITOR})
 
 
-def render(manifest: Manifest) -> dict[str, str]:
-    """Return the files by name, in the order in which they should be applied.
+def render(manifest: Manifest, own: str = "") -> dict[str, str]:
+    """Return the files by name, in the order in which they should be applied. `own`: its name behind a gateway.
 
     Raises UsageError for several replicas and for names that Kubernetes would refuse.
     """
@@ -34,7 +34,7 @@ def render(manifest: Manifest) -> dict[str, str]:
         raise UsageError("deployment.replicas needs --target leaderworkerset; plain Kubernetes runs one pipeline")
     check_names(manifest, TAKEN)
     check_lengths(manifest, [stage.name for stage in manifest.stages])
-    pipeline = Inside(manifest, join_service(manifest), lambda stage: _pod_host(manifest, stage))
+    pipeline = Inside(manifest, join_service(manifest), lambda stage: _pod_host(manifest, stage), own=own)
     stages = [("", _headless(pipeline)), *(("", _stage_set(pipeline, stage)) for stage in manifest.stages)]
     around = surroundings(pipeline)
     if uses_cert_manager(pipeline):
@@ -141,43 +141,43 @@ def explanation(pipeline: Inside, secret_lines: list[str]) -> str:
     namespace = deployment.namespace
     kubectl = f"kubectl -n {namespace}" if namespace else "kubectl"
     make = f"{kubectl} create secret generic"
-    lines = ["", "No secret is in these files. Once, before they are applied:"]
+    lines, tls = ["", "No secret is in these files. Once, before they are applied:"], pipeline.authority
     if namespace:
         lines.append(f"  kubectl create namespace {namespace}   # unless it is there")
     if not uses_cert_manager(pipeline):
-        lines.append(f"  relayline certs init tls --name {pipeline.manifest.name}")
+        lines.append(f"  relayline certs init {tls} --name {pipeline.manifest.name}")
         lines += [f"  {line.replace('KUBECTL', make)}" for line in secret_lines]
         if pipeline.uses_tls and deployment.monitoring.pod_monitor:
             secret = pods.credential_secret(pipeline, cluster.MONITOR)
-            lines.append(f"  relayline certs issue tls {cluster.MONITOR} --monitor")
-            lines.append(f"  {make} {secret} --from-file=tls/{MONITOR_DIR}")
+            lines.append(f"  relayline certs issue {tls} {cluster.MONITOR} --monitor")
+            lines.append(f"  {make} {secret} --from-file={tls}/{MONITOR_DIR}")
     if pipeline.uses_api_keys:
-        name = pipeline.manifest.spec.deployment.secrets.api_keys or f"{pipeline.manifest.name}-api-keys"
-        lines.append(f"  {make} {name} --from-file=keys=api-keys   # a file with one API key per line")
+        name = pods.keys_secret(pipeline.manifest)
+        lines.append(f"  {make} {name} --from-file=keys={pipeline.keys_file}   # a file with one API key per line")
     if pipeline.mounts_models and deployment.storage.fill is None:
         lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
     if uses_cert_manager(pipeline):
         return "\n".join([*lines, "cert-manager makes the certificates; its issuer must be there."])
-    lines.append(
-        "After `relayline certs revoke tls ...` make the coordinator's secret again: the coordinator tells the stages."
-    )
+    told = "make the coordinator's secret again: the coordinator tells the stages."
+    lines.append(f"After `relayline certs revoke {tls} ...` {told}")
     if pipeline.uses_tls and not deployment.monitoring.pod_monitor:
-        lines.append("A Prometheus reads stages' metrics over TLS: relayline certs issue tls prometheus --monitor")
+        monitor = f"relayline certs issue {tls} prometheus --monitor"
+        lines.append(f"A Prometheus reads stages' metrics over TLS: {monitor}")
     return "\n".join(lines)
 
 
 def _secret_lines(pipeline: Inside) -> list[str]:
-    coordinator = pipeline.coordinator_host
-    lines = [f"relayline certs issue tls {coordinator} --coordinator", from_files(pipeline, pods.COORDINATOR)]
+    coordinator, tls = pipeline.coordinator_host, pipeline.authority
+    lines = [f"relayline certs issue {tls} {coordinator} --coordinator", from_files(pipeline, pods.COORDINATOR)]
     for stage in pipeline.manifest.stages:
-        lines.append(f"relayline certs issue tls {pipeline.stage_host(stage)} --stage {stage.name}")
+        lines.append(f"relayline certs issue {tls} {pipeline.stage_host(stage)} --stage {stage.name}")
         lines.append(from_files(pipeline, stage.name))
     return lines
 
 
 def from_files(pipeline: Inside, process: str) -> str:
     """Return how to make the secret of one process from its directory."""
-    source = f"tls/{process}" if pipeline.uses_tls else f"tls/{process}/token"
+    source = f"{pipeline.authority}/{process}" + ("" if pipeline.uses_tls else "/token")
     return f"KUBECTL {pods.credential_secret(pipeline, process)} --from-file={source}"
 
 

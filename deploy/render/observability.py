@@ -6,6 +6,7 @@ the deployment's own. A test keeps their images in step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -28,13 +29,33 @@ ALERTS = ("observability", "prometheus", "alerts.yaml")  # below relayline.deplo
 TLS_DIR = "/etc/prometheus/tls"
 
 
-def services(monitor_source: str | None) -> dict[str, Any]:
-    """Return the three services; each is reached from this machine only.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scraped:
+    """A pipeline whose metrics Prometheus reads."""
 
-    `monitor_source`: directory of the credential with which Prometheus reads stages' metrics; None without TLS.
-    """
-    credential: dict[str, Any] = {"type": "bind", "source": monitor_source, "target": TLS_DIR, "read_only": True}
-    credential |= {"bind": {"create_host_path": False}}
+    name: str
+    """Behind a gateway; empty for one by itself."""
+    coordinator: str
+    """host:port."""
+    stages: Sequence[str]
+    """host:port of each."""
+    monitor_source: str | None
+    """Directory of the credential with which stages' metrics are read; None without TLS."""
+
+    @property
+    def tls_dir(self) -> str:
+        """Where Prometheus has that credential."""
+        return f"{TLS_DIR}/{self.name}" if self.name else TLS_DIR
+
+
+def services(pipelines: Sequence[Scraped]) -> dict[str, Any]:
+    """Return the three services; each is reached from this machine only."""
+    credentials = [
+        {"type": "bind", "source": one.monitor_source, "target": one.tls_dir, "read_only": True,
+         "bind": {"create_host_path": False}}
+        for one in pipelines
+        if one.monitor_source
+    ]  # fmt: skip
     return {
         "jaeger": {
             "image": JAEGER_IMAGE,
@@ -56,7 +77,7 @@ def services(monitor_source: str | None) -> dict[str, Any]:
                 {"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"},
                 {"source": "prometheus-alerts", "target": "/etc/prometheus/alerts.yml"},
             ],
-            "volumes": ["prometheus-data:/prometheus", *([credential] if monitor_source else [])],
+            "volumes": ["prometheus-data:/prometheus", *credentials],
             "restart": "unless-stopped",
         },
         "grafana": {
@@ -83,23 +104,17 @@ def services(monitor_source: str | None) -> dict[str, Any]:
     }
 
 
-def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[str, Any]:
-    """Return the three services' configuration files; arguments are the "host:port" to scrape. `is_tls`: of stages."""
-    files = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
-    tls = {"scheme": "https", "tls_config": {key: f"{TLS_DIR}/{file}" for key, file in files.items()}}
+def configs(pipelines: Sequence[Scraped], gateway: str = "") -> dict[str, Any]:
+    """Return the three services' configuration files. `gateway`: host:port of the one before these pipelines."""
+    coordinators = [{"targets": [one.coordinator], "labels": _labels(one, "coordinator")} for one in pipelines]
+    if gateway:
+        coordinators.insert(0, {"targets": [gateway], "labels": {"role": "gateway"}})
     scrape = {
         "global": {"scrape_interval": "5s"},
         "rule_files": ["alerts.yml"],
         "scrape_configs": [
-            {
-                "job_name": "relayline",
-                "static_configs": [{"targets": [coordinator], "labels": {"role": "coordinator"}}],
-            },
-            {
-                "job_name": "relayline-stages",
-                **(tls if is_tls else {}),
-                "static_configs": [{"targets": list(stages), "labels": {"role": "stage"}}],
-            },
+            {"job_name": "relayline", "static_configs": coordinators},
+            *map(_stages_job, pipelines),
         ],
     }
     sources = {
@@ -134,6 +149,20 @@ def configs(coordinator: str, stages: Sequence[str], *, is_tls: bool) -> dict[st
         "prometheus-alerts": {"content": dump_yaml(alert_rules())},
         "grafana-datasources": {"content": dump_yaml(sources)},
         "grafana-dashboards": {"content": dump_yaml(boards)},
+    }
+
+
+def _labels(pipeline: Scraped, role: str) -> dict[str, str]:
+    return {"role": role, "pipeline": pipeline.name} if pipeline.name else {"role": role}
+
+
+def _stages_job(pipeline: Scraped) -> dict[str, Any]:
+    files = {"ca_file": "ca.pem", "cert_file": "cert.pem", "key_file": "key.pem"}
+    tls = {"scheme": "https", "tls_config": {key: f"{pipeline.tls_dir}/{file}" for key, file in files.items()}}
+    return {
+        "job_name": f"relayline-stages-{pipeline.name}" if pipeline.name else "relayline-stages",
+        **(tls if pipeline.monitor_source else {}),
+        "static_configs": [{"targets": list(pipeline.stages), "labels": _labels(pipeline, "stage")}],
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from relayline.deploy.manifest.deployment import Toleration
-from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT
+from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.render import inside
 from relayline.deploy.render.document import Mapping, without_none
@@ -74,9 +74,7 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mappi
         env.append(hub_token(secrets.hf_token))
     volumes = [_config_volume(pipeline), *_link_volumes(pipeline, COORDINATOR, ())]
     if pipeline.uses_api_keys:
-        volumes.append(
-            _secret_volume("api-keys", secrets.api_keys or f"{pipeline.manifest.name}-api-keys", {"keys": "keys"})
-        )
+        volumes.append(secret_volume("api-keys", keys_secret(pipeline.manifest), {"keys": "keys"}))
     mounts = [
         {"name": "manifest", "mountPath": str(inside.MANIFEST_FILE), "subPath": "pipeline.yaml", "readOnly": True}
     ]
@@ -93,9 +91,9 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mappi
             {"name": "http", "containerPort": inside.HTTP_PORT},
             {"name": "join", "containerPort": JOIN_PORT},
         ],
-        "startupProbe": _startup(_http("/live", "http")),
-        "readinessProbe": _probe(_http("/health", "http"), failures=2),
-        "livenessProbe": _probe(_http("/live", "http"), failures=6),
+        "startupProbe": startup_probe(http_check("/live", "http")),
+        "readinessProbe": probe(http_check("/health", "http"), failures=2),
+        "livenessProbe": probe(http_check("/live", "http"), failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "resources": resources(Need(1, spec.coordinator.memory_gib), spec.deployment.gpu_resource),
     }
@@ -133,10 +131,10 @@ def stage_spec(
         "args": list(args),
         "env": [_field("POD_NAME", "metadata.name"), _field("POD_NAMESPACE", "metadata.namespace")],
         "ports": [{"name": "grpc", "containerPort": STAGE_PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
-        "startupProbe": _startup(check),
-        "readinessProbe": _probe(check, failures=2),
+        "startupProbe": startup_probe(check),
+        "readinessProbe": probe(check, failures=2),
         # A stage that joins again with another range closes its ports while it fetches and loads.
-        "livenessProbe": _probe(check, failures=STAGE_FAILURES_MAX),
+        "livenessProbe": probe(check, failures=STAGE_FAILURES_MAX),
         "resources": resources(need, pipeline.manifest.spec.deployment.gpu_resource),
     }
     mounts = [_mount(volume["name"]) for volume in volumes]
@@ -159,6 +157,11 @@ def claim_spec(pipeline: Inside, size_gib: float, mode: str = "ReadWriteOnce") -
 def models_claim(pipeline: Inside) -> str:
     """Return the name of the claim that holds the model's file."""
     return f"{pipeline.manifest.name}-models"
+
+
+def keys_secret(manifest: Manifest) -> str:
+    """Return the name of the secret with the API keys of a pipeline's clients."""
+    return manifest.spec.deployment.secrets.api_keys or f"{manifest.name}-api-keys"
 
 
 def credential_secret(pipeline: Inside, process: str) -> str:
@@ -252,16 +255,19 @@ def on_nodes(pod: Mapping, stage: Stage, pipeline: Inside) -> Mapping:
     return pod | without_none(rules)
 
 
-def _http(path: str, port: str) -> Mapping:
+def http_check(path: str, port: str) -> Mapping:
+    """Return a probe's question to a path of a named port."""
     return {"httpGet": {"path": path, "port": port}}
 
 
-def _probe(check: Mapping, *, failures: int) -> Mapping:
+def probe(check: Mapping, *, failures: int) -> Mapping:
+    """Return a probe that acts after so many failures in a row."""
     return {**check, "periodSeconds": inside.PROBE_PERIOD_S, "timeoutSeconds": 5, "failureThreshold": failures}
 
 
-def _startup(check: Mapping) -> Mapping:
-    return _probe(check, failures=inside.START_BUDGET_S // inside.PROBE_PERIOD_S)
+def startup_probe(check: Mapping) -> Mapping:
+    """Return the probe that waits for a start, which may load a model."""
+    return probe(check, failures=inside.START_BUDGET_S // inside.PROBE_PERIOD_S)
 
 
 def _field(name: str, path: str) -> Mapping:
@@ -294,10 +300,10 @@ def _link_volumes(pipeline: Inside, process: str, workers: Sequence[str]) -> lis
     files = pipeline.credential_files
     if keys is not CERT_MANAGER_KEYS:
         paths = {worker_key(worker, file): f"{worker}/{file}" for worker in workers for file in files}
-        return [_secret_volume(volume, credential_secret(pipeline, process), paths)]
+        return [secret_volume(volume, credential_secret(pipeline, process), paths)]
     named = dict(zip(keys, files, strict=False))
     if not workers:
-        return [_secret_volume(volume, credential_secret(pipeline, process), named)]
+        return [secret_volume(volume, credential_secret(pipeline, process), named)]
     sources = [
         {
             "secret": {
@@ -310,7 +316,8 @@ def _link_volumes(pipeline: Inside, process: str, workers: Sequence[str]) -> lis
     return [{"name": volume, "projected": {"defaultMode": SECRET_MODE, "sources": sources}}]
 
 
-def _secret_volume(volume: str, secret: str, paths: Mapping) -> Mapping:
+def secret_volume(volume: str, secret: str, paths: Mapping) -> Mapping:
+    """Return a volume with a secret's files, `paths` by their keys; all under their keys where it is empty."""
     items: list[Any] = [{"key": key, "path": path} for key, path in paths.items()]
     described = {"secretName": secret, "defaultMode": SECRET_MODE, "items": items or None}
     return {"name": volume, "secret": without_none(described)}

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
+from relayline.deploy.manifest.gateway import Behind, GatewayManifest
 from relayline.deploy.manifest.model import Manifest
-from relayline.deploy.render import compose, compose_hosts, kubernetes, leaderworkerset
+from relayline.deploy.render import (
+    compose,
+    compose_gateway,
+    compose_hosts,
+    kubernetes,
+    kubernetes_gateway,
+    leaderworkerset,
+)
 from relayline.wire.common.errors import UsageError
 
 TARGETS: Final = (compose.TARGET, compose_hosts.TARGET, kubernetes.TARGET, leaderworkerset.TARGET)
@@ -27,3 +36,20 @@ def render(manifest: Manifest, target: str, models_dir: str = ".") -> dict[str, 
     if target == kubernetes.TARGET:
         return kubernetes.render(manifest)
     return leaderworkerset.render(manifest)
+
+
+def render_gateway(
+    gateway: GatewayManifest, pipelines: tuple[Behind, ...], target: str, models_dirs: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the same for a gateway and all pipelines behind it that have a manifest.
+
+    `models_dirs`: as `models_dir` above, by the pipelines' names. Raises UsageError.
+    """
+    if target == compose.TARGET:
+        return {"compose.yaml": compose_gateway.render(gateway, pipelines, models_dirs)}
+    if target == kubernetes.TARGET:
+        return kubernetes_gateway.render(gateway, pipelines)
+    raise UsageError(
+        f"--target {target} renders one pipeline: render each by itself and give the gateway its url; or render the "
+        f"gateway for {compose.TARGET} or {kubernetes.TARGET}"
+    )

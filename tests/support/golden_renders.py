@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from relayline.deploy.launch.behind import pipelines_behind
 from relayline.deploy.manifest import load_manifest
-from relayline.deploy.render.targets import render
+from relayline.deploy.manifest.gateway import is_gateway, load_gateway
+from relayline.deploy.render.targets import render, render_gateway
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "golden"
@@ -22,17 +24,32 @@ CASES = (
     ("gpu-and-cpu", "kubernetes"),
     ("cluster", "kubernetes"),
     ("replicas", "leaderworkerset"),
+    ("house", "compose"),
+    ("house", "kubernetes"),
 )
 
 
 def example_file(name: str) -> Path:
     """The example of that name, or a manifest that only tests use."""
-    path = EXAMPLES / f"{name}.yaml"
-    return path if path.exists() else GOLDEN / f"{name}.yaml"
+    places = (EXAMPLES, EXAMPLES / "gateway", GOLDEN)
+    return next(path for place in places if (path := place / f"{name}.yaml").exists())
 
 
 def rendered(name: str, target: str) -> dict[str, str]:
-    return render(load_manifest(example_file(name)), target)
+    path = example_file(name)
+    return rendered_gateway(path, target) if is_gateway(path) else render(load_manifest(path), target)
+
+
+def rendered_gateway(path: Path, target: str) -> dict[str, str]:
+    gateway = load_gateway(path)
+    pipelines = pipelines_behind(gateway, {})
+    return render_gateway(gateway, pipelines, target, {each.name: "." for each in pipelines})
+
+
+def golden_files(name: str, target: str) -> dict[str, Path]:
+    """The committed files by their names below the case's directory."""
+    top = golden_dir(name, target)
+    return {path.relative_to(top).as_posix(): path for path in sorted(top.rglob("*.yaml"))}
 
 
 def golden_dir(name: str, target: str) -> Path:
@@ -44,4 +61,5 @@ if __name__ == "__main__":
         shutil.rmtree(golden_dir(*case), ignore_errors=True)
         golden_dir(*case).mkdir(parents=True)
         for file, text in rendered(*case).items():
+            (golden_dir(*case) / file).parent.mkdir(exist_ok=True)
             (golden_dir(*case) / file).write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ from relayline.deploy.testing.paths import ROOT
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
 from tests.deploy.manifest.test_manifest import SMALLEST
-from tests.support.golden_renders import CASES, golden_dir
+from tests.support.golden_renders import CASES, golden_files
 
 DEMO = ROOT / "deploy" / "demo" / "relayline-demo.gguf"
 DOCUMENTS = [
@@ -165,8 +165,9 @@ def test_the_commands_in_a_rendered_file_make_what_it_refers_to(
     case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "api-keys").write_text("k" * 32 + "\n")
-    files = {path.name: path.read_text() for path in golden_dir(*case).iterdir()}
+    for keys in ("api-keys", "api-keys-chat", "api-keys-chat-2"):
+        (tmp_path / keys).write_text("k" * 32 + "\n")
+    files = {name: path.read_text() for name, path in golden_files(*case).items()}
     comments = [line[1:].strip() for text in files.values() for line in text.splitlines() if line.startswith("#")]
     for line in comments:
         if line.startswith("relayline certs"):

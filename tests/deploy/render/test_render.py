@@ -26,7 +26,7 @@ from relayline.deploy.render.write import RECORD_FILE, write_files
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import UsageError
 from tests.deploy.manifest.test_manifest import SMALLEST, check_jsonschema, parsed, with_stages
-from tests.support.golden_renders import CASES, EXAMPLES, GOLDEN, golden_dir, rendered
+from tests.support.golden_renders import CASES, EXAMPLES, GOLDEN, golden_files, rendered
 from tests.support.manifest_strategies import manifests
 
 OPERATORS = {"cert-manager.io", "monitoring.coreos.com"}  # test_cluster_objects looks at their objects
@@ -76,11 +76,10 @@ def check_kubernetes(files: dict[str, str]) -> int:
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_renders_are_as_committed(case: tuple[str, str]) -> None:
     made = rendered(*case)
-    assert sorted(made) == sorted(path.name for path in golden_dir(*case).iterdir())
+    committed = golden_files(*case)
+    assert sorted(made) == sorted(committed)
     for name, text in made.items():
-        assert text == (golden_dir(*case) / name).read_text(), (
-            "run python -m tests.support.golden_renders and look at the diff"
-        )
+        assert text == committed[name].read_text(), "run python -m tests.support.golden_renders and look at the diff"
 
 
 def test_golden_directories_are_all_used() -> None:
@@ -89,7 +88,7 @@ def test_golden_directories_are_all_used() -> None:
 
 
 def test_compose_files_follow_the_compose_specification() -> None:
-    files = [path for case in CASES if case[1] in COMPOSE for path in golden_dir(*case).iterdir()]
+    files = [path for case in CASES if case[1] in COMPOSE for path in golden_files(*case).values()]
     done = check_jsonschema("--builtin-schema", "vendor.compose-spec", *files)
     assert files
     assert done.exit_code == 0, done.output
@@ -185,7 +184,7 @@ def commands(value: object) -> Iterator[list[str]]:
     """The arguments of every relayline process anywhere inside."""
     if isinstance(value, dict):
         for key, part in value.items():
-            if key in ("args", "command") and part[0] in ("serve", "stage", "join"):
+            if key in ("args", "command") and part[0] in ("serve", "stage", "join", "gateway"):
                 yield part
             else:
                 yield from commands(part)

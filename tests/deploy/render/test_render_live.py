@@ -16,11 +16,12 @@ import yaml
 from click.testing import CliRunner
 
 from relayline.deploy.cli import main as cli
-from relayline.deploy.render import inside
+from relayline.deploy.render import inside, observability
 from relayline.deploy.render.targets import render
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, running
 from tests.deploy.manifest.test_manifest import SMALLEST, parsed
+from tests.support.golden_renders import rendered_gateway
 
 KEY = "key-of-the-only-client"
 PORTS = {
@@ -45,26 +46,35 @@ class Machine:
         for line in self.text.splitlines():
             if line.startswith("#   relayline certs"):
                 assert CliRunner().invoke(cli.relayline, shlex.split(line.partition(" && ")[0])[2:]).exit_code == 0
-        Path("api-keys").write_text(KEY + "\n")
-        for name in ("coordinator", "stage-0", "stage-1"):
-            service = self.compose["services"][name]
+        for secret in self.compose.get("secrets", {}).values():
+            Path(secret["file"]).write_text(KEY + "\n")
+        for name, service in self.compose["services"].items():
+            if name in observability.SERVICES:
+                continue
             for secret in service.get("secrets", ()):
                 data = Path(self.compose["secrets"][secret["source"]]["file"]).read_text()
                 self._write(name, secret["target"], data)
-            for mount in service["volumes"]:
+            for mount in service.get("volumes", ()):
                 if isinstance(mount, dict) and mount["target"].startswith("/etc/relayline"):
                     self._mount(name, mount["target"], Path(mount["source"]))
             for config in service.get("configs", ()):
-                content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
-                self._write(name, config["target"], self._moved(name, content))
-        models = self.root / "coordinator" / "models"
-        models.mkdir()
-        (models / "demo.gguf").symlink_to(DEMO)
+                self.configure(name, config)
+            if name.endswith("coordinator"):
+                models = self.root / name / "models"
+                models.mkdir()
+                (models / "demo.gguf").symlink_to(DEMO)
+
+    def configure(self, name: str, config: dict[str, str], **told: str) -> None:
+        """Write a service's configuration; `told` replaces what stands for addresses."""
+        content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
+        for placeholder, address in told.items():
+            content = content.replace(f"{placeholder}-coordinator:8080", address)
+        self._write(name, config["target"], self._moved(name, content))
 
     def command(self, name: str, join: str = "") -> list[str]:
         """The service's command, for this machine."""
         moved = [
-            PORTS.get(part) or self._moved(name, part.replace("coordinator:50050", join))
+            PORTS.get(part) or (join if part.endswith("coordinator:50050") else self._moved(name, part))
             for part in self.compose["services"][name]["command"]
         ]
         if "--advertise" in moved:
@@ -134,3 +144,38 @@ def test_a_rendered_pipeline_serves(pipeline: tuple[Running, list[Running]]) -> 
     assert json.loads(answer)["usage"]["completion_tokens"] == 3
     assert coordinator.stop() == 0, "the coordinator goes first, as in the file"
     assert [stage.stop() for stage in stages] == [0, 0]
+
+
+HOUSE = """apiVersion: relayline.dev/v1alpha1
+kind: Gateway
+metadata: {name: house}
+spec:
+  apiKeysFile: keys
+  pipelines: [{name: chat, manifest: small.yaml, replicas: [{url: "http://127.0.0.1:9"}]}]
+"""
+
+
+@pytest.mark.slow
+def test_a_rendered_gateway_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = "  context: {tokens: 256, lanes: 2}\n  batching: {calibrate: false}\n  coordinator: {apiKeysFile: keys}\n"
+    (tmp_path / "small.yaml").write_text(SMALLEST.replace("model.gguf", "demo.gguf") + spec)
+    (tmp_path / "house.yaml").write_text(HOUSE)
+    machine = Machine(rendered_gateway(tmp_path / "house.yaml", "compose")["compose.yaml"], tmp_path)
+    machine.prepare(monkeypatch)
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(running(*machine.command("chat-coordinator")))
+        join = f"localhost:{coordinator.event['join'].rpartition(':')[2]}"
+        for index in range(2):
+            stack.enter_context(running(*machine.command(f"chat-stage-{index}", join)))
+        model = coordinator.next_event("ready")["model"]
+        (config,) = machine.compose["services"]["gateway"]["configs"]
+        machine.configure("gateway", config, chat=coordinator.event["url"].removeprefix("http://"))
+        gateway = stack.enter_context(running(*machine.command("gateway"), "--http", "127.0.0.1:0"))
+        url = gateway.event["url"]
+        assert gateway.event["pipelines"] == ["chat", "chat-2"]
+        assert ask(f"{url}/health")[0] == 200, "what the probes ask for"
+        body = {"model": model, "prompt": "The", "max_tokens": 3}
+        assert ask(f"{url}/v1/completions", body)[0] == 401
+        status, answer = ask(f"{url}/v1/completions", body, KEY)
+        assert status == 200
+        assert json.loads(answer)["usage"]["completion_tokens"] == 3

@@ -241,6 +241,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.engine.pipeline import PipelineConfig
     from relayline.coordinator.serve import ServeConfig, run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
+    from relayline.deploy.launch.projector import served_projector
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
@@ -251,6 +252,7 @@ def serve_command(**given: Any) -> None:
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
     names = given_names(given)
     split = served_split(given, (*names, *given_spares(given)) if names else ())
+    serving = served_projector(serving, given)
     config = ServeConfig(
         pipeline_dir=split.directory,
         pipeline=PipelineConfig(

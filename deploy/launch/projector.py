@@ -1,13 +1,19 @@
-"""The projector of a launch: a file, or `auto` for the one of the model's repository, or beside the model."""
+"""The projector that is served: a file, or `auto` for the one of the model's repository, or beside the model."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from relayline.deploy.launch.checks import AUTO_PROJECTOR
-from relayline.deploy.launch.model_source import projector_of, resolve_projector
+from relayline.deploy.launch.hub_choice import projector_among
+from relayline.deploy.launch.model_source import projector_of, resolve_model, resolve_projector
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.manifest import Manifest
+from relayline.wire.common.errors import UsageError
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
@@ -21,10 +27,43 @@ def with_projector(manifest: Manifest, reference: str = "") -> Manifest:
     that is not asked for is named in a line of the log. Raises ModelFileError where there is none.
     """
     if manifest.serving.mmproj == AUTO_PROJECTOR:
-        named = reference or str(manifest.model_path or manifest.spec.model.hf)
-        path = resolve_projector(named, find_model(manifest))
+        path = _of_manifest(manifest, reference)
         log.info("projector: %s", path)
-        return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path.absolute())})
+        return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path)})
     if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
         log.info("images are not served; the repository has a projector for them, %s: --mmproj auto", name)
     return manifest
+
+
+def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:
+    """Return the settings of `serve`, by whose flags `auto` is the manifest's, beside `--model`, or in `--pipeline`.
+
+    Raises UsageError or ModelFileError where there is none.
+    """
+    if serving.mmproj != AUTO_PROJECTOR:
+        return serving
+    if given["manifest"] is not None:
+        path = _of_manifest(given["manifest"])
+    elif given["model"] is not None:
+        path = resolve_projector(str(given["model"]), resolve_model(str(given["model"]))).absolute()
+    elif given["directory"] is not None:
+        path = _of_split(given["directory"])
+    else:
+        return serving  # there is nothing to serve either, which is said next
+    log.info("projector: %s", path)
+    return dataclasses.replace(serving, mmproj=str(path))
+
+
+def _of_manifest(manifest: Manifest, reference: str = "") -> Path:
+    named = reference or str(manifest.model_path or manifest.spec.model.hf)
+    return resolve_projector(named, find_model(manifest)).absolute()
+
+
+def _of_split(directory: Path) -> Path:
+    if name := projector_among(path.name for path in directory.glob("*.gguf")):
+        return (directory / name).absolute()
+    flag = entry_of(ServingSettings, "mmproj").flag
+    text = (
+        f"{directory} holds no projector (mmproj*.gguf); say --model FILE, beside which one is, or name the projector"
+    )
+    raise UsageError(f"{flag} {AUTO_PROJECTOR}: {text}")

@@ -439,7 +439,7 @@ class ServingSettings(Settings):
         "",
         """
     The model's multimodal projector, a GGUF file. With it chats may hold images, which the coordinator's host encodes.
-    auto (only for `up`): from the model's repository or directory. Empty: no images.""",
+    auto: from the model's repository or directory. Empty: no images.""",
         flag="--mmproj",
         place="coordinator.mmproj",
         reader=COORDINATOR,

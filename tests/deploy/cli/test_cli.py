@@ -141,6 +141,9 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--ctx", "0", says="--ctx")
     refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
     refused_here(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
+    refused_here(
+        2, "serve", "--pipeline", split, "--mmproj", "auto", says="holds no projector (mmproj*.gguf); say --model"
+    )
     refused_here(2, "nonsense", says="nonsense")
     for n_tokens in ("32", "-1", "x", "٣"):
         says = f"'--draft': {n_tokens!r} is not auto, off or a number from 1 to 31"

@@ -78,7 +78,7 @@ class Epochs:
         """Return the route of this epoch that has no upstream link yet. Raises StaleEpochError, HandshakeError."""
         route, stage = self.routes.get(route_id), f"stage {self.facts.artifact.stage_index}"
         if route is not None and epoch < route.epoch:
-            raise StaleEpochError(f"epoch {epoch} is over, this stage is at {route.epoch}")
+            raise StaleEpochError(f"epoch {epoch} is over; this stage is at epoch {route.epoch}")
         if route is None or epoch != route.epoch:
             raise HandshakeError(f"{stage} has not been configured for this route and epoch")
         if route.has_upstream:
@@ -129,10 +129,10 @@ class Epochs:
         if self._is_closing:  # a coordinator that has just lost its route here would begin one that ends at once
             raise NotReadyError("this stage is stopping")
         if request.instance_id not in ("", self.facts.instance_id):  # its lanes and context may be others
-            raise NotReadyError("this stage was restarted since it described itself; ask it again")
+            raise NotReadyError("this stage has restarted since it described itself; ask it again")
         if request.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(
-                f"coordinator speaks protocol {request.protocol_version}, this stage {bounds.PROTOCOL_VERSION}; "
+                f"the coordinator speaks protocol {request.protocol_version}, this stage {bounds.PROTOCOL_VERSION}; "
                 "run the same relayline version on both"
             )
         if request.pipeline_id != artifact.pipeline_id or request.stage_index != artifact.stage_index:

@@ -59,7 +59,7 @@ class HandOver:
     def __init__(self, number: int, order: join_pb2.HandOver) -> None:
         """Raises ProtocolError for an order that names too many stages."""
         if max(len(order.gives), len(order.takes)) > bounds.HAND_OVERS_MAX:
-            raise ProtocolError(f"lanes are to change hands with more than {bounds.HAND_OVERS_MAX} stages")
+            raise ProtocolError(f"the hand-over names more than {bounds.HAND_OVERS_MAX} stages")
         self.number, self.takes = number, list(order.takes)
         self._open = list(order.gives)
         self._giver: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class HandOver:
                 if who is not None and who.name != layers.to:
                     raise UnauthenticatedError(f"these lanes are for stage {layers.to}, not for {who}")
                 return layers
-        raise UnauthenticatedError("lanes are given to stages that show the pass of the change, once")
+        raise UnauthenticatedError("lanes go to a stage that shows the pass of the change, and only once")
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Assembly:
         if self._head is not None or key <= self._last or head.n_tokens > self._n_tokens_max:
             raise ProtocolError(f"{self.peer} sent lanes out of order, or longer ones than this stage has")
         if list(head.forms) != self._packed:
-            raise ProtocolError(f"{self.peer} keeps its cells in another form, or has other layers")
+            raise ProtocolError(f"{self.peer} has KV cells of another form, or other layers")
         self._head, self._last, self._n_bytes = head, key, 0
         self._data = np.empty(head.n_tokens * self._cell_bytes, np.uint8)
 

@@ -153,7 +153,7 @@ def check_due(view: EnvelopeView, epoch: int, number: int) -> None:
     if view.epoch != epoch:
         raise _stale(epoch)
     if view.sequence != number:
-        raise ProtocolError(f"envelope {view.sequence} came where {number} was due: one was lost or doubled")
+        raise ProtocolError(f"envelope {view.sequence} came instead of {number}: one was lost or doubled")
 
 
 def queued_frames(
@@ -214,7 +214,7 @@ def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOp
 def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:
     """Check a neighbour's handshake against this stage. Raises HandshakeError."""
     differences = [
-        f"{what} {theirs} here {ours}"
+        f"its {what} is {theirs}, here {ours}"
         for what, theirs, ours in (
             ("protocol", hello.protocol_version, bounds.PROTOCOL_VERSION),
             ("pipeline", printable(hello.pipeline_id[:12]), artifact.pipeline_id[:12]),

@@ -76,20 +76,20 @@ class Route:
         """Raise UnauthenticatedError unless `who` may send work here: see `Upstream`."""
         expected = self._upstream
         if not hmac.compare_digest(shown_pass.encode(), expected.shown_pass.encode()):
-            raise UnauthenticatedError(f"stage {self.stage_index} takes no work without the pass of its epoch")
+            raise UnauthenticatedError(f"stage {self.stage_index} accepts work only with the pass of its epoch")
         if who is None:
             return
         is_right = who.name == expected.name if expected.name else who == self.owner
         if not is_right:
             told = f"stage {expected.name}" if expected.name else "its coordinator"
-            raise UnauthenticatedError(f"stage {self.stage_index} takes work from {told}, not from {who}")
+            raise UnauthenticatedError(f"stage {self.stage_index} accepts work from {told}, not from {who}")
 
     def check_watcher(self, who: Identity | None, shown_pass: str) -> None:
         """Raise UnauthenticatedError unless `who` uses this route: its coordinator, or its upstream stage."""
         if not hmac.compare_digest(shown_pass.encode(), self._upstream.shown_pass.encode()):
-            raise UnauthenticatedError(f"stage {self.stage_index} is watched by nobody without the pass of its epoch")
+            raise UnauthenticatedError(f"stage {self.stage_index} can be watched only with the pass of its epoch")
         if who is not None and who != self.owner and who.name != self._upstream.name:
-            raise UnauthenticatedError(f"stage {self.stage_index} is not watched by {who}")
+            raise UnauthenticatedError(f"stage {self.stage_index} cannot be watched by {who}")
 
     def listen(self) -> Listener:
         """Add a Return stream."""

@@ -185,7 +185,7 @@ class Served:
         facts.curves.scale((artifact.layer_end - artifact.layer_start) / n_layers)
         if now.artifact.source_sha256 != artifact.source_sha256:
             executor.close()
-            raise ArtifactError(f"{config.artifact} is not of the model that this stage serves")
+            raise ArtifactError(f"{config.artifact} belongs to another model than this stage serves")
         self._next = self._made(facts, executor)
         self._next.begin(self._guard)
 
@@ -222,7 +222,7 @@ class Served:
         hand_over = self._hand_over
         try:
             if hand_over is None or hand_over.number != request.change:
-                raise NotReadyError("no lanes change hands here")
+                raise NotReadyError("this stage hands over no lanes")
             await hand_over.give(context)
         except RelaylineError as error:
             await rpc.abort(context, error)

@@ -176,7 +176,7 @@ class StageService:
 
 
 async def _gives_nothing(request: pb.HandOverRequest, context: Context) -> None:
-    await rpc.abort(context, NotReadyError("no lanes change hands here"))
+    await rpc.abort(context, NotReadyError("this stage hands over no lanes"))
 
 
 def handlers(

@@ -38,7 +38,7 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
     label = {names.LABEL_MODEL: described["model"]}
     overlap = GaugeMetricFamily(
         names.METRIC_OVERLAP,
-        "Share of recent busy time with so many stages computing at once",
+        "Share of recent busy time in which so many stages computed at once",
         labels=[names.LABEL_STAGES],
     )
     for stages, share in described["overlap"].items():
@@ -53,10 +53,10 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
         _gauge(names.METRIC_RUNNING, "Requests that have a lane", label, described["running"]),
         _gauge(names.METRIC_WAITING, "Requests that wait for a lane", label, described["waiting"]),
         _gauge(names.METRIC_LANES, "Requests that may run at once", label, described["lanes"]),
-        _gauge(names.METRIC_EPOCH, "Times that the stages have been connected", label, described["epoch"]),
+        _gauge(names.METRIC_EPOCH, "Number of times that the stages were connected", label, described["epoch"]),
         _gauge(names.METRIC_GROUP_FLIGHTS, "Decode groups under way, as planned", label, described["plan"]["n_groups"]),
         _gauge(names.METRIC_GROUP_ROWS, "Rows of one decode group, as planned", label, described["plan"]["group_rows"]),
-        _counter(names.METRIC_SHARED, "Requests that joined another's session", label,
+        _counter(names.METRIC_SHARED, "Requests that share another request's session", label,
                  described["shared_requests"]),
         overlap,
     ]  # fmt: skip
@@ -67,7 +67,7 @@ def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]
     if not telemetry:
         return []
     return [
-        _counter(names.METRIC_SPANS_EXPORTED, "Spans that a collector took", label, telemetry["exported_spans"]),
+        _counter(names.METRIC_SPANS_EXPORTED, "Spans that a collector accepted", label, telemetry["exported_spans"]),
         _counter(names.METRIC_SPANS_DROPPED, "Spans that were lost", label, telemetry["dropped_spans"]),
         _gauge(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", label, telemetry["level"]),
     ]
@@ -89,7 +89,7 @@ def _link(link: dict[str, int]) -> list[Metric]:
     return [
         _counter(names.METRIC_LINK_ENVELOPES, "Envelopes sent in this epoch", out, link["envelopes_sent"]),
         _counter(names.METRIC_LINK_BYTES, "Payload sent in this epoch", out, link["payload_bytes_sent"]),
-        _gauge(names.METRIC_LINK_IN_FLIGHT, "Payload sent, credit not yet given back", own, link["in_flight_bytes"]),
+        _gauge(names.METRIC_LINK_IN_FLIGHT, "Payload sent and not yet credited back", own, link["in_flight_bytes"]),
         _gauge(names.METRIC_LINK_WINDOW, "Payload that may be in flight", own, link["window_bytes"]),
     ]
 
@@ -110,8 +110,8 @@ _STAGE_COUNTERS = {
     "steps": (names.METRIC_STAGE_STEPS, "Native steps", 1),
     "rows": (names.METRIC_STAGE_ROWS, "Rows decoded", 1),
     "frames": (names.METRIC_STAGE_FRAMES, "Frames decoded", 1),
-    "padded_rows": (names.METRIC_STAGE_PADDED_ROWS, "Scratch rows decoded in the same steps", 1),
-    "micro_batches": (names.METRIC_STAGE_MICRO_BATCHES, "Parts in which llama.cpp ran the steps", 1),
+    "padded_rows": (names.METRIC_STAGE_PADDED_ROWS, "Padding rows decoded in the same steps", 1),
+    "micro_batches": (names.METRIC_STAGE_MICRO_BATCHES, "Micro-batches that llama.cpp ran", 1),
     "busy_ns": (names.METRIC_STAGE_BUSY, "Time inside native decode", 1e-9),
     "envelopes_in": (names.METRIC_STAGE_ENVELOPES_IN, "Envelopes received", 1),
     "envelopes_out": (names.METRIC_STAGE_ENVELOPES_OUT, "Envelopes sent", 1),
@@ -120,12 +120,12 @@ _STAGE_COUNTERS = {
 }
 # Counts by a second label.
 _STAGE_COUNTS = {
-    "close_reasons": (names.METRIC_STAGE_CLOSED, "Native steps by what closed them", names.LABEL_CLOSE_REASON),
+    "close_reasons": (names.METRIC_STAGE_CLOSED, "Native steps by close reason", names.LABEL_CLOSE_REASON),
     "faults": (names.METRIC_STAGE_FAULTS, "Sessions that failed at the stage", names.LABEL_ERROR),
 }
 _STAGE_GAUGES = {
     "lanes_used": (names.METRIC_STAGE_LANES_USED, "Lanes in use", 1),
-    "lanes_kept": (names.METRIC_STAGE_LANES_KEPT, "Lanes that keep what ended streams computed", 1),
+    "lanes_kept": (names.METRIC_STAGE_LANES_KEPT, "Lanes that hold prefixes of ended streams", 1),
     "queued_rows": (names.METRIC_STAGE_QUEUED_ROWS, "Rows waiting for a step", 1),
     "wait_p50_ns": (names.METRIC_STAGE_WAIT_P50, "Median wait of recent frames", 1e-9),
     "wait_p95_ns": (names.METRIC_STAGE_WAIT_P95, "95th percentile of recent frames' waits", 1e-9),

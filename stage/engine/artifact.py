@@ -189,7 +189,7 @@ class _Reader:
         n_layers = self.integer("relayline.hash.layers")
         n_experts, n_used = self.integer("relayline.hash.experts"), self.integer("relayline.hash.experts_used")
         if not (0 < n_layers <= HASHED_LAYERS_MAX and 0 < n_used <= n_experts <= N_EMBD_MAX):
-            text = f"{n_layers} layers look {n_used} of {n_experts} experts up by token"
+            text = f"{n_layers} layers use {n_used} of {n_experts} experts by token id"
             raise ArtifactError(f"{self._path}: metadata contradicts itself: {text}; split the model again")
         return HashedExperts(n_experts, n_used, tuple(self.table(f"hash.{layer}") for layer in range(n_layers)))
 
@@ -273,7 +273,7 @@ def _check_widths(artifact: StageArtifact) -> None:
     ]
     for way, total, wanted in beside:
         if total != artifact.n_embd + wanted:
-            text = f"rows {way} have {total} values, not {artifact.n_embd} and {wanted} beside them"
+            text = f"rows {way} have {total} values, not {artifact.n_embd} and {wanted} more"
             raise ArtifactError(f"{artifact.path}: metadata contradicts itself: {text}; split the model again")
 
 
@@ -288,7 +288,7 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     pipeline = _read_pipeline(path.parent / PIPELINE_FILE)
     entry = next((entry for entry in pipeline.stages if entry.file == path.name), None)
     if entry is None:
-        raise ArtifactError(f"{path}: {PIPELINE_FILE} beside it does not list this file")
+        raise ArtifactError(f"{path}: {PIPELINE_FILE} in its directory does not list this file")
     size_bytes = path.stat().st_size
     if size_bytes != entry.size_bytes:
         raise ArtifactError(f"{path}: {size_bytes} bytes, but {PIPELINE_FILE} lists {entry.size_bytes}; copy it again")
@@ -297,7 +297,9 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
         raise ArtifactError(f"{path}: its sha256 is not the one in {PIPELINE_FILE}; it was altered, copy it again")
     artifact = open_artifact(path)
     if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
-        raise ArtifactError(f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} beside it")
+        raise ArtifactError(
+            f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} in its directory"
+        )
     return artifact
 
 
@@ -305,7 +307,7 @@ def _read_pipeline(path: Path) -> _Pipeline:
     try:
         pipeline = msgspec.json.decode(path.read_bytes(), type=_Pipeline)
     except FileNotFoundError:
-        raise ArtifactError(f"{path}: no such file; it belongs beside the stage artifacts") from None
+        raise ArtifactError(f"{path}: no such file; it belongs next to the stage artifacts") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ArtifactError(f"{path}: cannot be read: {error}") from None
     if pipeline.version != PIPELINE_VERSION:

@@ -98,7 +98,7 @@ def _library() -> ctypes.CDLL:
         raise NativeError(f"the native capture module is not built ({error}); run pip install again") from error
     library = ctypes.CDLL(str(path))
     if ctypes.c_uint64.in_dll(library, "relayline_capture_size_bytes").value != ctypes.sizeof(_State):
-        raise NativeError("the native capture module is of another version; run pip install again")
+        raise NativeError("the native capture module has another version; run pip install again")
     return library
 
 
@@ -182,7 +182,7 @@ class RowCapture:
         for entry, state in zip(self._sources, self._entries, strict=True):
             if state.consumed != state.source_floats:
                 raise NativeError(
-                    f"tensor {entry.name} took {state.consumed} floats where {state.source_floats} came in: "
+                    f"tensor {entry.name} took {state.consumed} floats but got {state.source_floats}: "
                     "this architecture does not take its rows under that name"
                 )
         if not self.tensor_name or not self._state.stop:
@@ -190,11 +190,11 @@ class RowCapture:
         n_expected = n_rows * self._state.row_floats
         if self._state.written != n_expected:
             raise NativeError(
-                f"tensor {self.tensor_name} gave {self._state.written} floats where {n_expected} were expected: "
+                f"tensor {self.tensor_name} gave {self._state.written} floats instead of {n_expected}: "
                 "this architecture does not expose its hidden state under that name"
             )
         if self._state.n_calls != n_parts:  # llama.cpp may then have grouped the rows by sequence
             raise NativeError(
-                f"llama.cpp cut a step into {self._state.n_calls} parts where {n_parts} were expected; "
+                f"llama.cpp cut a step into {self._state.n_calls} parts instead of {n_parts}; "
                 "the order of its rows is unknown"
             )

@@ -138,7 +138,7 @@ class DeviceGreedy:
 
     def _place_of(self, row: int) -> int:
         if not (0 <= row < self._places.size and self._wants[row]):
-            raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
+            raise InternalError(f"the step did not keep the logits of row {row}")
         return int(self._places[row])
 
     def _of_step(self) -> tuple[int, int, int]:

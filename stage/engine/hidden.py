@@ -66,7 +66,7 @@ class HiddenRows:
             raise NativeError(f"no tensor {NODE} gave hidden rows in this step")
         places = np.flatnonzero((self._computed >= first) & (self._computed < first + n_rows))
         if places.size != n_rows:
-            raise NativeError(f"{places.size} hidden rows came where {n_rows} were expected")
+            raise NativeError(f"{places.size} hidden rows came instead of {n_rows}")
         return self._rows[places[np.argsort(self._computed[places], kind="stable")]]
 
 

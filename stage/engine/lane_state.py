@@ -61,8 +61,8 @@ def require(context: Any, lane: int, position: int, window: int) -> None:
     first = llama.llama_memory_seq_pos_min(llama.llama_get_memory(context), lane)
     if first > max(0, position - window + 1):
         raise PositionGapError(
-            f"lane {lane} cannot be taken back to position {position}: its layers with a sliding window have lost what "
-            f"stood before position {first}"
+            f"lane {lane} cannot be taken back to position {position}: its layers with a sliding window no longer have "
+            f"the cells before position {first}"
         )
 
 

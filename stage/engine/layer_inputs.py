@@ -123,7 +123,7 @@ class LayerInputTable:
         self._norm = _call("ggml_new_tensor_1d", self._weights, norm.type_id, self._width)
         self._buffer = _call("ggml_backend_alloc_ctx_tensors", self._weights, self._backend)
         if not self._buffer:
-            raise NativeError("no memory is left for the inputs of layers")
+            raise NativeError("not enough memory for the inputs of layers")
         for tensor, section in ((self._product, product), (self._norm, norm)):
             self._read(tensor, section.offset_bytes)
         self._allocator = _call("ggml_gallocr_new", _call("ggml_backend_get_default_buffer_type", self._backend))
@@ -166,7 +166,7 @@ class LayerInputTable:
             graph = _call("ggml_new_graph_custom", context, _GRAPH_NODES, False)
             _call("ggml_build_forward_expand", graph, found)
             if not _call("ggml_gallocr_alloc_graph", self._allocator, graph):
-                raise NativeError("no memory is left for the inputs of layers")
+                raise NativeError("not enough memory for the inputs of layers")
             for tensor, array in ((rows, self._embeddings), (by_token, self._token_rows)):
                 _call("ggml_backend_tensor_set", tensor, array.ctypes.data, 0, array[:n_rows].nbytes)
             if _call("ggml_backend_graph_compute", self._backend, graph):

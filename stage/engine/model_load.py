@@ -31,7 +31,7 @@ def load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) ->
     params = llama.llama_model_default_params()
     placed = place(params, settings, artifact, ggml.list_devices())  # held by its name until the call is over
     for device, n_bytes in count_elsewhere(placed, artifact).items():
-        log.info("weights told where to go", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
+        log.info("weights on devices of their own", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
     rope = choose_rope(params, artifact.long_rope, settings.ctx_tokens)  # held by its name as well
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
     # Held by its name until the call is over: llama.cpp calls it after each tensor, and gives up where it says False.

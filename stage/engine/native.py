@@ -101,7 +101,7 @@ class NativeEngine:
         self.artifact: StageArtifact = open_artifact(config.artifact_path)
         if 0 < self.artifact.n_positions < settings.ctx_tokens:  # llama.cpp would abort at the first one beyond
             n_positions = self.artifact.n_positions
-            raise UsageError(f"--ctx is {settings.ctx_tokens}; this model knows {n_positions} positions and no more")
+            raise UsageError(f"--ctx is {settings.ctx_tokens}, but this model has only {n_positions} positions")
         self.max_rows = settings.max_rows
         self.max_wanted = config.max_wanted or settings.max_rows
         self.n_embd = self.artifact.n_embd
@@ -192,7 +192,7 @@ class NativeEngine:
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
         if not context:
-            reason = ggml.LOG.reason("llama.cpp gave no reason") + "; less --ctx or fewer --lanes need less memory"
+            reason = ggml.LOG.reason("llama.cpp gave no reason") + "; a smaller --ctx or fewer --lanes need less memory"
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type}): {reason}")
         self._states.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         return context
@@ -302,13 +302,13 @@ class NativeEngine:
         Raises InternalError if the row was not wanted, or on a stage that is not last.
         """
         if not self.is_last:
-            raise InternalError("logits are asked of a stage that has no head")
+            raise InternalError("this stage has no head and so no logits")
         if self._greedy is not None:
             return self._greedy.logits(row)
         pointer = llama.llama_get_logits_ith(self._context, self._batch.place_of(row))
         if not pointer:
             ggml.LOG.watch()
-            raise InternalError(f"logits of row {row} are asked, but that row was not wanted")
+            raise InternalError(f"the step did not keep the logits of row {row}")
         memory: Any = (ctypes.c_float * self.n_vocab).from_address(ctypes.addressof(pointer.contents))
         view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
         return view
@@ -349,7 +349,9 @@ class NativeEngine:
         position = max(0, position)
         self._states.take_back(self._context, lane, position, self.lane_tokens(lane))
         if not llama.llama_memory_seq_rm(self._memory, lane, position, -1):
-            raise NativeError(f"{self.artifact.architecture}: the cache of lane {lane} cannot be cut at {position}")
+            raise NativeError(
+                f"{self.artifact.architecture}: llama.cpp cannot cut the cells of lane {lane} at position {position}"
+            )
 
     def copy_prefix(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Make the target lane hold exactly the source's first `n_tokens` positions.

@@ -27,10 +27,10 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
         try:
             disk = TierDisk(directory, identity_of(settings, artifact), settings.prefix_disk_bytes)
         except BlockingIOError:
-            log.warning("another stage keeps its prefixes in %s; this one keeps them in memory alone", directory)
+            log.warning("another stage uses %s for its prefix cache; this one keeps prefixes only in memory", directory)
         except OSError as error:
             reason = error.strerror or error
-            log.warning("prefixes cannot be kept in %s: %s; they are kept in memory alone", directory, reason)
+            log.warning("%s cannot be used for the prefix cache: %s; prefixes stay in memory", directory, reason)
     if disk is None and not settings.prefix_memory_bytes:
         return None
     return Tier(settings.prefix_memory_bytes, disk)

@@ -163,7 +163,7 @@ class SavedLanes:
             return
         position = engine.lane_tokens(lane)
         if position and (engine.keeps_state or position >= engine.config.settings.ctx_tokens):
-            raise NativeError(f"lane {lane} waits for a copy, and has no room for another row")
+            raise NativeError(f"lane {lane} waits for a copy and has no room for another row")
         engine.input_rows[0], engine.seq_ids[0], engine.positions[0], engine.wants[0] = 0.01, lane, position, 1
         engine.decode(1)
         engine.drop_from(lane, position)

@@ -176,6 +176,6 @@ def _read_head(head: bytes) -> tuple[int, int, int, int] | None:
 
 
 def _remove_damaged(path: Path) -> None:
-    log.warning("%s is damaged and was removed; its prompt is read again", path)
+    log.warning("%s is damaged and was removed; its prompt is computed again", path)
     with contextlib.suppress(OSError):
         path.unlink()

@@ -58,11 +58,11 @@ async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool)
     if not always_fetch:
         path = await asyncio.to_thread(shared_path, artifact, load)
         if path is not None:
-            log.info("using the artifact where it lies", extra={"fields": {"path": path}})
+            log.info("using the coordinator's own file of the artifact", extra={"fields": {"path": path}})
             return path
     await asyncio.to_thread(slot.prepare, member.order.pipeline_json)
     if not slot.try_lock():
-        log.info("waiting for another process that fetches the same artifact", extra={"fields": {"path": slot.path}})
+        log.info("waiting: another process already fetches this artifact", extra={"fields": {"path": slot.path}})
         while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
             await asyncio.sleep(LOCK_LOOK_S)
     try:
@@ -95,7 +95,7 @@ async def _fetch_persistently(member: Source, slot: Slot, load: Load) -> None:
                 raise
             delay_s = RETRY_FIRST_S if fruitless == 0 else min(2 * delay_s, RETRY_MAX_S)
             fields = {"have_bytes": slot.partial_bytes(), "of_bytes": slot.artifact.size_bytes}
-            log.warning("fetch cut, going on from there: %s", error.message, extra={"fields": fields})
+            log.warning("the fetch was interrupted and goes on: %s", error.message, extra={"fields": fields})
             await asyncio.sleep(delay_s)
 
 

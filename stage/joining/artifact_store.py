@@ -37,7 +37,9 @@ class Slot:
     def __init__(self, cache: Path, artifact: pb.ArtifactFile) -> None:
         """Raise ProtocolError when the order's names could lead out of the cache."""
         if not _FILE.fullmatch(artifact.file) or not _SHA256.fullmatch(artifact.sha256):
-            raise ProtocolError(f"the order names an artifact {artifact.file!r}, which is no name of one")
+            raise ProtocolError(
+                f"the coordinator's order names an artifact {artifact.file!r}, which is not a valid name"
+            )
         self.artifact = artifact
         self.directory = cache / artifact.sha256
         self.path = self.directory / artifact.file

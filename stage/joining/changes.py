@@ -60,11 +60,11 @@ async def take_lanes(served: Served, within_s: float) -> None:
         async with asyncio.timeout(within_s):
             n_lanes = await served.take_all()
     except TimeoutError:
-        log.warning("not all streams were handed over within %.1f s; the others are read again", within_s)
+        log.warning("not all streams were handed over within %.1f s; the others are recomputed", within_s)
     except RelaylineError as error:
-        log.warning("not all streams were handed over; the others are read again: %s", error.message)
+        log.warning("not all streams were handed over; the others are recomputed: %s", error.message)
     except Exception:  # a bug of ours: the stage serves all the same
-        log.exception("handing streams over failed; they are read again")
+        log.exception("handing streams over failed; they are recomputed")
     else:
         took_s = time.monotonic() - started_s
         log.info("streams handed over", extra={"fields": {"streams": n_lanes, "took_s": f"{took_s:.3f}"}})
@@ -113,7 +113,7 @@ class LayerChanges:
     def _switch(self, order: pb.JoinResponse) -> pb.JoinResponse:
         self._ready = None
         if order.stands_by:
-            log.info("giving back the layers; standing by")
+            log.info("gave up its layers; standing by as a spare")
             return order
         if order.change.keeps:
             self._served.rename(order.pipeline_id)
@@ -156,10 +156,10 @@ class LayerChanges:
         except RelaylineError as error:
             report.failure.CopyFrom(failure_of(error))
         except Exception as error:  # a bug of ours; the change must not wait for ever
-            log.exception("preparing other layers failed")
+            log.exception("preparing the new layers failed")
             report.failure.CopyFrom(failure_of(error))
         else:
             report.is_ready, self._ready = True, order
         if report.HasField("failure"):
-            log.warning("other layers cannot be prepared: %s", report.failure.message)
+            log.warning("the new layers cannot be prepared: %s", report.failure.message)
         await member.report(prepared=report)

@@ -142,7 +142,7 @@ class Member:
                 if order.HasField("change"):
                     self.changes.put_nowait(order)
                 elif not order.beats:
-                    error = ProtocolError(f"{self.peer} sent a second order, which this version does not know")
+                    error = ProtocolError(f"{self.peer} sent a second order, which this version does not support")
                     break
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, self.peer)
@@ -172,7 +172,7 @@ async def _introduce(channel: grpc.aio.Channel, hello: pb.StageHello, peer: str)
         return call, messages.read(pb.JoinResponse, data, "order", bytes_max=bounds.ORDER_BYTES_MAX, who=peer)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise HandshakeError(f"{peer} lets no stages join; give the address of its --join-listen") from error
+            raise HandshakeError(f"stages cannot join at {peer}; give the address of its --join-listen") from error
         raise rpc.typed(error, peer) from error
 
 

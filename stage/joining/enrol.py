@@ -98,7 +98,7 @@ def memberships(root: Path) -> list[Joined]:
         try:
             found.append(Joined(path.parent, msgspec.json.decode(path.read_bytes(), type=JoinedFile)))
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            log.warning("%s cannot be read; it is left out", path)
+            log.warning("%s cannot be read and is ignored", path)
     return found
 
 
@@ -156,10 +156,10 @@ def renewed(known: Joined, host: str, port: int, advertise: str = "") -> Joined:
         write_file(directory / JOINED_FILE, msgspec.json.encode(file) + b"\n", _PUBLIC)
         return Joined(directory, file)
     except StageLostError as error:
-        log.info("going on with the certificate of before: %s", error.message)
+        log.info("keeping the old certificate: %s", error.message)
         return known
     except RelaylineError as error:
-        log.warning("going on with the certificate of before, which could not be renewed: %s", error.message)
+        log.warning("keeping the old certificate, which could not be renewed: %s", error.message)
         return known
 
 
@@ -234,7 +234,7 @@ class _Client:
         identity = identity_of(cert)
         if identity is None or identity.role is not Role.COORDINATOR:
             raise UnauthenticatedError(
-                f"{self._address} is {identity or 'nobody'} and no coordinator; nothing was sent"
+                f"{self._address} is not a coordinator but {identity or 'unknown'}; nothing was sent"
             )
         self._names = names_of(cert)
 
@@ -248,9 +248,8 @@ class _Client:
         welcome = _decoded(answer, enrolment.Welcome, self._address)
         if not enrolment.is_ca(self._token, _ca_der(welcome.ca)):
             raise UnauthenticatedError(
-                f"{self._address} belongs to another pipeline than the token for {self._token.name}, or "
-                "somebody intercepts the connection; nothing was sent. Copy the line again from "
-                "`relayline up`"
+                f"{self._address} belongs to another pipeline than the token for {self._token.name}, or somebody "
+                "intercepts the connection; nothing was sent. Copy the line from `relayline up` again"
             )
         return welcome
 
@@ -262,7 +261,7 @@ class _Client:
             skew_s = (_now() - datetime.datetime.fromisoformat(self._welcome.now)).total_seconds()
         except (ValueError, TypeError) as error:
             raise ProtocolError(
-                f"{self._address} sends no time; run the same relayline version on both ends"
+                f"{self._address} does not send its time; run the same relayline version on both ends"
             ) from error
         if abs(skew_s) > bounds.CLOCK_SKEW_MAX_S:
             side = "ahead of" if skew_s > 0 else "behind"
@@ -302,7 +301,7 @@ def _decoded(answer: tuple[int, bytes], kind: type[M], address: str) -> M:
         refusal = msgspec.json.decode(body, type=enrolment.Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(
-            f"{address} answers {status} and is not where hosts enrol; give the HOST:PORT of the line that "
+            f"hosts cannot get certificates at {address} (it answers {status}); give the HOST:PORT of the line that "
             "`relayline up` printed"
         ) from error
     raise from_wire(refusal.error, printable(refusal.message, bounds.PEER_TEXT_CHARS_MAX))

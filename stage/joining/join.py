@@ -281,7 +281,7 @@ class JoinedStage:
         if self._member is None or (now := await self._listen_host()) in ("", host):
             return False
         log.warning(
-            "this machine's address has changed to %s (it was %s); loading again, to serve at the new one", now, host
+            "this machine's address has changed to %s (it was %s); loading again to serve at the new one", now, host
         )
         return True
 

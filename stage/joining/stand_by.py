@@ -47,7 +47,7 @@ class StandBy:
         try:
             while (order := await self._next()) is not None:
                 if order.change.step == pb.LAYER_CHANGE_STEP_SWITCH:
-                    log.warning("layers were switched to what this stage had not prepared; joining anew")
+                    log.warning("the layers changed before this stage had prepared them; joining again")
                     break
                 if order.change.step != pb.LAYER_CHANGE_STEP_PREPARE or order.stands_by:
                     continue
@@ -108,7 +108,7 @@ class StandBy:
                 for end in ends:
                     end.remove_done_callback(give_up)
             if report.HasField("failure"):
-                log.warning("layers cannot be prepared: %s", report.failure.message)
+                log.warning("the new layers cannot be prepared: %s", report.failure.message)
             if report.is_ready or report.HasField("failure"):
                 await self._member.report(prepared=report)
             yield served

@@ -65,7 +65,7 @@ async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -
         report.failure.label, report.failure.message = error.label, error.message[: bounds.ERROR_TEXT_BYTES_MAX]
     except OSError as error:
         report.failure.label = StartError.label
-        report.failure.message = f"{cache}: cannot be written to: {error.strerror or error}"
+        report.failure.message = f"{cache}: cannot be written: {error.strerror or error}"
     if order.link_bytes:  # once more: the others measured their links as well when this one did
         round_trips.append(await _round_trip_ns(member, order.link_bytes))
         report.round_trip_ns = min(round_trips)

@@ -33,7 +33,7 @@ class Bans:
         if max(len(allowed), len(held_back), len(in_words)) > SAMPLER_TOKENS_MAX or not all(bad_words):
             raise ProtocolError("a session's lists of tokens are too long, or a bad word is empty")
         if max((*allowed, *held_back, *in_words), default=0) >= n_vocab:
-            raise ProtocolError(f"a list of tokens names one outside the vocabulary of {n_vocab}")
+            raise ProtocolError(f"a list of tokens has one outside the vocabulary of {n_vocab}")
         self._allowed = np.array(sorted(set(allowed)), np.int64)
         self._held_back, self._until = np.array(held_back, np.int64), held_back_until
         self._words = [tuple(word) for word in bad_words]

@@ -79,9 +79,11 @@ class Constraint:
         if len(grammar.encode()) > GRAMMAR_BYTES_MAX or len(said) > GRAMMAR_TOKENS_MAX:
             raise ProtocolError(f"a grammar of {len(grammar)} characters after {len(said)} tokens is too long")
         if vocabulary is None:
-            raise InvalidRequestError("this model's vocabulary has no text, or no end: it cannot follow a grammar")
+            raise InvalidRequestError(
+                "this model's vocabulary has no texts or no end token, so it cannot follow a grammar"
+            )
         if max(said, default=0) >= vocabulary.vocab_size:
-            raise ProtocolError(f"a token said before is none of the vocabulary's {vocabulary.vocab_size}")
+            raise ProtocolError(f"a token of the answer is outside the vocabulary of {vocabulary.vocab_size}")
         self._vocabulary, self._grammar = vocabulary, grammar
         self._start, self._n_read = begin(vocabulary, grammar, said, take=True), len(said)
         self._said = list(said)
@@ -113,7 +115,8 @@ class Constraint:
         n_said = position - self._first
         if not 0 <= n_said <= len(self._said):
             raise InternalError(
-                f"position {position} is sampled, but {len(self._said)} tokens were from {self._first} on"
+                f"position {position} was sampled out of order: {len(self._said)} tokens are known from position "
+                f"{self._first} on"
             )
         if n_said < len(self._said):
             del self._said[n_said:]
@@ -145,4 +148,4 @@ def begin(vocabulary: LLTokenizer, grammar: str, said: Sequence[int] = (), *, ta
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
         reason = matcher.get_error().strip().split("\n", 1)[0]
-        raise InvalidRequestError(f"the grammar cannot be followed: {reason}")
+        raise InvalidRequestError(f"the grammar cannot be used: {reason}")

@@ -42,7 +42,7 @@ class Dry:
     ) -> Dry:
         """`numbers`: multiplier, base, allowed length, tokens. Raises ProtocolError for tokens of no vocabulary."""
         if max((*breakers, *(token for each in sequences for token in each)), default=0) >= n_vocab:
-            raise ProtocolError(f"a sequence breaker is none of the vocabulary's {n_vocab} tokens")
+            raise ProtocolError(f"a sequence breaker is outside the vocabulary of {n_vocab} tokens")
         tails: dict[int, tuple[tuple[int, ...], ...]] = {}
         for head, *tail in sequences:
             tails[head] = (*tails.get(head, ()), tuple(tail))

@@ -82,7 +82,7 @@ class Mirostat:
     def _go_to(self, position: int) -> None:
         n_again = 0 if self._position is None else self._position - position
         if not 0 <= n_again < len(self._mus):
-            raise InternalError(f"position {position} is sampled, but what was picked before it is not known")
+            raise InternalError(f"position {position} was sampled out of order: the token before it is not known")
         if n_again:
             del self._mus[-n_again:]
         self._position = position

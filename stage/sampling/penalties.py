@@ -65,9 +65,9 @@ class Penalties:
         self._bans, self._dry = bans, dry
         tokens = [token for token, _ in biases]
         if len(tokens) > LOGIT_BIAS_MAX or len(said) > PENALTY_TOKENS_MAX:
-            raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens said before are too many")
+            raise ProtocolError(f"{len(tokens)} logit biases and {len(said)} tokens of the answer are too many")
         if max((*tokens, *said), default=0) >= n_vocab:
-            raise ProtocolError(f"a logit bias, or a token said before, is for none of the vocabulary's {n_vocab}")
+            raise ProtocolError(f"a logit bias or a token of the answer is outside the vocabulary of {n_vocab}")
         self._frequency, self._presence = frequency, presence
         self._bias_tokens = np.array(tokens, np.int64)
         self._biases = np.array([bias for _, bias in biases], np.float32)
@@ -115,7 +115,9 @@ class Penalties:
     def _go_to(self, position: int) -> None:
         n_again = 0 if self._position is None else self._position - position
         if n_again < 0:
-            raise InternalError(f"position {position} is sampled, but {-n_again} tokens before it were not")
+            raise InternalError(
+                f"position {position} was sampled out of order: {-n_again} tokens before it are missing"
+            )
         if n_again:
             del self._said[-n_again:]
         self._position = position

@@ -38,7 +38,7 @@ class Pool:
         if position == self._before[0] and position != self._next:
             self._next, self._sum = self._before
         if position != self._next:
-            raise PositionGapError(f"rows from position {position} are to be pooled, but {self._next} came before")
+            raise PositionGapError(f"rows from position {position} came for pooling instead of those from {self._next}")
         self._before = (position, self._sum)
         self._sum = self._sum + rows.sum(axis=0, dtype=np.float64)
         self._next = position + len(rows)

@@ -221,7 +221,7 @@ class SessionSampler:
         Raises NumericError as `sample` does, ProtocolError for a token outside the vocabulary.
         """
         if token >= self._n_vocab:
-            raise ProtocolError(f"token {token} of a vocabulary of {self._n_vocab} is to be scored")
+            raise ProtocolError(f"token {token} to score is outside the vocabulary of {self._n_vocab}")
         largest = float(logits.max())
         if not math.isfinite(largest):
             raise NumericError(f"the logits for position {position} are not finite")
@@ -239,7 +239,7 @@ class SessionSampler:
                 constraint.apply(position, changed)
             logits, largest = changed, float(changed.max())
             if not math.isfinite(largest):
-                raise NumericError(f"no token that may be said at position {position} has any chance")
+                raise NumericError(f"no token allowed at position {position} has a finite logit")
         token = int(logits.argmax()) if self.options.temperature == 0 else self._draw(logits, largest, position)
         if penalties is not None:
             penalties.said(token)

@@ -120,7 +120,7 @@ class Curves:
                 (few, few_ns), (many, many_ns) = curve.points()[0], curve.points()[-1]
                 return (
                     f"{many} {kind} rows seem to take {many_ns / 1e6:.2f} ms and {few} {few_ns / 1e6:.2f} ms: "
-                    "steps may be timed before they are computed, and plans built on that would be wrong"
+                    "the clock may stop before a step is computed, and plans built on that would be wrong"
                 )
         return ""
 

@@ -98,7 +98,7 @@ def test_a_private_pipeline_answers(split: Path, ids: Identities, stages: tuple[
 @pytest.mark.parametrize(
     ("host", "client", "server"),
     [
-        ("stranger", "shows a certificate that does not come from the CA in", "it trusts another CA than the one"),
+        ("stranger", "shows a certificate that does not come from the CA in", "it does not trust the CA of this end"),
         (None, "speaks TLS and this process does not; give --tls DIR", "it speaks plaintext and this end TLS"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_host_of_the_pipeline_that_is_no_coordinator(
     """Its certificate is of the same CA: refused at its start, and by the stages where it talks to them itself."""
     done = relayline(*serve(split, stages, "--tls", ids.box2))
     assert done.returncode == 2
-    assert "is a stage's, and this is a coordinator; make one with `relayline certs issue" in last_line(done)
+    assert "is for a stage, but this process is a coordinator; make one with `relayline certs issue" in last_line(done)
 
     async def take_over() -> list[str]:
         said = []

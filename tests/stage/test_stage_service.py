@@ -146,7 +146,7 @@ async def test_a_link_with_rows_that_are_a_control_too_is_ended() -> None:
         ({"protocol_version": 99}, HandshakeError, "protocol 99"),
         ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
         ({"stage_index": 0}, HandshakeError, "asked to be stage 0"),
-        ({"instance_id": "fake-0"}, NotReadyError, "was restarted"),
+        ({"instance_id": "fake-0"}, NotReadyError, "has restarted"),
         ({"next_address": "127.0.0.1:1"}, HandshakeError, "only the last stage"),
         ({"epoch": EPOCH}, StaleEpochError, "not newer"),
         ({"epoch": EPOCH - 1}, StaleEpochError, "not newer"),
@@ -177,11 +177,11 @@ async def test_configure_refuses_a_downstream_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"protocol_version": 99}, HandshakeError, f"protocol 99 here {bounds.PROTOCOL_VERSION}"),
-        ({"pipeline_id": "another"}, HandshakeError, "pipeline another"),
-        ({"source_sha256": "f" * 64}, HandshakeError, "model ffffffffffff"),
-        ({"next_layer": 3}, HandshakeError, "next layer 3 here 1"),
-        ({"n_embd": 8}, HandshakeError, "width 8 here 4"),
+        ({"protocol_version": 99}, HandshakeError, f"protocol is 99, here {bounds.PROTOCOL_VERSION}"),
+        ({"pipeline_id": "another"}, HandshakeError, "pipeline is another"),
+        ({"source_sha256": "f" * 64}, HandshakeError, "model is ffffffffffff"),
+        ({"next_layer": 3}, HandshakeError, "next layer is 3, here 1"),
+        ({"n_embd": 8}, HandshakeError, "width is 8, here 4"),
         ({"dtype": pb.DTYPE_TOKENS}, HandshakeError, "token rows go to stage 0"),
         ({"dtype": 77}, ProtocolError, "unknown dtype 77"),
         ({"epoch": EPOCH - 1}, StaleEpochError, "epoch 0 is over"),
@@ -237,7 +237,7 @@ async def test_a_stream_that_names_no_route_of_ours_is_refused_unread(form: str)
         one.call = one.channel.stream_stream(rpc.method("Relay"))(metadata=(("relayline-route", form),) if form else ())
         error = await one.refusal()
         assert isinstance(error, HandshakeError)
-        spoken = f"protocol {bounds.PROTOCOL_VERSION} is spoken"
+        spoken = f"speaks protocol {bounds.PROTOCOL_VERSION}"
         assert ("configured" if len(form) == 25 and "g" not in form else spoken) in error.message
 
 
@@ -260,7 +260,7 @@ async def test_a_lost_or_doubled_envelope_ends_its_link(sequence: int) -> None:
         await one.write(rows_frame(1, 3, 1, SAMPLE), sequence=sequence)
         error = await one.refusal()
         assert isinstance(error, ProtocolError)
-        assert f"envelope {sequence} came where 2 was due" in error.message
+        assert f"envelope {sequence} came instead of 2" in error.message
 
 
 async def test_a_link_that_closes_before_its_handshake_is_refused() -> None:

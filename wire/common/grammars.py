@@ -24,7 +24,7 @@ def without_forcing(grammar: str) -> str:
             first, *others = json.loads(grammar)["grammars"]
             parts = [{**first}, *others]
         except (ValueError, RecursionError, LookupError, TypeError) as error:
-            raise InvalidRequestError(f"the grammar cannot be followed: {type(error).__name__}") from error
+            raise InvalidRequestError(f"the grammar cannot be used: {type(error).__name__}") from error
     parts[0]["name"] = "grammar"
     return json.dumps({"grammars": [{"lark_grammar": _START}, *parts]}, ensure_ascii=False)
 

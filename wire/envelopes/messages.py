@@ -66,12 +66,12 @@ def read(
     if not isinstance(data, bytes):
         raise ProtocolError(f"{who} closed without {what}")
     if len(data) > bytes_max:
-        raise ProtocolError(f"what {who} sent as {what} has {len(data)} bytes, over the limit of {bytes_max}")
+        raise ProtocolError(f"{who}: {what} of {len(data)} bytes is over the limit of {bytes_max}")
     check_cost(kind, data, what, who)
     try:
         parsed: M = kind.FromString(data)
     except DecodeError as error:
-        raise ProtocolError(f"what {who} sent as {what} cannot be read") from error
+        raise ProtocolError(f"{who}: {what} cannot be read") from error
     return parsed
 
 
@@ -82,7 +82,7 @@ def check_cost(kind: type[Any], data: bytes, what: str, who: str = "the other en
     cost_max = len(data) + bounds.MESSAGE_COST_BYTES_MAX
     table, root = _table(kind.DESCRIPTOR)
     if _weigh.weigh(data, table, root, cost_max, bounds.MESSAGE_FIELDS_MAX) > cost_max:
-        raise ProtocolError(f"what {who} sent as {what} has more parts in its {len(data)} bytes than may be read")
+        raise ProtocolError(f"{who}: {what} of {len(data)} bytes has more fields than allowed")
 
 
 def split(data: bytes, number: int) -> tuple[memoryview, bytes] | None:

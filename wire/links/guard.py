@@ -65,7 +65,7 @@ class Guard:
         """Return the caller's identity, None if its credential has no name. Raises CallerRefusedError."""
         call = call_named(method)
         if call is None:
-            raise CallerRefusedError(Reason.ROLE_WRONG, f"nobody may call {method}")
+            raise CallerRefusedError(Reason.ROLE_WRONG, f"no role may call {method}")
         shown = _shown(context.invocation_metadata())
         if not self._security.is_tls:
             return self._proven(call.proof, shown) if self._security.token else None
@@ -81,12 +81,12 @@ class Guard:
             raise CallerRefusedError(Reason.ROLE_WRONG, f"{identity} called {name}")
         if identity.role is Role.COORDINATOR and self._coordinator not in (None, identity):
             raise CallerRefusedError(
-                Reason.ROLE_WRONG, f"{identity} called {name}, this stage is of {self._coordinator}"
+                Reason.ROLE_WRONG, f"{identity} called {name}, but this stage belongs to {self._coordinator}"
             )
         if call.proof is Proof.STAGE and self._security.token:
             proven = self._proven(call.proof, shown)
             if proven is None or proven.identity is None or proven.identity.name != identity.name:
-                raise CallerRefusedError(Reason.TOKEN_WRONG, f"{identity} showed the token of another")
+                raise CallerRefusedError(Reason.TOKEN_WRONG, f"{identity} showed another process's token")
         return certified
 
     def _proven(self, proof: Proof, shown: str | None) -> Credential | None:

@@ -134,7 +134,7 @@ class Listener:
             yield
             return
         if self._n_health_calls >= bounds.HEALTH_CALLS_MAX:
-            text = f"{self._who} answers {self._n_health_calls} calls after its health, which is the bound"
+            text = f"{self._who} already answers {self._n_health_calls} health checks, which is the limit"
             await rpc.abort(context, OverloadedError(text))
         self._n_health_calls += 1
         try:

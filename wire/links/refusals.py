@@ -43,10 +43,10 @@ class Reason(enum.Enum):
 
 # The listening end's log line about the client.
 SAID_OF_CLIENT: dict[Reason, str] = {
-    Reason.SERVER_CA: "it trusts another CA than the one that this end's certificate comes from",
+    Reason.SERVER_CA: "it does not trust the CA of this end's certificate",
     Reason.SERVER_EXPIRED: "this end's own certificate has expired; renew it with `relayline certs issue`",
     Reason.SERVER_EARLY: "this end's own certificate is not valid yet by that host's clock",
-    Reason.SERVER_NAME: "this end's certificate does not carry the name that it was called by",
+    Reason.SERVER_NAME: "this end's certificate does not have the name under which it was called",
     Reason.CLIENT_CA: "its certificate comes from another CA",
     Reason.CLIENT_EXPIRED: "its certificate has expired",
     Reason.CLIENT_INVALID: "its certificate is not valid here",
@@ -89,7 +89,7 @@ class RefusalLog:
         self._said.move_to_end((host, reason))
         while len(self._said) > HOSTS_MAX:
             self._said.popitem(last=False)
-        what = "was left before its first call by" if reason is Reason.UNKNOWN else "refused"
+        what = "got no call from" if reason is Reason.UNKNOWN else "refused"
         besides = f" ({detail})" if detail else ""
         return f"{who} {what} {host}: {SAID_OF_CLIENT[reason]}{besides}{again}"
 

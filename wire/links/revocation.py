@@ -66,7 +66,7 @@ class Revocations:
         try:
             self._read()
         except UsageError as error:
-            log.warning("keeping the revocations of before: %s", error.message)
+            log.warning("keeping the earlier revocations: %s", error.message)
         return self.version != before
 
     def offer(self, crl_pem: bytes) -> bool:
@@ -77,7 +77,7 @@ class Revocations:
         try:
             number, serials = read_crl(crl_pem, self._ca, "the list")
         except UsageError as error:
-            raise ProtocolError(f"a revocation list was handed over that cannot be used: {error.message}") from error
+            raise ProtocolError(f"the revocation list that was sent cannot be used: {error.message}") from error
         return self._take(number, serials, crl_pem)
 
     def _now(self) -> tuple[object, ...]:

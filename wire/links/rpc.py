@@ -86,7 +86,7 @@ def route_of(metadata: Any) -> tuple[int, int]:
     found = _ROUTE_FORM.fullmatch(said) if isinstance(said, str) else None
     if found is None:
         raise HandshakeError(
-            f"the stream names no route; protocol {bounds.PROTOCOL_VERSION} is spoken here, run the same relayline "
+            f"the stream names no route; this end speaks protocol {bounds.PROTOCOL_VERSION}, run the same relayline "
             "version on both ends"
         )
     return int(found[1], 16), int(found[2], 16)

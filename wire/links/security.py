@@ -170,14 +170,16 @@ def checked_role(security: LinkSecurity, role: Role | None, name: str = "") -> L
         if token is None:
             raise UsageError(f"the join token states no role, like those of older versions; {remedy}")
         if role is not None and token.role is not role:
-            raise UsageError(f"the join token is a {token.role.value}'s, and this is a {role.value}; {remedy}")
+            raise UsageError(
+                f"the join token is for a {token.role.value}, but this process is a {role.value}; {remedy}"
+            )
         if name and token.identity is not None and token.identity.name != name:
-            raise UsageError(f"the join token is of {token.identity}, and this is stage {name}; {remedy}")
+            raise UsageError(f"the join token is for {token.identity}, but this process is stage {name}; {remedy}")
     if security.cert is not None and (identity := security.identity) is not None:
         if role is not None and identity.role is not role:
-            raise UsageError(f"{security.cert} is of {identity}, and this is a {role.value}; {remedy}")
+            raise UsageError(f"{security.cert} is for {identity}, but this process is a {role.value}; {remedy}")
         if name and identity.name != name:
-            raise UsageError(f"{security.cert} is of {identity}, and this is stage {name}; {remedy}")
+            raise UsageError(f"{security.cert} is for {identity}, but this process is stage {name}; {remedy}")
     return security
 
 
@@ -252,9 +254,7 @@ def check_listen(host: str, security: LinkSecurity, who: str) -> None:
 def warn_listen(host: str, security: LinkSecurity, who: str) -> None:
     """Log one warning if `who` listens beyond this machine in plaintext."""
     if not (security.is_tls or is_loopback(host)):
-        log.warning(
-            "%s listens on %s in PLAINTEXT: anyone on the network path can read and change the traffic", who, host
-        )
+        log.warning("%s listens on %s in PLAINTEXT: anyone on the network path can read and change it", who, host)
 
 
 def check_connect(address: str, security: LinkSecurity) -> None:
@@ -272,4 +272,8 @@ def check_connects(addresses: tuple[str, ...], security: LinkSecurity, who: str)
         check_connect(address, security)
     beyond = [address for address in addresses if not is_loopback(host_of(address))]
     if beyond and not security.is_tls:
-        log.warning("%s connects to %s in PLAINTEXT: anyone on the way can read and change it", who, ", ".join(beyond))
+        log.warning(
+            "%s connects to %s in PLAINTEXT: anyone on the network path can read and change it",
+            who,
+            ", ".join(beyond),
+        )

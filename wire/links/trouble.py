@@ -44,8 +44,8 @@ async def explained(
 
 def retold(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
     """Log that `who` gets no link, and return the error for the caller that asked `who` to make it."""
-    log.warning("%s gets no link to its neighbour: %s", who, error.message)
-    return UnauthenticatedError(f"{who} gets no link to its neighbour: {error.message}")
+    log.warning("%s cannot connect to its neighbour: %s", who, error.message)
+    return UnauthenticatedError(f"{who} cannot connect to its neighbour: {error.message}")
 
 
 async def _note_in_the_clear(address: str, reason: Reason) -> None:

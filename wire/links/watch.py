@@ -54,7 +54,7 @@ async def first_beat(context: Any) -> pb.WatchRequest:
         async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
             message = await context.read()
     except TimeoutError as error:
-        raise ProtocolError("no first sign of life came on this call") from error
+        raise ProtocolError("the call brought no first sign of life") from error
     if not isinstance(message, bytes):
         return pb.WatchRequest()
     if len(message) > bounds.UNARY_BYTES_MAX:

@@ -111,7 +111,7 @@ class KeyValue:
     start: int  # file offset of the entry's first byte
     end: int  # file offset past its last byte
     value: Value | None  # None for arrays longer than ARRAY_DECODED_MAX and for arrays of strings
-    repeats: bool = False  # of TOKENS_KEY: whether some text is there twice
+    repeats: bool = False  # of TOKENS_KEY: whether some text appears twice
     n_byte_tokens: int = 0  # of TOKENS_KEY: how many are called <0xNN>
 
 
@@ -165,7 +165,7 @@ class HeaderBudget:
         left = getattr(self, what) - count
         if left < 0:
             bound = type(self).__dataclass_fields__[what].default
-            raise ModelFileError(f"{path}: has more than {bound:,} {_WHAT[what]} in its header; that is no model")
+            raise ModelFileError(f"{path}: has more than {bound:,} {_WHAT[what]} in its header; this is not a model")
         setattr(self, what, left)
 
 
@@ -188,7 +188,7 @@ def read_header(path: Path, file_index: int = 0, budget: HeaderBudget | None = N
     """
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would keep us waiting for ever
-            raise ModelFileError(f"{path}: is no file")
+            raise ModelFileError(f"{path}: is not a file")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             return _parse(path, file, status, file_index, budget or HeaderBudget())
@@ -224,7 +224,7 @@ def _parse(path: Path, file: BinaryIO, status: os.stat_result, file_index: int, 
         for _ in range(n_entries):
             entry = cursor.entry()
             if entry.key in entries:
-                raise ModelFileError(f"{path}: metadata key {entry.key} is there twice")
+                raise ModelFileError(f"{path}: metadata key {entry.key} appears twice")
             entries[entry.key] = entry
         descriptions = [cursor.tensor() for _ in range(n_tensors)]
         data_start = cursor.at

@@ -102,7 +102,7 @@ def check_model(path: Path, entries: Mapping[str, KeyValue], tensors: Iterable[T
     """Raise ModelFileError for the metadata of a model and the tensors of all its files."""
     problem = next(itertools.chain(tensor_problems(tensors), value_problems(entries)), None)
     if problem is not None:
-        raise ModelFileError(f"{path}: {problem}; the file is damaged, or no model that llama.cpp computes")
+        raise ModelFileError(f"{path}: {problem}; the file is damaged, or llama.cpp cannot compute this model")
 
 
 def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
@@ -113,9 +113,9 @@ def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
             continue
         if is_elementwise(tensor):
             if kind != "F32":
-                yield f"tensor {tensor.name} is {kind}, and norms, biases and other vectors are computed in F32 alone"
+                yield f"tensor {tensor.name} is {kind}, but norms, biases and other vectors must be F32"
         elif kind not in PRODUCT_TYPES:
-            yield f"tensor {tensor.name} is {kind}, which no product takes"
+            yield f"tensor {tensor.name} is {kind}, a type that llama.cpp cannot multiply"
 
 
 def is_elementwise(tensor: Tensor) -> bool:
@@ -143,7 +143,7 @@ def value_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
     if prefix.removesuffix(".") in _DECODERS:
         yield from _tokenizer_problems(entries)
     if (tokens := entries.get(TOKENS_KEY)) is not None and tokens.repeats:
-        yield f"{TOKENS_KEY} holds a text twice"
+        yield f"{TOKENS_KEY} holds the same text twice"
 
 
 def _entry_problems(full_key: str, key: str, entry: KeyValue) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _entry_problems(full_key: str, key: str, entry: KeyValue) -> Iterator[str]:
             continue
         low, high = _bounds_of(key, is_float=isinstance(value, float))
         if not low <= value <= high:  # NaN is in no range
-            yield f"{full_key} is {value}, and can be {low:g} to {high:g} at most"
+            yield f"{full_key} is {value}; it must be {low:g} to {high:g}"
             return
 
 
@@ -202,7 +202,7 @@ def _head_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[
     shared = _per_layer(values.get("attention.head_count_kv"), n_layers)
     for n_heads, n_kv in zip(heads, shared or heads, strict=False):
         if n_kv > n_heads or (n_kv and n_heads % n_kv):
-            yield f"{prefix}attention.head_count is {n_heads}, which {n_kv} key and value heads cannot be shared by"
+            yield f"{prefix}attention.head_count is {n_heads}, not a multiple of its {n_kv} key and value heads"
             return
 
 
@@ -215,30 +215,30 @@ def _width_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator
         for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
     if architecture in _EQUAL_WIDTHS and keys != its_values:
-        yield f"{prefix}attention.key_length is {keys} and value_length {its_values}, which must be the same here"
+        yield f"{prefix}attention.key_length is {keys} and value_length {its_values}; both must be equal in this family"
     if values.get("rope.dimension_count") is not None and architecture in _WHOLE_ROTATION and rotated != keys:
-        yield f"{prefix}rope.dimension_count is {rotated}, where all {keys} values of a head are rotated"
+        yield f"{prefix}rope.dimension_count is {rotated}; it must be {keys}, all values of a head"
 
 
 def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[str]:
     scaling = values.get("rope.scaling.type")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        yield f"{prefix}rope.scaling.type is {scaling[:40]!r}, and can be {', '.join(_ROPE_SCALINGS)}"
+        yield f"{prefix}rope.scaling.type is {scaling[:40]!r}; it must be one of {', '.join(_ROPE_SCALINGS)}"
     heads = [n_heads for n_heads in _per_layer(values.get("attention.head_count"), 1) if n_heads > 0]
     by_default = _largest(values.get("embedding_length")) // min(heads) if heads else None  # as llama.cpp has it
     for suffix in ("", "_swa"):
         n_rotated = values.get(f"rope.dimension_count{suffix}")
         width = values.get(f"attention.key_length{suffix}") or values.get("attention.key_length") or by_default
         if isinstance(n_rotated, int) and n_rotated % 2:
-            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}, which are no pairs"
+            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}; it must be even"
         latent = values.get("attention.key_length_mla")  # of which only a part is cached and rotated
         if isinstance(n_rotated, int) and isinstance(width, int) and n_rotated > width and not latent:
-            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated} of {width} values of a head"
+            yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}, but a head has only {width} values"
 
 
 def _tokenizer_problems(entries: Mapping[str, KeyValue]) -> Iterator[str]:
     tokens, kind = entries.get(TOKENS_KEY), entries.get("tokenizer.ggml.model")
     if kind is not None and kind.value not in _TOKENIZERS:
-        yield f"tokenizer.ggml.model is {str(kind.value)[:40]!r}, and can be {', '.join(_TOKENIZERS)}"
+        yield f"tokenizer.ggml.model is {str(kind.value)[:40]!r}; it must be one of {', '.join(_TOKENIZERS)}"
     if tokens is not None and kind is not None and kind.value == _BY_PIECES and tokens.n_byte_tokens < 256:
-        yield f"{TOKENS_KEY} has tokens for {tokens.n_byte_tokens} of 256 bytes, and llama.cpp looks for the others"
+        yield f"{TOKENS_KEY} has tokens for only {tokens.n_byte_tokens} of 256 bytes; llama.cpp needs all"

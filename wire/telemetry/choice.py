@@ -69,7 +69,7 @@ def hint(endpoint: str, environment: Mapping[str, str]) -> str:
         if environment.get(key, "").strip():
             return f"{where}, as {key} says"
     (other,) = (name for name in _BY_PROTOCOL if name not in protocols)
-    return f"{where}; if the collector speaks the other one there, set {_PROTOCOL_KEYS[1]}={other}"
+    return f"{where}; if the collector expects the other protocol there, set {_PROTOCOL_KEYS[1]}={other}"
 
 
 def _with_scheme(endpoint: str, environment: Mapping[str, str]) -> str:

@@ -240,7 +240,7 @@ async def test_a_stage_cannot_play_the_coordinator(ca: Path, tmp_path: Path):
     config = EnrolConfig(SigningAuthority(ca), "127.0.0.1", 0)
     async with serve_enrolment(config, load_security(ca / "evil", environment={}), "x:1") as address:
         refused = await Port(ca, tmp_path, address).refusal(invite(ca, "old", "old.test"))
-    assert "is stage evil on localhost and no coordinator; nothing was sent" in refused.message
+    assert "is not a coordinator but stage evil on localhost; nothing was sent" in refused.message
 
 
 @pytest.mark.parametrize(("hours", "side"), [(-3, "behind"), (2, "ahead of")])

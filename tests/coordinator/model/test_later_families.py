@@ -113,7 +113,7 @@ def test_a_stage_holds_no_more_positions_than_its_model_knows(tmp_path: Path) ->
     split_model(make_tiny("gpt2", tmp_path / "model.gguf"), tmp_path / "out", cuts=(2,))
     for index in range(2):
         artifact = tmp_path / "out" / f"stage-{index}.gguf"
-        with pytest.raises(UsageError, match="--ctx is 513; this model knows 512 positions and no more"):
+        with pytest.raises(UsageError, match="--ctx is 513, but this model has only 512 positions"):
             NativeEngine(engine_config(artifact, 1, CTX + 1, 8))
         with NativeEngine(engine_config(artifact, 1, CTX, 8)) as engine:
             engine.positions[0] = CTX - 1

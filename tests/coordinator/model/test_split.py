@@ -358,7 +358,7 @@ def test_a_name_that_is_no_text_is_split_and_known_again(tmp_path: Path) -> None
 
 def test_a_pipe_is_no_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    with pytest.raises(ModelFileError, match=r"pipe\.gguf: is no file"):
+    with pytest.raises(ModelFileError, match=r"pipe\.gguf: is not a file"):
         open_model(tmp_path / "pipe.gguf")
 
 

@@ -137,7 +137,7 @@ def swapped(stages: list[Path]) -> None:
         (remove_pipeline, "pipeline.json: no such file"),
         (break_pipeline, "pipeline.json: cannot be read"),
         (newer_pipeline, "pipeline.json: version 2, this build reads 1"),
-        (unlist, "stage-1.gguf: pipeline.json beside it does not list this file"),
+        (unlist, "stage-1.gguf: pipeline.json in its directory does not list this file"),
         (of_another_split, "stage-1.gguf: is stage 1 of another split"),
         (swapped, "stage-1.gguf: is stage 1 of another split"),
     ],

@@ -123,7 +123,7 @@ def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:
     hidden.want(wanted=True)
     through(chain, [(PROMPT[3:6], 0, 3, [0, 0, 1])])
     assert hidden.rows(2, 1).shape == (1, chain.engines[-1].n_embd)
-    with pytest.raises(NativeError, match="hidden rows came where 2"):
+    with pytest.raises(NativeError, match="hidden rows came instead of 2"):
         hidden.rows(1, 2)
     hidden.want(wanted=False)
 

@@ -181,9 +181,9 @@ def test_a_position_picked_again_is_picked_alike(vocabulary: LLTokenizer) -> Non
     for first in (len(tokens) - 1, 2, 0):
         again = [sampler.sample(logits_at(position), position).token for position in positions[first : len(tokens)]]
         assert again == tokens[first:]
-    with pytest.raises(InternalError, match="position 6 is sampled"):
+    with pytest.raises(InternalError, match="position 6 was sampled out of order"):
         sampler.sample(logits_at(6), 6)
-    with pytest.raises(InternalError, match=f"position {8 + len(tokens)} is sampled"):
+    with pytest.raises(InternalError, match=f"position {8 + len(tokens)} was sampled out of order"):
         sampler.sample(logits_at(6), 8 + len(tokens))
 
 
@@ -193,7 +193,7 @@ def test_who_is_opened_elsewhere_goes_on_where_it_was(tokenizer: Tokenizer, voca
         sampler = sampler_of(vocabulary, said, temperature=0.0)
         assert sampler.sample(logits_at(3), 20 + n_said).token in allowed(tokenizer, said)
     misled = Constraint(vocabulary, GRAMMAR, [ord("z")])
-    with pytest.raises(InvalidRequestError, match="the grammar cannot be followed"):
+    with pytest.raises(InvalidRequestError, match="the grammar cannot be used"):
         misled.apply(20, logits_at(3))
 
 
@@ -202,24 +202,24 @@ def test_what_no_coordinator_sends_is_refused(vocabulary: LLTokenizer) -> None:
         Constraint(vocabulary, "x" * (bounds.GRAMMAR_BYTES_MAX + 1), ())
     with pytest.raises(ProtocolError, match="too long"):
         Constraint(vocabulary, GRAMMAR, [1] * (bounds.GRAMMAR_TOKENS_MAX + 1))
-    with pytest.raises(ProtocolError, match=f"none of the vocabulary's {N_VOCAB}"):
+    with pytest.raises(ProtocolError, match=f"outside the vocabulary of {N_VOCAB}"):
         Constraint(vocabulary, GRAMMAR, [N_VOCAB])
     for grammar in ("start: (", "start: <|nothing|>", "{", '{"grammars": 5}'):
-        with pytest.raises(InvalidRequestError, match=r"the grammar cannot be followed: [^\n]+$"):
+        with pytest.raises(InvalidRequestError, match=r"the grammar cannot be used: [^\n]+$"):
             Constraint(vocabulary, grammar, ()).apply(0, np.zeros(N_VOCAB, np.float32))
 
 
 def test_a_vocabulary_without_text_follows_none(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_no_tokenizer(tmp_path / "none.gguf"))
     assert read_vocabulary(tokenizer._vocab, tokenizer.n_vocab) is None
-    with pytest.raises(InvalidRequestError, match="this model's vocabulary has no text"):
+    with pytest.raises(InvalidRequestError, match="this model's vocabulary has no texts"):
         Constraint(None, GRAMMAR, ())
 
 
 def test_where_nothing_that_fits_has_a_chance_the_session_ends(vocabulary: LLTokenizer) -> None:
     logits = np.zeros(N_VOCAB, np.float32)
     logits[[ord("h"), ord("y"), ord("n"), *range(260, N_VOCAB)]] = -np.inf
-    with pytest.raises(NumericError, match="no token that may be said at position 4 has any chance"):
+    with pytest.raises(NumericError, match="no token allowed at position 4 has a finite logit"):
         sampler_of(vocabulary, temperature=0.0).sample(logits, 4)
 
 
@@ -233,7 +233,7 @@ def test_a_grammar_too_complex_to_follow_ends_its_session_alone(vocabulary: LLTo
         for position in range(bounds.GRAMMAR_ITEMS_MAX):
             sampler.sample(logits, position)
 
-    with pytest.raises(InvalidRequestError, match=rf"cannot be followed: [^\n]+ max is {bounds.GRAMMAR_ITEMS_MAX}"):
+    with pytest.raises(InvalidRequestError, match=rf"cannot be used: [^\n]+ max is {bounds.GRAMMAR_ITEMS_MAX}"):
         go_on()
     assert picked_from(Constraint(vocabulary, GRAMMAR, ()), 0)
 

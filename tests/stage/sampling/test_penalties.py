@@ -107,7 +107,7 @@ def test_a_position_picked_again_is_picked_alike() -> None:
     tokens = [sampler.sample(logits_at(position % 5), position).token for position in range(10, 40)]
     assert [sampler.sample(logits_at(position % 5), position).token for position in range(22, 40)] == tokens[12:]
     assert [sampler.sample(logits_at(position % 5), position).token for position in range(10, 40)] == tokens
-    with pytest.raises(InternalError, match="position 42 is sampled, but 2 tokens before it were not"):
+    with pytest.raises(InternalError, match="position 42 was sampled out of order: 2 tokens before it are missing"):
         sampler.sample(logits_at(1), 42)
 
 

@@ -91,7 +91,7 @@ async def test_calls_after_health_have_a_bound_and_leave_room_to_others(monkeypa
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Check(request)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert caught.value.details() == "stage 1 answers 3 calls after its health, which is the bound"
+            assert caught.value.details() == "stage 1 already answers 3 health checks, which is the limit"
         make = channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
         assert await make().read() == b"x", "links go on"
         watches[0].cancel()

@@ -268,13 +268,13 @@ async def test_a_stage_takes_work_from_its_upstream_and_nobody_else(ids: Identit
         guarded_stage(security_of(ids.box2)) as (stage, address, _),
         await configured(stage, address, head, upstream_pass="right", upstream_name="box1") as one,
     ):
-        assert await relayed(address, one, upstream, "wrong") == "stage 1 takes no work without the pass of its epoch"
-        assert await relayed(address, one, upstream, "") == "stage 1 takes no work without the pass of its epoch"
+        assert await relayed(address, one, upstream, "wrong") == "stage 1 accepts work only with the pass of its epoch"
+        assert await relayed(address, one, upstream, "") == "stage 1 accepts work only with the pass of its epoch"
         assert await relayed(address, one, other, "right") == (
-            "stage 1 takes work from stage box1, not from stage box2 on box2"
+            "stage 1 accepts work from stage box1, not from stage box2 on box2"
         )
         assert await relayed(address, one, head, "right") == (
-            "stage 1 takes work from stage box1, not from coordinator on head"
+            "stage 1 accepts work from stage box1, not from coordinator on head"
         )
         assert await relayed(address, one, upstream, "right") == ""
 
@@ -293,7 +293,7 @@ async def test_a_route_stays_with_the_coordinator_that_began_it(ids: Identities,
             with pytest.raises(UnauthenticatedError, match="belongs to coordinator on head"):
                 await thief.listen()
         assert await relayed(address, one, security_of(tmp_path / "second"), "p") == (
-            "stage 1 takes work from its coordinator, not from coordinator on head2"
+            "stage 1 accepts work from its coordinator, not from coordinator on head2"
         )
         assert await relayed(address, one, security_of(ids.coordinator), "p") == ""
 
@@ -305,7 +305,7 @@ async def test_the_pass_is_what_counts_where_links_are_plaintext():
             head = LinkSecurity(token=root)
             async with await configured(stage, address, head, to=BOX2, upstream_pass="right") as one:
                 for shown in ("", "wrong", "right" * 1_000):
-                    assert "without the pass" in await relayed(address, one, LinkSecurity(), shown)
+                    assert "only with the pass" in await relayed(address, one, LinkSecurity(), shown)
                 assert await relayed(address, one, LinkSecurity(), "right") == ""
 
 
@@ -518,9 +518,9 @@ async def test_a_coordinator_leaves_a_stage_whose_own_credential_is_revoked(tmp_
 
 def test_a_process_refuses_credentials_of_another_role(ids: Identities):
     cases = (
-        (ids.box1, Role.COORDINATOR, "", "the join token is a stage's, and this is a coordinator"),
-        (ids.coordinator, Role.STAGE, "box1", "the join token is a coordinator's, and this is a stage"),
-        (ids.box1, Role.STAGE, "box2", "the join token is of stage box1 on box1, and this is stage box2"),
+        (ids.box1, Role.COORDINATOR, "", "the join token is for a stage, but this process is a coordinator"),
+        (ids.coordinator, Role.STAGE, "box1", "the join token is for a coordinator, but this process is a stage"),
+        (ids.box1, Role.STAGE, "box2", "the join token is for stage box1 on box1, but this process is stage box2"),
     )
     for directory, role, name, says in cases:
         with pytest.raises(UsageError, match=says):

@@ -152,7 +152,7 @@ async def test_a_reply_that_does_not_parse_is_a_protocol_error():
         return pb.ReturnResponse(samples=[pb.Sampled(token=2**32 - 1)])  # field 3 is not UTF-8
 
     async with serving(answer) as channel:
-        with pytest.raises(ProtocolError, match="what b sent as answer to Describe cannot be read"):
+        with pytest.raises(ProtocolError, match="b: answer to Describe cannot be read"):
             await describe(channel)
 
 

@@ -89,11 +89,11 @@ def tokens(*texts: bytes) -> Callable[[Draft], None]:
 
 FAULTS: list[tuple[str, Callable[[Draft], None], str]] = [
     *(
-        (f"matrix {kind}", typed("blk.0.ffn_up.weight", kind), f"is {kind}, which no product takes")
+        (f"matrix {kind}", typed("blk.0.ffn_up.weight", kind), f"is {kind}, a type that llama.cpp cannot multiply")
         for kind in ("I8", "I16", "I32", "I64", "F64", "Q8_1")
     ),
     *(
-        (f"norm {kind}", typed("blk.0.attn_norm.weight", kind), f"is {kind}, and norms")
+        (f"norm {kind}", typed("blk.0.attn_norm.weight", kind), f"is {kind}, but norms")
         for kind in ("Q8_0", "F16", "BF16", "I64", "MXFP4")
     ),
     *((f"eps {value}", valued("llama.attention.layer_norm_rms_epsilon", F32, value), "epsilon is")
@@ -107,16 +107,16 @@ FAULTS: list[tuple[str, Callable[[Draft], None], str]] = [
     ("any number", valued("llama.something.else", I32, -5), "something.else is -5"),
     ("any float", valued("llama.something.else", F32, -math.inf), "something.else is -inf"),
     ("in a list", listed("llama.something.each", F32, (1.0, math.nan)), "something.each is nan"),
-    ("heads", valued("llama.attention.head_count_kv", U32, 3), "head_count is 4, which 3"),
+    ("heads", valued("llama.attention.head_count_kv", U32, 3), "head_count is 4, not a multiple of its 3"),
     ("experts", valued("llama.expert_used_count", U32, 2), "expert_used_count is 2 of 0"),
     ("many experts", valued("llama.expert_count", U32, 100_000), "expert_count is 100000"),
     ("keys", valued("llama.attention.key_length", U32, 4096), "key_length is 4096 and value_length 16"),
-    ("rotated", valued("llama.rope.dimension_count", U32, 8), "rope.dimension_count is 8, where"),
+    ("rotated", valued("llama.rope.dimension_count", U32, 8), "rope.dimension_count is 8; it must be 16"),
     ("odd rotation", valued("llama.rope.dimension_count", U32, 15), "rope.dimension_count is 15"),
     ("rope", valued("llama.rope.scaling.type", STRING, "spiral"), "rope.scaling.type is 'spiral'"),
     ("another tokenizer", valued("tokenizer.ggml.model", STRING, "rwkv"), "tokenizer.ggml.model is 'rwkv'"),
-    ("no bytes", valued("tokenizer.ggml.model", STRING, "llama"), "tokens for 0 of 256 bytes"),
-    ("a text twice", tokens(b"a", b"b", b"a"), "holds a text twice"),
+    ("no bytes", valued("tokenizer.ggml.model", STRING, "llama"), "tokens for only 0 of 256 bytes"),
+    ("the same text twice", tokens(b"a", b"b", b"a"), "holds the same text twice"),
 ]  # fmt: skip
 
 
@@ -206,5 +206,7 @@ def test_what_an_artifact_says_of_itself_is_checked_too(
 def test_no_more_values_are_rotated_than_a_head_has_by_default(tmp_path: Path) -> None:
     """llama.cpp aborts at the first step. The file says no width of a head, which follows from others then."""
     model = make_tiny("chatglm", tmp_path / "m.gguf", extra_values={"rope.dimension_count": 1 << 20})
-    with pytest.raises(ModelFileError, match=r"chatglm\.rope\.dimension_count is 1048576 of \d+ values of a head"):
+    with pytest.raises(
+        ModelFileError, match=r"chatglm\.rope\.dimension_count is 1048576, but a head has only \d+ values"
+    ):
         inspect_model(model)

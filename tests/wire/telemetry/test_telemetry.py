@@ -130,7 +130,7 @@ def test_a_collector_that_gets_nothing_may_speak_the_other_protocol(caplog: pyte
     """One that speaks HTTP at another port than 4318 is taken for gRPC: the line says so, and what to set."""
     hint = telemetry_choice.hint("http://127.0.0.1:5318", {})
     assert hint == (
-        "they go to http://127.0.0.1:5318 as OTLP over grpc; if the collector speaks the other one there, "
+        "they go to http://127.0.0.1:5318 as OTLP over grpc; if the collector expects the other protocol there, "
         "set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
     )
     assert telemetry_choice.hint("http://c:4318", {}).endswith("set OTEL_EXPORTER_OTLP_PROTOCOL=grpc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import logging
 
 from llama_cpp import llama_cpp as llama
@@ -27,6 +26,7 @@ from relayline.stage.steps.policy import POLICIES, Policy, StepLimits
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
+from relayline.wire.common.versions import version_of
 
 log = logging.getLogger("relayline.stage")
 
@@ -80,7 +80,7 @@ def _load(
     facts = StageFacts(
         artifact,
         config,
-        importlib.metadata.version("relayline"),
+        version_of(),
         curves,
         rewinds,
         engine.keeps_state,

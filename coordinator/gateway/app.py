@@ -6,7 +6,6 @@ import asyncio
 import functools
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import metadata
 from multiprocessing import get_context
 from urllib.parse import quote
 
@@ -30,6 +29,7 @@ from relayline.coordinator.http.server import LIMITS
 from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.versions import version_of
 
 _PLAIN = (
     b"relayline serves an OpenAI-compatible API at /v1 (try GET /v1/models); GET /v1/pipeline lists its pipelines, and "
@@ -73,7 +73,7 @@ class Gateway:
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
         """GET /version."""
-        return json_response(shapes.encode({"version": metadata.version("relayline")}))
+        return json_response(shapes.encode({"version": version_of()}))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """GET /health: 200 while some pipeline takes requests; with the state of each."""

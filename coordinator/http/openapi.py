@@ -22,6 +22,7 @@ from relayline.coordinator.http.llama.asking import InfillBody, LlamaBody
 from relayline.coordinator.http.messages.asking import MessagesBody
 from relayline.coordinator.http.page import HEADERS
 from relayline.coordinator.http.responses.bodies import ResponsesBody
+from relayline.wire.common.versions import version_of
 
 OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
 
@@ -158,7 +159,7 @@ def _summary(route: web.AbstractRoute) -> str:
 
 def _version() -> str:
     try:
-        return metadata.version("relayline")
+        return version_of()
     except metadata.PackageNotFoundError:  # run from a checkout that was never installed
         return "dev"
 

@@ -31,6 +31,7 @@ from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.versions import version_of
 
 YIELD_BYTES = 64 * 1024  # of a packed prompt: a fraction of a millisecond
 OtherForm = Literal["responses", "messages", "counted", "llama", "infill", "embeddings"]
@@ -276,6 +277,6 @@ def make_service(
 def _fingerprint() -> str:
     """Return `system_fingerprint`: what computed the answer, as far as its arithmetic goes."""
     try:
-        return f"relayline-{metadata.version('relayline')}"
+        return f"relayline-{version_of()}"
     except metadata.PackageNotFoundError:  # run from a checkout that was never installed
         return "relayline-dev"

@@ -12,7 +12,6 @@ import binascii
 import contextlib
 import datetime
 import hashlib
-import importlib.metadata
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from relayline.coordinator.joining.config import Authority, EnrolConfig
 from relayline.coordinator.joining.invitations import Desk, WrongTokenError, may_be_called
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import ProtocolError, RelaylineError, UnauthenticatedError, UsageError, http_status
+from relayline.wire.common.versions import version_of
 from relayline.wire.links import enrolment
 from relayline.wire.links.roles import NAME, Identity, Role
 from relayline.wire.links.security import LinkSecurity, address_of
@@ -61,7 +61,7 @@ class Enrolment:
         """Tell the CA's certificate, the time and where stages join."""
         host, port = self._join
         ca = await asyncio.to_thread(self._authority.ca_pem)
-        version = importlib.metadata.version("relayline")
+        version = version_of()
         return _answer(enrolment.Welcome(ca, _now().isoformat(), host, port, version))
 
     async def enrol(self, request: web.Request) -> web.Response:

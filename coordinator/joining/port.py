@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from relayline.coordinator.joining.enrol import serve_enrolment
 from relayline.coordinator.joining.service import SERVICE, JoinService, MemberService
 from relayline.coordinator.joining.survey import SurveyService
 from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.wire.common.versions import version_of
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import LinkSecurity, address_of
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -86,7 +86,7 @@ async def _served(
 def make_roster(config: JoinConfig, on_member: OnMember = lambda place: None) -> JoinedRoster:
     """Return the places that stages may take, all of them free. `on_member` hears of every change of a place."""
     names = [stage.name for stage in config.stages]
-    membership = Membership(names, importlib.metadata.version("relayline"), time.monotonic_ns(), config.holders)
+    membership = Membership(names, version_of(), time.monotonic_ns(), config.holders)
     roster = JoinedRoster(membership)
     roster.on_change = on_member
     return roster

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import io
 import os
@@ -127,7 +126,7 @@ def _unloaded(name: str) -> click.Command:
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(importlib.metadata.version("relayline"), prog_name="relayline")
+@click.version_option(package_name="relayline", prog_name="relayline")
 def relayline() -> None:
     """Span one large language model over several machines, with batched decode and an OpenAI-compatible API."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime
 import email.utils
-import importlib.metadata
 import json
 import socket
 import urllib.parse
@@ -18,6 +17,7 @@ from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.versions import version_of
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity, Role
 from relayline.wire.links.security import LinkSecurity, address_of, credential_host
@@ -122,7 +122,7 @@ async def look_stage(name: str, address: str, host: str, security: LinkSecurity)
     finally:
         if client is not None:
             await client.close()
-    findings = [judge_version(check, facts.software_version, importlib.metadata.version("relayline"))]
+    findings = [judge_version(check, facts.software_version, version_of())]
     if first is not None and second is not None:
         findings.append(judge_stage_clock(check, first, second))
     return findings

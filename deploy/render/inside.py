@@ -6,7 +6,6 @@ the container. The paths and hosts of the user's own file have no meaning there.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
@@ -15,6 +14,7 @@ from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Speed, Stage
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.versions import version_of
 from relayline.wire.links.security import address_of
 
 HTTP_PORT = 8_080
@@ -102,7 +102,7 @@ class Inside:
     def image(self, *, on_gpu: bool = False) -> str:
         """Return the image of a process: the coordinator and stages on the CPU, or stages on a GPU."""
         deployment = self.manifest.spec.deployment
-        plain = deployment.image or f"relayline:{importlib.metadata.version('relayline')}"
+        plain = deployment.image or f"relayline:{version_of()}"
         if not on_gpu:
             return plain
         return deployment.gpu_image or (plain if deployment.image else f"{plain}-cuda")

@@ -7,7 +7,6 @@ certificate, and keeps its artifact in its own volume over restarts.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import re
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from relayline.deploy.render import cluster, inside, pods
 from relayline.deploy.render.document import Mapping, without_none, yaml_file
 from relayline.deploy.render.inside import Inside, check_names
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.versions import version_of
 from relayline.wire.links.roles import MONITOR_DIR, Role
 
 TARGET = "kubernetes"
@@ -56,7 +56,7 @@ _JOIN_NOTE = "Stages join before the coordinator is ready: it is ready when they
 
 def version() -> str:
     """Return relayline's version as a label value."""
-    return importlib.metadata.version("relayline").replace("+", "-")
+    return version_of().replace("+", "-")
 
 
 def check_lengths(manifest: Manifest, parts: list[str]) -> None:

@@ -151,6 +151,18 @@ def _import_all() -> None:
     for module in WORKERS:
         importlib.import_module(module)
         del sys.modules[module]  # the main module must not be imported before
+    _know_the_machine()
+
+
+def _know_the_machine() -> None:
+    """Compute what most commands would compute: versions, the checks of a manifest, how fast this machine is."""
+    versions = importlib.import_module("relayline.wire.common.versions")
+    for package in ("relayline", "llama-cpp-python"):
+        versions.version_of(package)
+    importlib.import_module("relayline.deploy.manifest.model").Manifest.model_rebuild()
+    facts = importlib.import_module("relayline.deploy.machine.facts")
+    facts.bandwidth_bytes_per_s(1)
+    facts.flops(1)
 
 
 def _serve(control: socket.socket, set_by_imports: Mapping[str, str]) -> NoReturn:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.places import cache_dir
+from relayline.wire.common.versions import version_of
 
 DEATHS_MAX = 3  # of one artifact, in a row; then it is refused
 FORGOTTEN_S = 15 * 60.0
@@ -51,7 +51,7 @@ def attempt(artifact: Path) -> Iterator[None]:
 def _directory(artifact: Path) -> Path:
     """Return where loads of an artifact are noted: another file, or another llama.cpp, is another matter."""
     status = artifact.stat()
-    facts = (artifact.resolve(), status.st_size, status.st_mtime_ns, importlib.metadata.version("llama-cpp-python"))
+    facts = (artifact.resolve(), status.st_size, status.st_mtime_ns, version_of("llama-cpp-python"))
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     return cache_dir() / "loads" / name
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from importlib import metadata
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
 from relayline.wire.common.places import cache_dir, expanded
+from relayline.wire.common.versions import version_of
 from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
@@ -42,6 +42,6 @@ def identity_of(settings: EngineSettings, artifact: StageArtifact) -> str:
     is_long = rope is not None and settings.ctx_tokens > rope.original_tokens
     facts = (
         artifact.source_sha256, artifact.architecture, artifact.layer_start, artifact.layer_end, settings.kv_type,
-        settings.layout_used, is_long, metadata.version("llama-cpp-python"), ggml.kernels(),
+        settings.layout_used, is_long, version_of("llama-cpp-python"), ggml.kernels(),
     )  # fmt: skip
     return "\n".join(map(str, facts))

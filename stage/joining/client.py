@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import os
 import platform
 import socket
@@ -18,6 +17,7 @@ from relayline.stage.speed.machine_key import ENGINE_PACKAGE, processor_name
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
+from relayline.wire.common.versions import version_of
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Role
@@ -184,7 +184,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         memory_bytes = 0
     return pb.StageHello(
         protocol_version=bounds.PROTOCOL_VERSION,
-        software_version=importlib.metadata.version("relayline"),
+        software_version=version_of(),
         name=name,
         process_id=process_id,
         moves=True,
@@ -199,6 +199,6 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
             memory_bytes=memory_bytes,
             memory_available_bytes=available_memory_bytes() or 0,
             processor=processor_name(),
-            engine_version=importlib.metadata.version(ENGINE_PACKAGE),
+            engine_version=version_of(ENGINE_PACKAGE),
         ),
     )

@@ -7,6 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from relayline.wire.common.versions import version_of
+
 ENGINE_PACKAGE = "llama-cpp-python"
 _LIBRARIES = "llama_cpp/lib"
 _BUILT_WITH = ".txt"  # digests of the files of deploy/kernels, which llama_minimal.cmake puts next to the libraries
@@ -25,7 +27,7 @@ def machine_facts() -> tuple[str, ...]:
         platform.node(),
         processor_name(),
         str(os.cpu_count()),
-        metadata.version(ENGINE_PACKAGE),
+        version_of(ENGINE_PACKAGE),
         *_libraries(),
         kernels,
     )

@@ -7,7 +7,6 @@ failing collector become an occasional line in our log, not one per attempt.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import threading
@@ -23,6 +22,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from relayline.wire.common.versions import version_of
 from relayline.wire.envelopes import trace_context
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.spans import FinishedSpan
@@ -61,7 +61,7 @@ class Pipe:
         self._ids = _PlannedIds()
         self._processors = [_Counted(exporter) for exporter in exporters]
         self._sampler_ratio, self._limits = sampler_ratio, _limits()
-        self._scope = InstrumentationScope(names.SCOPE, importlib.metadata.version("relayline"))
+        self._scope = InstrumentationScope(names.SCOPE, version_of())
         self._identify(who)
 
     def identify(self, who: Mapping[str, AttributeValue]) -> None:
@@ -82,7 +82,7 @@ class Pipe:
         self.is_sampling = not self._provider.sampler.get_description().startswith("AlwaysOff")
         for processor in self._processors:
             self._provider.add_span_processor(processor)
-        self.tracer: trace.Tracer = self._provider.get_tracer(names.SCOPE, importlib.metadata.version("relayline"))
+        self.tracer: trace.Tracer = self._provider.get_tracer(names.SCOPE, version_of())
 
     def samples(self, context: bytes) -> bool:
         """Return whether the head sampler takes the root of a new trace with these ids."""
@@ -144,7 +144,7 @@ def _resource(who: Mapping[str, AttributeValue]) -> Resource:
     # One name for all of its services would take their places in the pipeline away from them.
     stem = str(given.pop(names.RESOURCE_SERVICE_NAME, names.SERVICE_STEM))
     name = f"{stem}-{who[names.RESOURCE_SERVICE_NAME]!s}"
-    ours = {**who, names.RESOURCE_SERVICE_VERSION: importlib.metadata.version("relayline")}
+    ours = {**who, names.RESOURCE_SERVICE_VERSION: version_of()}
     # Resource.create would let our values win over OTEL_RESOURCE_ATTRIBUTES, and OTEL_SERVICE_NAME over our name.
     detected = Resource.create({}).attributes
     return Resource({**detected, **ours, **given, names.RESOURCE_SERVICE_NAME: name})

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from relayline.deploy.launch.model_source import parse_reference
-from relayline.deploy.manifest import Manifest, is_local, load_manifest, parse_manifest
+from relayline.deploy.manifest import Manifest, is_local, load, load_manifest, parse_manifest
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest
 from relayline.deploy.manifest.load import COMPLAINTS_MAX, ManifestError
@@ -21,7 +21,7 @@ from relayline.deploy.manifest.model import API_VERSION, Context
 from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
 from relayline.deploy.manifest.stage import Stage
-from relayline.deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX
+from relayline.deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX, read_document
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.stage.engine.kv_cache import KV_TYPES
 from relayline.wire.common.kv_layout import KV_LAYOUTS
@@ -310,6 +310,18 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 def test_every_example_is_read(path: Path) -> None:
     manifest = load_manifest(path)
     assert parsed(dump_manifest(manifest)).spec == manifest.spec
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_json_without_a_mistake_says_the_same_and_takes_no_yaml(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, text = parsed(path.read_text()), json.dumps(read_document(path.read_bytes()).value)
+    monkeypatch.delattr(load, "read_document")
+    assert parsed(text) == manifest
+
+
+def test_json_with_a_key_given_twice_is_refused() -> None:
+    value = json.dumps(read_document(SMALLEST.encode()).value)
+    assert "'kind' is given twice; first in line 1" in refusal(value[:-1] + ', "kind": "Pipeline"}')[0]
 
 
 # --- the schema -------------------------------------------------------------------------------------------------------

@@ -180,8 +180,8 @@ class BodyPool:
         """No process is started yet."""
         sent, path = msgspec.msgpack.encode(setting), tokenizer.path
         self._inline = Shop(setting, tokenizer) if _starts_quickly(tokenizer) else None
-        self._quick = _Workers(sent, path, 1, Terms(QUICK_CPU_S_MAX))
-        self._long = _Workers(sent, path, N_LONG, Terms(CPU_S_MAX, NICENESS))
+        self._quick = _Workers(sent, path, 1, Terms(QUICK_CPU_S_MAX, template_cpu_s_max=TEMPLATE_CPU_S_MAX))
+        self._long = _Workers(sent, path, N_LONG, Terms(CPU_S_MAX, NICENESS, TEMPLATE_CPU_S_MAX))
         self._grammars = _Workers(sent, path, N_GRAMMAR, Terms(GRAMMAR_CPU_S_MAX, NICENESS))
 
     async def ask(self, client: str, asked: Asked, raw: bytes) -> bytes:

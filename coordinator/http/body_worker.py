@@ -21,7 +21,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InternalError, OverloadedError, RelaylineError
 
 CPU_S_MAX = 10.0  # of one request; a million tokens take 3 s
-TEMPLATE_CPU_S_MAX = 1.0  # of these for the model's template; a chat of 128,000 tokens takes 0.1 s
+TEMPLATE_CPU_S_MAX = 1.0  # of its template; a chat of 128,000 tokens takes 0.1 s
 QUICK_CPU_S_MAX = 0.25  # of a short body; what takes longer goes to those who have more time
 MEMORY_BYTES_MAX = 128 * 1024 * 1024  # on top of its memory at the fork
 
@@ -38,6 +38,7 @@ class Terms(msgspec.Struct):
 
     cpu_s_max: float  # of one request
     niceness: int = 0
+    template_cpu_s_max: float = TEMPLATE_CPU_S_MAX  # of these for the model's template
 
 
 class Failure(msgspec.Struct):
@@ -64,7 +65,7 @@ def serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
 
         def enter(phase: Phase) -> None:
             pipe.sendall(FROM_WORKER.pack(ENTERED, 1) + _PHASES[phase])
-            limit_s = min(TEMPLATE_CPU_S_MAX, cpu_s_max) if phase == "template" else cpu_s_max
+            limit_s = min(terms.template_cpu_s_max, cpu_s_max) if phase == "template" else cpu_s_max
             signal.setitimer(signal.ITIMER_PROF, limit_s)
 
         kind, answer = _answer(shop, asked, frame[1], enter)

@@ -45,6 +45,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(support.write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
+@pytest.fixture(autouse=True)
+def _templates_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless ones take what they may, each time; honest ones are done in a few milliseconds."""
+    monkeypatch.setattr(body_pool, "TEMPLATE_CPU_S_MAX", 0.2)
+
+
 def pool_of(tokenizer: Tokenizer, template: str = support.CHATML) -> BodyPool:
     return BodyPool(setting_of("m", HttpLimits(), ChatTemplate(template)), tokenizer)
 

@@ -104,15 +104,23 @@ def test_a_fork_is_a_child_with_the_command_line_session_and_end_that_were_asked
 
 
 def test_uvloop_gets_a_fork_as_well() -> None:
-    async def ask() -> tuple[bool, bytes, bytes, int | None]:
-        pipe = asyncio.subprocess.PIPE
-        begun = await asyncio.create_subprocess_exec(*COMMAND, "nonsense", stdin=pipe, stdout=pipe, stderr=pipe)
-        forked = begun.pid in children(os.getpid())
-        out, err = await begun.communicate()
-        return forked, out, err, begun.returncode
+    pipe = asyncio.subprocess.PIPE
 
-    forked, out, err, code = uvloop.run(ask())
-    assert (forked, out, code) == (True, b"", 2)
+    async def looked_at() -> tuple[bool, bool, int]:
+        """One that waits for its stdin: any other may have ended, and been waited for, before anyone looks."""
+        command = module_command("relayline.coordinator.text.grammar_worker")
+        begun = await asyncio.create_subprocess_exec(*command, stdin=pipe)
+        seen = is_fork(begun.pid), begun.pid in children(os.getpid())
+        begun.kill()
+        return *seen, await begun.wait()
+
+    async def heard() -> tuple[bytes, bytes, int | None]:
+        begun = await asyncio.create_subprocess_exec(*COMMAND, "nonsense", stdin=pipe, stdout=pipe, stderr=pipe)
+        return *await begun.communicate(), begun.returncode
+
+    assert uvloop.run(looked_at()) == (True, True, -signal.SIGKILL)
+    out, err, code = uvloop.run(heard())
+    assert (out, code) == (b"", 2)
     assert b"No such command" in err
 
 

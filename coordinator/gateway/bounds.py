@@ -22,6 +22,8 @@ POLL_TIMEOUT_S = 3.0  # for one; a coordinator asks its stages for up to two sec
 CONNECT_TIMEOUT_S = 2.0
 LOST_AFTER_S = 10.0  # without an answer: what still runs there is given up
 LEAVE_TIMEOUT_S = 600.0  # for the requests of a pipeline that is taken away; then they are given up
+READY_TIMEOUT_S = 60.0  # for a pipeline that says it serves until a request can start there: its stages may be away
+READY_POLL_S = 0.1  # between two questions then
 RETRY_AFTER_S = 2  # for clients, where no replica lives: the time after which a new one is noticed
 
 assert CHAIN_FIRST < CHAIN_MAX

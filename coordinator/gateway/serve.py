@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from relayline.coordinator.gateway.app import make_gateway
-from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S
+from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S, READY_POLL_S, READY_TIMEOUT_S
 from relayline.coordinator.gateway.forward import Forwarder
 from relayline.coordinator.gateway.links import BackendConfig, Links
+from relayline.coordinator.gateway.router import Health
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import server_tls, start_http
@@ -73,6 +74,17 @@ class ServedGateway:
             link.backend.models, link.cards = before.models, self._links.links[before].cards
             router.leave(before)
         await self._links.ask(link)
+
+    async def until_ready(self, name: str) -> bool:
+        """Wait until a pipeline takes requests, up to a bound; return whether it does."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while (backend := self._links.router.named(name)) is not None:
+                    await self._links.ask(self._links.links[backend])
+                    if backend.health is Health.READY:
+                        return True
+                    await asyncio.sleep(READY_POLL_S)
+        return False
 
     def leave(self, name: str) -> None:
         """Give a pipeline no more requests."""

@@ -24,44 +24,62 @@ from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import Phase
 
 
-def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool) -> bool:
-    """Bring a serving pipeline to the state of its manifest.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A pipeline that serves, and how its manifest differs from what runs."""
 
-    Returns False where none serves in `directory`. With `is_dry` only show the changes, even where none runs. Raises
-    StartError for changes that need a restart.
-    """
+    launched: Launched
+    running: Manifest
+    differs: Difference
+
+    @property
+    def restart_fields(self) -> str:
+        """The fields that take a new start, empty for none."""
+        return ", ".join(change.field for change in self.differs.others)
+
+
+def found_difference(what: Launch, directory: StateDir) -> Found | None:
+    """Compare a manifest with the pipeline that serves in `directory`; None where none does."""
     state = directory.load()
     launched = Launched(directory, state) if state is not None else None
     if launched is None or not launched.is_running:
-        if is_dry:
-            _show_plan(what, as_json=as_json)
-        return is_dry
-    url, key = launched.state.url, key_of(launched)
+        return None
+    url = launched.state.url
     if not url or launched.phase not in (Phase.READY, Phase.RECOVERING):
-        return False  # it starts or ends: the lock says so
-    found = fetch(url, PATH, key, ("cuts", "layers", "stages", "hosts"))
+        return None  # it starts or ends: the lock says so
+    found = fetch(url, PATH, key_of(launched), ("cuts", "layers", "stages", "hosts"))
     wanted = override(what.manifest, {"model": {"path": str(find_model(what.manifest).absolute())}})
     running = load_manifest(directory.manifest)
-    differs = difference(
-        running,
-        wanted,
-        tuple(found["cuts"]),
-        found["layers"][-1][1],
-        holders=found["stages"],
-        known=found["hosts"],
-    )
-    name = launched.state.name
-    _show(name, differs, is_dry=is_dry, as_json=as_json)
+    n_layers = found["layers"][-1][1]
+    differs = difference(running, wanted, tuple(found["cuts"]), n_layers, holders=found["stages"], known=found["hosts"])
+    return Found(launched, running, differs)
+
+
+def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool, restarts: str = "") -> bool:
+    """Bring a serving pipeline to the state of its manifest.
+
+    Returns False where none serves in `directory`. With `is_dry` only show the changes, even where none runs.
+    `restarts` as in `show_difference`. Raises StartError for changes that need a restart.
+    """
+    state = directory.load()
+    if is_dry and (state is None or not Launched(directory, state).is_running):
+        _show_plan(what, as_json=as_json)
+        return True
+    found = found_difference(what, directory)
+    if found is None:
+        return False
+    launched, differs = found.launched, found.differs
+    name, url, key = launched.state.name, launched.state.url, key_of(launched)
+    show_difference(name, differs, is_dry=is_dry, as_json=as_json, restarts=restarts)
     if is_dry:
         return True
     if differs.others:
-        fields = ", ".join(change.field for change in differs.others)
         raise StartError(
-            f"{name} runs, and nothing was changed: {fields} cannot change while it serves; `relayline down {name}`, "
-            "then `up` again, or start another one with --name"
+            f"{name} runs, and nothing was changed: {found.restart_fields} cannot change while it serves; `relayline "
+            f"down {name}`, then `up` again, or start another one with --name"
         )
     if differs.added:
-        _take_on(launched, running, differs.added, url, key, as_json=as_json)
+        _take_on(launched, found.running, differs.added, url, key, as_json=as_json)
     if differs.layers:
         after = asyncio.run(moved_layers(url, key, differs.cuts, tell=not as_json))
         click.echo(json.dumps({"event": "moved", **after}) if as_json else moved_text(after))
@@ -86,7 +104,8 @@ def _take_on(
             click.echo(f"on {stage.host}, run:\n  {line}")
 
 
-def _show(name: str, differs: Difference, *, is_dry: bool, as_json: bool) -> None:
+def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bool, restarts: str = "") -> None:
+    """Print what differs; `restarts`: of a pipeline behind a gateway, what changes that need a restart do."""
     if as_json:
         changes = {"layers": differs.layers, "others": differs.others}
         said = {key: [dataclasses.asdict(change) for change in found] for key, found in changes.items()}
@@ -100,7 +119,7 @@ def _show(name: str, differs: Difference, *, is_dry: bool, as_json: bool) -> Non
     for change in differs.layers:
         click.echo(f"{change}: moves while it serves")
     for change in differs.others:
-        click.echo(f"{change}: takes a new start")
+        click.echo(f"{name}: {change}: {restarts}" if restarts else f"{change}: takes a new start")
 
 
 def _show_plan(what: Launch, *, as_json: bool) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 from yarl import URL
 
-from relayline.deploy.cli.apply import applied
-from relayline.deploy.launch.control import Launched
+from relayline.deploy.cli.apply import applied, found_difference, show_difference
+from relayline.deploy.cli.console_http import fetch
+from relayline.deploy.launch.board import unlike_manifest
+from relayline.deploy.launch.control import Launched, key_of
 from relayline.deploy.launch.gateway_change import GatewayDifference, difference
 from relayline.deploy.launch.gateway_plan import stages_of
 from relayline.deploy.launch.here import at_home
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from relayline.deploy.manifest.gateway import Member
 
 LOOK_EVERY_S = 0.3
+ALONE = "takes a new start, and no replica would answer meanwhile; `up` leaves it as it is"
+RESTARTS = "starts it again, after its running requests; its replicas answer meanwhile"
 
 
 def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_json: bool) -> bool:
@@ -49,24 +54,72 @@ def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_
         return is_dry
     if not launched.state.url or launched.phase not in (Phase.READY, Phase.RECOVERING):
         return False  # it starts or ends: the lock says so
-    failed = {record.name for record in launched.state.processes if record.state is HostState.FAILED}
-    differs = difference(load_gateway(directory.manifest), plan.manifest, failed)
+    differs = difference(load_gateway(directory.manifest), plan.manifest, unlike_manifest(launched.state))
     _show(plan.name, differs, is_dry=is_dry, as_json=as_json)
     inner = [(member, *_inner(plan, member)) for member in differs.staying if member.manifest is not None]
     if is_dry:
-        for _, what, place in inner:
-            applied(what, place, is_dry=True, as_json=as_json)
+        replicas = replicas_of(launched, differs)
+        for member, what, place in inner:
+            restarts = RESTARTS if replicas.get(member.name) else ALONE
+            applied(what, place, is_dry=True, as_json=as_json, restarts=restarts)
         return True
     if differs.others:
         raise StartError(
             f"{plan.name} runs, and nothing was changed: {', '.join(differs.others)} cannot change while it serves; "
             f"`relayline down {plan.name}`, then `up` again"
         )
-    if differs.changes_members:
-        _change(plan, launched, differs, as_json=as_json)
-    for _, what, place in inner:
-        applied(what, place, is_dry=False, as_json=as_json)
+    again = _restarting(plan, launched, differs, inner, as_json=as_json)
+    if differs.changes_members or again:
+        change(plan, launched, differs, again, as_json=as_json)
+    for member, what, place in inner:
+        if member.name not in again:
+            applied(what, place, is_dry=False, as_json=as_json)
     return True
+
+
+def _restarting(
+    plan: GatewayPlan,
+    launched: Launched,
+    differs: GatewayDifference,
+    inner: Sequence[tuple[Member, Launch, StateDir]],
+    *,
+    as_json: bool,
+) -> list[str]:
+    """Return the pipelines whose own manifests have changes that take a new start, and show these.
+
+    Raises StartError, before anything is changed, for one that has no replica to answer meanwhile.
+    """
+    changed = {member.name: found for member, what, place in inner if (found := found_difference(what, place))}
+    again = [name for name, found in changed.items() if found.differs.others]
+    if not again:
+        return []
+    replicas = replicas_of(launched, differs)
+    if (alone := next((name for name in again if not replicas.get(name)), None)) is not None:
+        fields = changed[alone].restart_fields
+        raise StartError(
+            f"{plan.name} runs, and nothing was changed: {fields} of {alone} cannot change while it serves, and no "
+            f"replica answers for it; `relayline restart {plan.name} {alone}` interrupts it"
+        )
+    for name in again:
+        found = changed[name]
+        show_difference(found.launched.state.name, found.differs, is_dry=False, as_json=as_json, restarts=RESTARTS)
+    return again
+
+
+def replicas_of(launched: Launched, differs: GatewayDifference | None = None) -> dict[str, list[str]]:
+    """Return the pipelines that answer for each other, by name. `differs`: with those that come before."""
+    listed = fetch(launched.state.url, "/v1/pipeline", key_of(launched), ("pipelines",))["pipelines"]
+    models = {each["name"]: set(each["models"]) for each in listed if each["phase"] == "ready"}
+    found = {
+        each["name"]: [name for name, theirs in models.items() if name != each["name"] and theirs & {*each["models"]}]
+        for each in listed
+    }
+    if differs is not None:
+        for member in differs.added:
+            for other in differs.staying:
+                if member.manifest is not None and member.manifest == other.manifest:
+                    found.setdefault(other.name, []).append(member.name)
+    return found
 
 
 def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
@@ -87,43 +140,73 @@ def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
     return Launch(manifest, member.manifest.absolute(), plan.started.log_flags), directory
 
 
-def _change(plan: GatewayPlan, launched: Launched, differs: GatewayDifference, *, as_json: bool) -> None:
-    """Have the supervisor change what is behind the gateway, and wait until it has. Raises StartError."""
+def change(
+    plan: GatewayPlan, launched: Launched, differs: GatewayDifference, again: Sequence[str] = (), *, as_json: bool
+) -> None:
+    """Have the supervisor change what is behind the gateway, and wait until it has. `again`: what it starts again.
+
+    Raises StartError where a pipeline does not come up.
+    """
     directory = launched.directory
     if directory.more.exists():
         raise StartError(f"{plan.name} is being changed already; wait for that `relayline up`")
+    directory.restart.write_text(json.dumps(list(again)))
     write_gateway(plan.manifest, directory.more)
     if not send_signal(launched.state.supervisor, MORE_SIGNAL):
         directory.more.unlink(missing_ok=True)
+        directory.restart.unlink(missing_ok=True)
         raise StartError(f"the supervisor of {plan.name} has ended; `relayline up` starts it again")
-    asyncio.run(_until_changed(plan, launched, differs, as_json=as_json))
-    new = {f"{plan.name}-{member.name}" for member in (*differs.added, *differs.changed)}
+    new = [member.name for member in (*differs.added, *differs.changed)] + list(again)
+    asyncio.run(_until_changed(plan, launched, new, as_json=as_json))
     after = directory.load()
-    records = after.processes if after is not None else ()
-    why = [record.detail for record in records if record.name in new and record.state is HostState.FAILED]
-    if why:
-        raise StartError(f"{'; '.join(why)}. The other pipelines serve; mend it and run `up` again")
-    here = {record.name for record in records}
-    if missing := [each.name for each in differs.added if each.manifest and f"{plan.name}-{each.name}" not in here]:
+    records = {record.name: record for record in (after.processes if after is not None else ())}
+    why = [
+        record.detail
+        for name in new
+        if (record := records.get(f"{plan.name}-{name}")) is not None and record.state is HostState.FAILED
+    ]
+    behind = [name for name in new if (record := records.get(f"{plan.name}-{name}")) is not None and record.is_behind]
+    if why or behind:
+        left = f"; {', '.join(behind)}: not changed, because another one did not come up" if behind else ""
+        raise StartError(f"{'; '.join(why)}{left}. The other pipelines serve; mend it and run `up` again".lstrip("; "))
+    local = [each.name for each in differs.added if each.manifest is not None]
+    if missing := [name for name in local if f"{plan.name}-{name}" not in records]:
         raise StartError(f"{', '.join(missing)} did not come; the log of {plan.name} says why: {directory.log('up')}")
-    click.echo(json.dumps({"event": "changed", "name": plan.name}) if as_json else f"{plan.name}: {differs.words}")
+    if as_json:
+        click.echo(json.dumps({"event": "changed", "name": plan.name, "restarted": list(again)}))
+    elif differs.changes_members:
+        click.echo(f"{plan.name}: {differs.words}")
 
 
-async def _until_changed(plan: GatewayPlan, launched: Launched, differs: GatewayDifference, *, as_json: bool) -> None:
+async def _until_changed(plan: GatewayPlan, launched: Launched, new: Sequence[str], *, as_json: bool) -> None:
     """Wait for the supervisor, which removes what was left for it; print what has to be run on other hosts."""
     told: set[str] = set()
+    before = {record.name: record.pid for record in launched.state.processes}
     while launched.directory.more.exists():
         if not launched.is_running:
             log = launched.directory.log("up")
             raise StartError(f"the supervisor of {plan.name} has ended; its log is {log}")
-        for member in (*differs.added, *differs.changed):
-            _tell_lines(plan, member, told, as_json=as_json)
+        for name in new:
+            _tell_lines(plan, name, told, as_json=as_json)
+        if not as_json:
+            _tell_serving(launched.directory, [f"{plan.name}-{name}" for name in new], before)
         await asyncio.sleep(LOOK_EVERY_S)
+    if not as_json:
+        _tell_serving(launched.directory, [f"{plan.name}-{name}" for name in new], before)
 
 
-def _tell_lines(plan: GatewayPlan, member: Member, told: set[str], *, as_json: bool) -> None:
-    """Print, once, what is to be run on other hosts for a pipeline that starts."""
-    state = plan.started.state_of(member.name).load() if member.manifest is not None else None
+def _tell_serving(directory: StateDir, names: Collection[str], pids: dict[str, int]) -> None:
+    """Print, once, each pipeline that serves in a new process. `pids`: of the processes so far, which is changed."""
+    state = directory.load()
+    for record in state.processes if state is not None else ():
+        if record.name in names and record.state is HostState.READY and record.pid != pids.get(record.name):
+            pids[record.name] = record.pid
+            click.echo(f"{record.name} serves")
+
+
+def _tell_lines(plan: GatewayPlan, name: str, told: set[str], *, as_json: bool) -> None:
+    """Print, once, what is to be run on other hosts for a pipeline that starts; nothing for one elsewhere."""
+    state = plan.started.state_of(name).load()
     for record in state.processes if state is not None and not state.phase.has_ended else ():
         if record.command and record.state is HostState.WAITING and record.command not in told:
             told.add(record.command)
@@ -145,7 +228,7 @@ def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool)
         click.echo(json.dumps({"event": "difference", "name": name, **said, **told}))
         return
     if not differs.changes_members and not differs.others:
-        click.echo(f"{name}: behind it is what the manifest says")
+        click.echo(f"{name}: no pipeline comes, goes or is replaced")
     for member in differs.added:
         click.echo(f"pipelines[{member.name}]: is added, {_source(member)}")
     for member in differs.removed:

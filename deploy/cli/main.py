@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stage": ("relayline.deploy.cli.processes", "stage_command"),
     "serve": ("relayline.deploy.cli.processes", "serve_command"),
     "gateway": ("relayline.deploy.cli.gateway", "gateway_command"),
+    "restart": ("relayline.deploy.cli.restart", "restart_command"),
     "cache": ("relayline.deploy.cli.cache", "cache_command"),
     "trace": ("relayline.deploy.cli.trace", "trace_command"),
     "top": ("relayline.deploy.cli.top", "top_command"),
@@ -58,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 # How --help lists them; a command of no group comes last.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Run a pipeline": ("up", "demo", "init", "plan", "doctor"),
-    "Look after it": ("status", "move", "drain", "uncordon", "logs", "top", "trace", "down"),
+    "Look after it": ("status", "move", "drain", "uncordon", "restart", "logs", "top", "trace", "down"),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),
     "Several machines": ("join", "invite", "service", "stage", "serve", "gateway", "certs", "render"),

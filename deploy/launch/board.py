@@ -67,9 +67,9 @@ class Board:
         """Forget a process, if it is known."""
         self._store(processes=tuple(record for record in self.state.processes if record.name != name))
 
-    def failed(self) -> frozenset[str]:
-        """Return the names of the processes that are not started again."""
-        return frozenset(record.name for record in self.state.processes if record.state is HostState.FAILED)
+    def unlike_manifest(self) -> frozenset[str]:
+        """Return the names of the processes that are not as the manifest says: not started again, or an earlier one."""
+        return unlike_manifest(self.state)
 
     def set_phase(self, phase: Phase, reason: str = "") -> None:
         """Enter a phase."""
@@ -90,3 +90,8 @@ class Board:
             except OSError as error:
                 # What runs goes on; only `status` sees an older state until there is room again.
                 log.warning("the state cannot be stored: %s", error)
+
+
+def unlike_manifest(state: LaunchState) -> frozenset[str]:
+    """Return the names of the processes that are not as the manifest says."""
+    return frozenset(record.name for record in state.processes if record.state is HostState.FAILED or record.is_behind)

@@ -1,14 +1,16 @@
 """The differences between the manifest of a gateway that serves and another one, and what they change. Pure but for
-`join_ports`.
+`join_ports` and `restarting`, which read small files.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from relayline.deploy.launch.gateway_plan import Started
+from relayline.deploy.launch.gateway_plan import JoinPorts, Started
+from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
 from relayline.wire.common.errors import RelaylineError
@@ -42,7 +44,7 @@ class GatewayDifference:
 
 
 def difference(running: GatewayManifest, wanted: GatewayManifest, failed: Collection[str] = ()) -> GatewayDifference:
-    """Compare two manifests of one gateway. `failed`: members of the first one that are not behind it after all."""
+    """Compare two manifests of one gateway. `failed`: members that are not as the first one says."""
     old = {member.name: member for member in running.members() if f"{running.name}-{member.name}" not in failed}
     new = {member.name: member for member in wanted.members()}
     both = [name for name in new if name in old]
@@ -75,12 +77,22 @@ def _own(manifest: GatewayManifest) -> dict[str, Any]:
     return said | {"allowHosts": list(spec.allow_hosts)}
 
 
-def join_ports(started: Started, members: Iterable[str]) -> set[int]:
-    """Return the ports at which stages join the pipelines that run for a gateway."""
-    ports = set()
+def restarting(directory: StateDir, differs: GatewayDifference) -> list[Member]:
+    """Return the pipelines that are to be started again though the gateway's manifest says the same of them."""
+    try:
+        asked = json.loads(directory.restart.read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [member for member in differs.staying if member.manifest is not None and member.name in asked]
+
+
+def join_ports(started: Started, members: Iterable[str]) -> dict[str, JoinPorts]:
+    """Return the ports at which stages join the pipelines that run for a gateway, by the pipelines' own names."""
+    ports: dict[str, JoinPorts] = {}
     for name in members:
         try:
-            ports.add(load_manifest(started.state_of(name).manifest).join_port)
+            coordinator = load_manifest(started.state_of(name).manifest).spec.coordinator
         except (OSError, RelaylineError):
             continue  # it has not begun yet
+        ports[name] = (coordinator.join_port, coordinator.enrol_port)
     return ports

@@ -15,13 +15,13 @@ from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
-from relayline.deploy.launch.gateway_change import difference, join_ports
+from relayline.deploy.launch.gateway_change import difference, join_ports, restarting
 from relayline.deploy.launch.gateway_plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir
 from relayline.deploy.launch.supervisor import COORDINATOR_STOP_TIMEOUT_S, STAGE_STOP_TIMEOUT_S, Emit
-from relayline.deploy.manifest.gateway import load_gateway, write_gateway
+from relayline.deploy.manifest.gateway import Member, load_gateway, write_gateway
 from relayline.wire.common.errors import RelaylineError, StartError
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.phase import HostState, Phase
@@ -31,6 +31,8 @@ from relayline.wire.common.tasks import end_task
 log = logging.getLogger("relayline.up")
 
 STOP_TIMEOUT_S = COORDINATOR_STOP_TIMEOUT_S + 2 * STAGE_STOP_TIMEOUT_S  # of a whole pipeline: its drain, its stages
+
+LEAVES = "takes no new requests; it starts again when those that run there have ended"
 
 Echo = Callable[[str, str], None]
 
@@ -111,38 +113,69 @@ class Keeper:
             except (RelaylineError, OSError) as error:
                 log.warning("the gateway was not changed: %s", error)
             finally:
+                self._directory.restart.unlink(missing_ok=True)
                 self._directory.more.unlink(missing_ok=True)  # whoever asked waits for that
 
     async def _change(self, served: ServedGateway) -> None:
-        """Bring the gateway to the state of the manifest that was left for it. Raises as `plan_members`."""
+        """Bring the gateway to the state of the manifest that was left for it. Raises as `plan_members`.
+
+        Pipelines come and go at once. Those that are replaced or started again go one after the other, so that their
+        replicas answer: the next one begins when the one before takes requests.
+        """
         wanted = load_gateway(self._directory.more)
-        differs = difference(self._plan.manifest, wanted, self.board.failed())
+        differs = difference(self._plan.manifest, wanted, self.board.unlike_manifest())
+        again = restarting(self._directory, differs)
         plan = dataclasses.replace(self._plan, manifest=wanted)
-        started, new = self._plan.started, [*differs.added, *differs.changed]
-        planned = await asyncio.to_thread(plan_members, wanted, started, new, join_ports(started, self._kept))
+        started, new = self._plan.started, [*differs.added, *differs.changed, *again]
+        ports = await asyncio.to_thread(join_ports, started, self._kept)
+        taken, keep = {join for join, _ in ports.values()}, {each.name: ports.get(each.name, (0, 0)) for each in again}
+        planned = await asyncio.to_thread(plan_members, wanted, started, new, taken, keep)
         for each in planned:
             if each.local is not None and not self.board.has(each.local.name):
                 self.board.add(_record(each.local))
         self._plan = plan
         write_gateway(wanted, self._directory.manifest)
-        log.info("the gateway changes: %s", differs.words)
+        log.info("the gateway changes: %s", ", ".join(filter(None, (differs.words, _again_words(again)))))
+        rolling = [each for each in planned if each.backend.name in self._kept or each.local is None]
+        coming = [each for each in planned if each not in rolling]
         removing = (self._remove(served, member.name) for member in differs.removed)
-        await asyncio.gather(*(self._renew(served, each) for each in planned), *removing)
+        await asyncio.gather(*(self._renew(served, each) for each in coming), *removing)
+        await self._roll(served, rolling)
         served.arrange([member.name for member in wanted.members()])
 
-    async def _renew(self, served: ServedGateway, planned: MemberPlan) -> None:
-        """Take a pipeline behind the gateway, in the place of one of the same name if there is one."""
+    async def _roll(self, served: ServedGateway, planned: Sequence[MemberPlan]) -> None:
+        """Replace pipelines one after the other. If one doesn't come up, those behind it stay as they are."""
+        waiting = sorted(planned, key=lambda each: each.local is not None)  # what is started elsewhere takes no time
+        for each in waiting:
+            if each.local is not None:
+                self.board.set_process(each.local.name, is_behind=True)
+        for at, each in enumerate(waiting):
+            if not await self._renew(served, each):
+                left = [other.backend.name for other in waiting[at + 1 :]]
+                if left:
+                    log.warning("%s did not come up, so these stay as they are: %s", each.backend.name, ", ".join(left))
+                return
+
+    async def _renew(self, served: ServedGateway, planned: MemberPlan) -> bool:
+        """Take a pipeline behind the gateway, in the place of one of the same name if there is one.
+
+        Returns whether it takes requests.
+        """
         name = planned.backend.name
+        if planned.local is not None and name in self._kept:
+            self.board.set_process(planned.local.name, detail=LEAVES)
         await served.add(planned.backend)
         await self._retire(served, name)
         if planned.local is None:
             self.board.remove(self._record_name(name))
-            return
+            return True
+        self.board.set_process(planned.local.name, is_behind=False)
         with contextlib.suppress(StartError):  # the board says why
             await self._begin(planned.local, ends_all=False)
-            return
+            return await served.until_ready(name)
         served.leave(name)
         await self._retire(served, name, is_failed=True)
+        return False
 
     async def _remove(self, served: ServedGateway, name: str) -> None:
         served.leave(name)
@@ -253,3 +286,7 @@ class Keeper:
 
 def _record(pipeline: LocalPipeline) -> ProcessRecord:
     return ProcessRecord(pipeline.name, "pipeline", "localhost", HostState.WAITING)
+
+
+def _again_words(members: Sequence[Member]) -> str:
+    return f"starts again {', '.join(member.name for member in members)}" if members else ""

@@ -9,8 +9,9 @@ import dataclasses
 import itertools
 import json
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from relayline.coordinator.gateway.links import BackendConfig
@@ -24,6 +25,7 @@ from relayline.deploy.manifest.model import ENROL_PORT, JOIN_PORT
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 
+JoinPorts = tuple[int, int]  # where stages join, and where their hosts get certificates; 0: not known before the start
 PORTS_APART = 100  # join ports of two pipelines whose stages are on other hosts, where the manifests name none
 
 
@@ -107,11 +109,15 @@ def config_of_running(manifest: GatewayManifest) -> GatewayConfig:
 
 
 def plan_members(
-    manifest: GatewayManifest, started: Started, members: Sequence[Member], taken: Collection[int] = ()
+    manifest: GatewayManifest,
+    started: Started,
+    members: Sequence[Member],
+    taken: Collection[int] = (),
+    keep: Mapping[str, JoinPorts] = MappingProxyType({}),
 ) -> list[MemberPlan]:
     """Return what is to be done for these members of a gateway. `taken`: join ports of those that run already.
 
-    Raises as `plan_gateway`.
+    `keep`: the ports of members that start again, which other hosts know. Raises as `plan_gateway`.
     """
     planned, held = [], set(taken)
     for member in members:
@@ -120,7 +126,7 @@ def plan_members(
             continue
         inner = load_manifest(member.manifest)
         port = _free_port()
-        changes = changes_behind(inner, member, held)
+        changes = changes_behind(inner, member, held, keep.get(member.name))
         held.add(changes.get("coordinator.joinPort", inner.join_port))
         http = address_of(LOCALHOST, port)
         arguments = ("up", str(member.manifest.absolute()), *started.flags_of(member.name), "--http", http, "--change",
@@ -151,10 +157,12 @@ def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:
     return BackendConfig(member.name, place.url.rstrip("/").removesuffix("/v1"), key, ca_file)
 
 
-def changes_behind(inner: Manifest, member: Member, taken: Collection[int]) -> dict[str, Any]:
+def changes_behind(
+    inner: Manifest, member: Member, taken: Collection[int], kept: JoinPorts | None = None
+) -> dict[str, Any]:
     """Return what is different in a pipeline behind a gateway: its stages, and what only one of them can have.
 
-    `taken`: join ports of those before it.
+    `taken`: join ports of those before it; `kept`: its own, where it has some already.
     """
     changes: dict[str, Any] = {"coordinator.http.tls": None}
     if member.stages is not None:
@@ -162,9 +170,10 @@ def changes_behind(inner: Manifest, member: Member, taken: Collection[int]) -> d
     is_apart = member.stages is not None or not inner.all_local
     coordinator = inner.spec.coordinator
     if is_apart and not (coordinator.join_port or coordinator.enrol_port):
-        n_apart = next(n for n in itertools.count() if JOIN_PORT + n * PORTS_APART not in taken)
-        changes["coordinator.joinPort"] = JOIN_PORT + n_apart * PORTS_APART
-        changes["coordinator.enrolPort"] = ENROL_PORT + n_apart * PORTS_APART
+        if kept is None or not all(kept):
+            n_apart = next(n for n in itertools.count() if JOIN_PORT + n * PORTS_APART not in taken)
+            kept = (JOIN_PORT + n_apart * PORTS_APART, ENROL_PORT + n_apart * PORTS_APART)
+        changes["coordinator.joinPort"], changes["coordinator.enrolPort"] = kept
     return changes
 
 

@@ -9,6 +9,7 @@ has a file for each pipeline that was given another directory. It holds:
 * `layers.json`: the layers after a move.
 * `plan.json`: who got which layers and why.
 * `more.json`: the manifest with stages that were added while it served.
+* `restart.json`: of a gateway, the pipelines that are to be started again, one after the other.
 * `keys`: of a gateway, where its file of API keys is.
 * `tls/`: material of a manifest that needs TLS and names no directory.
 * `join/`: join tokens that the launcher made.
@@ -41,6 +42,7 @@ STATE_FILE = "state.json"
 LAYERS_FILE = "layers.json"
 PLAN_FILE = "plan.json"
 MORE_FILE = "more.json"
+RESTART_FILE = "restart.json"
 MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that there is such a file
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
@@ -63,6 +65,8 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """Why it is not ready, or how it last died."""
     command: str = ""
     """What to run on its own host; empty for what `relayline up` starts itself."""
+    is_behind: bool = False
+    """Of a gateway: it runs as an earlier manifest said, because one that was changed before it did not come up."""
 
     @property
     def process(self) -> ProcessId | None:
@@ -135,6 +139,7 @@ class StateDir:
         self.layers = path / LAYERS_FILE
         self.plan = path / PLAN_FILE
         self.more = path / MORE_FILE
+        self.restart = path / RESTART_FILE
         self.tls = path / "tls"
         self.keys = path / "keys"
         self._state = path / STATE_FILE

@@ -116,6 +116,25 @@ async def test_one_that_is_replaced_is_no_unknown_model_meanwhile(tokenizer: Tok
         assert (await asked(session, "chat"))[0] == 200
 
 
+async def test_a_replaced_pipeline_is_waited_for_until_it_takes_requests(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes next in a row may leave then: a request finds this one."""
+    async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served[:1]) as (session, whole):
+        await served[1].kill()
+        await whole.add(config(served[1], "a"))
+        waiting = asyncio.create_task(whole.until_ready("a"))
+        assert (await asked(session, "chat"))[0] == 503
+        assert not waiting.done()
+        await served[1].start()
+        assert await waiting
+        assert (await asked(session, "chat"))[0] == 200
+        assert not await whole.until_ready("nobody")
+        monkeypatch.setattr(serve, "READY_TIMEOUT_S", 0.05)
+        await served[1].kill()
+        assert not await whole.until_ready("a")
+
+
 async def test_what_never_ends_is_given_up_and_too_many_are_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

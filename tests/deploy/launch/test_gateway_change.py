@@ -8,11 +8,15 @@ import pytest
 
 from relayline.deploy.cli.top_gateway import figures_of
 from relayline.deploy.cli.unequal import gateway_lines
-from relayline.deploy.launch.gateway_change import GatewayDifference, difference, join_ports
+from relayline.deploy.launch.board import unlike_manifest
+from relayline.deploy.launch.gateway_change import GatewayDifference, difference, join_ports, restarting
 from relayline.deploy.launch.gateway_plan import Started, plan_members
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.manifest.gateway import GatewayManifest, load_gateway, write_gateway
 from relayline.deploy.manifest.load import load_manifest
 from relayline.deploy.manifest.model import JOIN_PORT
+from relayline.wire.common.phase import HostState, Phase
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Gateway\nmetadata: {name: house}\nspec:\n"
 PIPELINE = """apiVersion: relayline.dev/v1alpha1
@@ -85,13 +89,44 @@ def test_one_more_pipeline_over_hosts_gets_ports_of_its_own(tmp_path: Path) -> N
     assert f'"coordinator.joinPort": {JOIN_PORT}' in first.local.arguments[first.local.arguments.index("--change") + 1]
     place = started.state_of("a").manifest
     place.parent.mkdir(parents=True)
-    place.write_text(load_manifest(tmp_path / "inner.yaml").model_dump_json(by_alias=True, exclude_none=True))
-    taken = join_ports(started, ["a", "b"])
-    assert taken == {JOIN_PORT}, "b has not begun"
+    ports = {"coordinator.joinPort": JOIN_PORT, "coordinator.enrolPort": 9}
+    place.write_text(
+        override(load_manifest(tmp_path / "inner.yaml"), ports).model_dump_json(by_alias=True, exclude_none=True)
+    )
+    assert join_ports(started, ["a", "b"]) == {"a": (JOIN_PORT, 9)}, "b has not begun"
+    taken = {JOIN_PORT}
     (later,) = plan_members(wanted, started, wanted.members()[2:], taken)
     assert later.local is not None
     assert f'"coordinator.joinPort": {JOIN_PORT + 100}' in "".join(later.local.arguments)
     assert str(started.state_of("b").path) in later.local.arguments
+
+
+def test_one_that_starts_again_keeps_the_ports_that_other_hosts_know(tmp_path: Path) -> None:
+    wanted, started = manifest(tmp_path), Started("house", tmp_path / "state")
+    (again,) = plan_members(wanted, started, wanted.members()[2:], {50_150, 50_250}, {"b": (50_150, 50_149)})
+    assert again.local is not None
+    assert '"coordinator.joinPort": 50150, "coordinator.enrolPort": 50149' in "".join(again.local.arguments)
+
+
+def test_what_is_to_start_again_are_pipelines_that_stay_and_were_started_here(tmp_path: Path) -> None:
+    running = manifest(tmp_path)
+    differs = difference(running, manifest(tmp_path, RUNNING.replace("b.yaml", "inner.yaml")))
+    directory = StateDir(tmp_path)
+    assert restarting(directory, differs) == []
+    directory.restart.write_text('["a", "a-2", "b", "c"]')
+    assert [member.name for member in restarting(directory, differs)] == ["a"]
+    directory.restart.write_text("[")
+    assert restarting(directory, differs) == []
+
+
+def test_what_a_roll_did_not_reach_is_not_as_the_manifest_says() -> None:
+    records = (
+        ProcessRecord("house-a", "pipeline", "localhost", HostState.READY),
+        ProcessRecord("house-b", "pipeline", "localhost", HostState.READY, is_behind=True),
+        ProcessRecord("house-c", "pipeline", "localhost", HostState.FAILED),
+    )
+    state = LaunchState(STATE_VERSION, "house", "", Phase.READY, 1, 1, processes=records)
+    assert unlike_manifest(state) == {"house-b", "house-c"}
 
 
 def test_a_gateways_pipelines_are_told() -> None:

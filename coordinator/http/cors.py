@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 from relayline.wire.common.errors import UsageError
 
 ANY = "*"
-_METHODS = "GET, HEAD, POST, PUT, OPTIONS"
+_METHODS = "GET, HEAD, POST, PUT, DELETE, OPTIONS"
 _EXPOSED = "x-request-id, retry-after, x-should-retry"
 _MAX_AGE_S = 600  # that a browser may remember a preflight
 

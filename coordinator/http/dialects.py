@@ -161,8 +161,7 @@ class CompletionDialect(OpenAIStream):
         logprobs.tokens[:0] = [self._speller.spell(token)[0] for token in prompt.tokens]
         logprobs.token_logprobs[:0] = [None, *(max(score.logprob, LOGPROB_MIN) for score in scores)]
         logprobs.text_offset[:0] = self._speller.offsets(prompt.tokens, prompt.echo)
-        if logprobs.top_logprobs is not None:
-            logprobs.top_logprobs[:0] = [None, *(self._top(score.token, score.logprob, score.top) for score in scores)]
+        logprobs.top_logprobs[:0] = [None, *(self._top(score.token, score.logprob, score.top) for score in scores)]
 
     def _top(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Return the likeliest tokens of a place; the chosen one is always among them, as OpenAI has it."""
@@ -171,9 +170,7 @@ class CompletionDialect(OpenAIStream):
 
     def _logprobs(self, scored: Sequence[Scored]) -> shapes.CompletionLogprobs:
         name = [self._speller.spell(one.token)[0] for one in scored]
-        top: list[dict[str, float] | None] | None = None
-        if self._n_top > 0:
-            top = [self._top(one.token, one.logprob, one.top) for one in scored]
+        top: list[dict[str, float] | None] = [self._top(one.token, one.logprob, one.top) for one in scored]
         return shapes.CompletionLogprobs(
             name, [one.logprob for one in scored], top, [one.offset_chars for one in scored]
         )

@@ -181,7 +181,7 @@ class Handlers:
         created_at = datetime.datetime.fromtimestamp(service.created, datetime.UTC).isoformat()
         model = shapes.Model(name, service.created, root=service.model_id, display_name=name, created_at=created_at)
         if ctx_tokens := service.generator.ctx_tokens:
-            model.max_model_len = ctx_tokens
+            model.max_model_len = model.max_input_tokens = model.max_tokens = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)
         if service.images is not None:
             model.architecture = shapes.ModelArchitecture()

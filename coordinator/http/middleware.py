@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.body import Request
@@ -108,7 +108,9 @@ def _plain_failure(request: web.Request, error: web.HTTPException) -> web.Respon
     }
     text = messages.get(error.status, error.reason)
     body = plain_body(error.status, text, _PLAIN_CODES.get(error.status, "http_error"))
-    allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+    allow = {"Allow": f"{error.headers['Allow']},{hdrs.METH_OPTIONS}"} if "Allow" in error.headers else {}
+    if allow and request.method == hdrs.METH_OPTIONS:  # a question about the route, not a wrong use of it
+        return web.Response(status=204, headers=allow)
     return _respond(body, error.status, allow)
 
 

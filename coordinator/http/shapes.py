@@ -42,7 +42,7 @@ class CompletionLogprobs(Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]  # of an echoed prompt too, whose first token has none
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]  # with `logprobs: 0` the chosen tokens alone
     text_offset: list[int]  # characters before the token in the choice's text, the echoed prompt included
 
 
@@ -271,6 +271,9 @@ class Model(Struct):
     display_name: str = ""
     created_at: str = ""  # RFC 3339
     lifecycle: Literal["active"] = "active"
+    capabilities: None = None
+    max_input_tokens: int | None = None  # the context, once stages are connected
+    max_tokens: int | None = None  # of an answer
 
 
 class ModelList(Struct):

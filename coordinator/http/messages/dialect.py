@@ -40,7 +40,7 @@ class MessagesDialect:
 
     def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the events that open a message."""
-        message = {**self._message([]), "usage": _counts(self._n_prompt, 0, 0)}
+        message = {**self._message([]), "usage": _usage(self._n_prompt, 0, 0)}
         return named_frames([_event("message_start", message=message), _PING])
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
@@ -50,13 +50,13 @@ class MessagesDialect:
             events += self._opened({"type": "thinking", "thinking": "", "signature": ""})
             events.append(self._delta({"type": "thinking_delta", "thinking": growth.reasoning}))
         if growth.text:
-            events += self._opened({"type": "text", "text": ""})
+            events += self._opened(_text(""))
             events.append(self._delta({"type": "text_delta", "text": growth.text}))
         for part in growth.calls:
             if part.index != self._call:
                 self._call = part.index
                 events += self._closed()
-                events += self._opened({"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+                events += self._opened(_tool_use(part, {}))
             if part.arguments:
                 events.append(self._delta({"type": "input_json_delta", "partial_json": part.arguments}))
         return named_frames(events)
@@ -68,7 +68,7 @@ class MessagesDialect:
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the events that end the message."""
-        delta = _event("message_delta", delta=self._ending(), usage=_usage(usage))
+        delta = _event("message_delta", delta={"container": None, **self._ending()}, usage=_counts(*_tokens(usage)))
         return named_frames([delta, _event("message_stop")])
 
     def closing_events(self) -> Sequence[bytes]:
@@ -87,12 +87,9 @@ class MessagesDialect:
         if growth.reasoning:
             content.append({"type": "thinking", "thinking": growth.reasoning, "signature": _SIGNATURE})
         if growth.text or not growth.calls:
-            content.append({"type": "text", "text": growth.text})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call)}
-            for call in growth.whole_calls()
-        ]
-        return shapes.encode({**self._message(content), **self._ending(), "usage": _usage(usage)})
+            content.append(_text(growth.text))
+        content += [_tool_use(call, _arguments(call)) for call in growth.whole_calls()]
+        return shapes.encode({**self._message(content), **self._ending(), "usage": _usage(*_tokens(usage))})
 
     def _message(self, content: list[Block]) -> dict[str, Any]:
         return {
@@ -101,14 +98,16 @@ class MessagesDialect:
             "role": "assistant",
             "model": self._header.model,
             "content": content,
+            "container": None,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
         }
 
     def _ending(self) -> dict[str, Any]:
         by_text = self._reason == "stop" and self._stop
         reason = "stop_sequence" if by_text else _STOP_REASONS[self._reason]
-        return {"stop_reason": reason, "stop_sequence": self._stop if by_text else None}
+        return {"stop_reason": reason, "stop_sequence": self._stop if by_text else None, "stop_details": None}
 
     def _opened(self, block: Block) -> list[bytes]:
         if self._open == block["type"]:
@@ -141,15 +140,31 @@ def _arguments(call: CallPart) -> Any:
         return {}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
-    return _counts(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
+def _text(text: str) -> Block:
+    return {"type": "text", "text": text, "citations": None}
 
 
-def _counts(n_prompt: int, n_cached: int, n_output: int) -> dict[str, int]:
+def _tool_use(call: CallPart, arguments: Any) -> Block:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments, "caller": {"type": "direct"}}
+
+
+def _tokens(usage: Usage) -> tuple[int, int, int]:
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
+
+
+def _usage(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
+    """Return the counts of a message; in the event that ends one, fewer are told."""
+    further = {"cache_creation": None, "inference_geo": None, "service_tier": "standard"}
+    return _counts(n_prompt, n_cached, n_output) | further
+
+
+def _counts(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
     """Return token counts; cached tokens are not among the input tokens here."""
     return {
         "input_tokens": n_prompt - n_cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": n_cached,
         "output_tokens": n_output,
+        "output_tokens_details": None,
+        "server_tool_use": None,
     }

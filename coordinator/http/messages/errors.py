@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form, for all that stands below /v1/messages."""
+"""Errors in Anthropic's form: for all that stands below /v1/messages, and for its clients' questions about models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from relayline.coordinator.http.errors import ErrorBody, error_body
 from relayline.coordinator.http.middleware import request_id
 from relayline.wire.common.errors import RelaylineError, http_status
 
-PATH = "/v1/messages"
+PATH, MODELS = "/v1/messages", "/v1/models"
+VERSION = "anthropic-version"  # a header that Anthropic's clients send
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -38,7 +39,7 @@ async def messages_errors(request: web.Request, handler: Handler) -> web.StreamR
     """Write errors about messages in the form that their clients read, wherever they were found."""
     response = await handler(request)
     is_error = isinstance(response, web.Response) and response.status >= 400
-    if not (is_error and (request.path == PATH or request.path.startswith(f"{PATH}/"))) or response.prepared:
+    if not (is_error and _is_of_their_clients(request)) or response.prepared:
         return response
     assert isinstance(response, web.Response)
     if isinstance(response.body, bytes):
@@ -48,6 +49,12 @@ async def messages_errors(request: web.Request, handler: Handler) -> web.StreamR
             return response
         response.body = _written(response.status, message, request_id(request))
     return response
+
+
+def _is_of_their_clients(request: web.Request) -> bool:
+    path = request.path.rstrip("/")
+    is_about_models = path == MODELS or path.startswith(f"{MODELS}/")
+    return path == PATH or path.startswith(f"{PATH}/") or (is_about_models and VERSION in request.headers)
 
 
 def _written(status: int, message: str, request_id: str) -> bytes:

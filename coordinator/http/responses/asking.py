@@ -274,12 +274,10 @@ def _echo(body: ResponsesBody) -> str:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
             "summary": reasoning.summary if reasoning else None,
         },
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -292,6 +290,6 @@ def _echo(body: ResponsesBody) -> str:
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
-        "user": body.user,
     }
-    return as_json(echo)
+    named = {"prompt_cache_key": body.prompt_cache_key, "safety_identifier": body.safety_identifier, "user": body.user}
+    return as_json(echo | {name: value for name, value in named.items() if value is not None})

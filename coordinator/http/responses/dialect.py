@@ -210,8 +210,9 @@ class ResponsesDialect:
             "incomplete_details": _INCOMPLETE if status == "incomplete" else None,
             "model": header.model,
             "output": [] if status == "in_progress" else self._output.items,
-            "usage": usage and _usage(usage),
         }
+        if usage is not None:
+            fields["usage"] = _usage(usage)
         return shapes.encode(fields)[:-1] + b"," + self._echo[1:]
 
     def _logprobs(self, scored: Sequence[Scored]) -> list[shapes.TokenLogprob]:

@@ -294,6 +294,9 @@ async def test_completion_logprobs(tokenizer: Tokenizer) -> None:
         assert found.top_logprobs is not None
         assert found.top_logprobs[1] == {"a": -0.2, "b": -9999.0, "bytes:\\xc3": -0.5}
         assert generator.requests[0].sampling.n_logprobs == 2
+        chosen = (await client.completions.create(model=MODEL, prompt="x", logprobs=0)).choices[0].logprobs
+        assert chosen is not None
+        assert chosen.top_logprobs == [{"a": -0.5}, {"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}]
 
 
 async def test_chat_logprobs(tokenizer: Tokenizer) -> None:

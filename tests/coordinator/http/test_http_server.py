@@ -62,6 +62,7 @@ async def test_models_and_pipeline(tokenizer: Tokenizer) -> None:
         "id": MODEL, "created": CREATED, "owned_by": "relayline", "object": "model", "root": MODEL,
         "max_model_len": 512, "meta": {"n_ctx": 512, "n_vocab": tokenizer.n_vocab},
         "type": "model", "display_name": MODEL, "created_at": "2026-09-21T14:13:20+00:00", "lifecycle": "active",
+        "capabilities": None, "max_input_tokens": 512, "max_tokens": 512,
     }  # fmt: skip
     gpt, tiny = (entry | {"id": name, "display_name": name} for name in ("gpt-4o", "tiny"))
     page = {"has_more": False, "first_id": MODEL, "last_id": "tiny"}
@@ -154,6 +155,30 @@ async def test_wrong_routes(tokenizer: Tokenizer, method: str, path: str, status
         assert (error["code"], error["type"]) == (code, "invalid_request_error")
         assert path in error["message"]
         assert ("Allow" in reply.headers) == (status == 405)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "methods"),
+    [
+        ("/v1/models", 204, "GET,HEAD,OPTIONS"),
+        ("/v1/chat/completions", 204, "POST,OPTIONS"),
+        ("/v1/responses/resp_1", 204, "DELETE,GET,HEAD,OPTIONS"),
+        ("/v1/nothing", 404, None),
+    ],
+)
+async def test_a_route_tells_its_methods(tokenizer: Tokenizer, path: str, status: int, methods: str | None) -> None:
+    async with session_of(tokenizer) as (session, _), session.options(path) as reply:
+        assert (reply.status, reply.headers.get("Allow")) == (status, methods)
+        assert bool(await reply.read()) == (status == 404)
+
+
+async def test_anthropics_clients_read_errors_about_models_in_their_form(tokenizer: Tokenizer) -> None:
+    async with session_of(tokenizer) as (session, _):
+        async with session.get("/v1/models/x", headers={"anthropic-version": "2023-06-01"}) as reply:
+            found = await reply.json()
+            assert (reply.status, found["type"], found["error"]["type"]) == (404, "error", "not_found_error")
+        async with session.get("/v1/models/x") as reply:
+            assert (await reply.json())["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(

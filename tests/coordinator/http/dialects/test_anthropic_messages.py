@@ -28,6 +28,7 @@ TOOL = {
     "cache_control": {"type": "ephemeral"},
 }
 USER = {"role": "user", "content": "hi"}
+UNSAID = {"stop_sequence": None, "stop_details": None, "container": None}
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +89,21 @@ async def test_a_whole_message(tokenizer: Tokenizer) -> None:
         "type": "message",
         "role": "assistant",
         "model": MODEL,
-        "content": [{"type": "text", "text": "hello"}],
+        "content": [{"type": "text", "text": "hello", "citations": None}],
+        "container": None,
         "stop_reason": "end_turn",
         "stop_sequence": None,
+        "stop_details": None,
         "usage": {
             "input_tokens": n_prompt,
+            "cache_creation": None,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
+            "inference_geo": None,
             "output_tokens": 6,
+            "output_tokens_details": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
         },
     }
 
@@ -115,7 +123,7 @@ async def test_the_events_of_text(tokenizer: Tokenizer) -> None:
     assert all(name == data["type"] for name, data in events)
     assert events[0][1]["message"]["content"] == []
     assert "".join(data["delta"]["text"] for name, data in events if name == "content_block_delta") == "hey"
-    assert events[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2][1]["delta"] == {"stop_reason": "end_turn", **UNSAID}
     assert events[-2][1]["usage"]["output_tokens"] == 4
 
 
@@ -128,8 +136,9 @@ async def test_thoughts_and_a_call_are_blocks_of_their_own(tokenizer: Tokenizer)
     thought, text, call = message["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "hm")
     assert thought["signature"]
-    assert text == {"type": "text", "text": "so"}
+    assert text == {"type": "text", "text": "so", "citations": None}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert call["caller"] == {"type": "direct"}
     assert message["stop_reason"] == "tool_use"
     starts = [data["content_block"]["type"] for name, data in events if name == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use"]
@@ -172,9 +181,9 @@ async def test_a_stop_sequence_is_named(tokenizer: Tokenizer) -> None:
     async with asking(tokenizer, FakeGenerator(says(b"one. two"))) as ask:
         _, message = await ask(stop_sequences=["x", ". "])
         assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", ". ")
-        assert message["content"] == [{"type": "text", "text": "one"}]
+        assert message["content"] == [{"type": "text", "text": "one", "citations": None}]
         events = await ask.events(stop_sequences=[". "])
-        assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": ". "}
+        assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", **UNSAID, "stop_sequence": ". "}
         _, message = await ask(max_tokens=2)
         assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
 
@@ -296,4 +305,4 @@ async def test_a_last_turn_of_the_assistant_is_gone_on_with(tokenizer: Tokenizer
         status, found = await ask(messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "Ro"}]}])
         assert status == 200
         assert ask.prompt.endswith("<|im_start|>assistant\nRo")
-        assert found["content"] == [{"type": "text", "text": "me."}]
+        assert found["content"] == [{"type": "text", "text": "me.", "citations": None}]

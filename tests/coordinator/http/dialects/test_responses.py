@@ -96,6 +96,17 @@ async def test_the_events_of_text_in_their_documented_order(tokenizer: Tokenizer
     assert events[-1].response.id == events[0].response.id  # type: ignore[union-attr]
 
 
+async def test_what_nobody_gave_is_left_out(tokenizer: Tokenizer) -> None:
+    """As OpenAI's description has it: these fields are no text or no object otherwise."""
+    async with client_of(tokenizer, FakeGenerator(says(b"hey"))) as (client, _):
+        events = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
+        named = await client.responses.create(model=MODEL, input="hi", user="u", safety_identifier="s")
+    first, last = (event.response.to_dict() for event in (events[0], events[-1]))  # type: ignore[union-attr]
+    assert not {"user", "safety_identifier", "prompt_cache_key", "usage"} & {*first}
+    assert "usage" in last
+    assert (named.user, named.safety_identifier) == ("u", "s")
+
+
 async def test_thoughts_and_a_call_are_items_of_their_own(tokenizer: Tokenizer) -> None:
     generator = FakeGenerator(says(b"<think>hm</think>" + CALL))
     asked: dict[str, Any] = {"model": MODEL, "input": "weather?", "tools": [TOOL]}

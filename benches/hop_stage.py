@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from relayline.deploy.machine.cores import keep_to, read_cores
 from relayline.deploy.testing.engines import stage_config
 from relayline.stage import inbound, process
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.facts import StageFacts
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.speed.curves import Curves, StepShape
@@ -77,7 +79,7 @@ class StampingEngine:
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = None
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
         """Read the memory; the output rows are always the same."""
         self.begin_ns = time.monotonic_ns()
         if self._swept.size:

@@ -59,6 +59,7 @@ class StageFacts:
             place=self.place,
             takes_rows=artifact.takes_rows,
             takes_mutual_rows=not self.keeps_state,
+            takes_grids=True,
             options=sorted(OPTIONS),
         )
         self.curves.tell(message)

@@ -32,6 +32,8 @@ class Availability:
         """The options that the last stage's sampler knows."""
         self.mutual_rows_max = bounds.ROWS_PER_FRAME_MAX
         """The most rows that may attend to each other, see EpochFacts."""
+        self.takes_grids = True
+        """Whether every stage takes rows with places on several axes."""
         self._names, self._lost_wait_ns = names, int(lost_wait_s * 1e9)
         self._silences = [Silence() for _ in names]
         self._heard_ns = [0] * len(names)  # 0: never
@@ -67,7 +69,10 @@ class Availability:
 
     def not_served(self, request: GenerationRequest) -> NotServedError | None:
         """Return why the stages cannot serve a request, whenever it comes; None: they can."""
-        return refusal(request, self.options) or image_refusal(request, self.mutual_rows_max)
+        return refusal(request, self.options) or self._image_refusal(request)
+
+    def _image_refusal(self, request: GenerationRequest) -> NotServedError | None:
+        return image_refusal(request, self.mutual_rows_max, takes_grids=self.takes_grids) if request.images else None
 
     def came_while_lost(self, admitted_ns: int) -> bool:
         """Return whether a request that was admitted then came after the loss of the stage that is waited for."""

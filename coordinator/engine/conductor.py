@@ -182,6 +182,7 @@ class Conductor:
         for session in admission.unfit():
             self._fail(session, admission.too_long(session), now_ns)
         self.availability.options, self.availability.mutual_rows_max = facts.options, facts.mutual_rows_max
+        self.availability.takes_grids = facts.takes_grids
         for session in [*admission.running.values(), *admission.waiting]:
             if (reason := self.availability.not_served(session.request)) is not None:
                 self._fail(session, reason, now_ns)

@@ -77,6 +77,11 @@ class Connection:
         return self.max_rows if all(facts.takes_mutual_rows for facts in self.facts) else 0
 
     @property
+    def takes_grids(self) -> bool:
+        """Whether every stage takes rows with places on several axes."""
+        return all(facts.takes_grids for facts in self.facts)
+
+    @property
     def rewinds(self) -> bool:
         """Whether every stage can drop rejected draft tokens."""
         return all(facts.rewinds for facts in self.facts)

@@ -36,3 +36,5 @@ class EpochFacts:
     """The options that the last stage's sampler knows."""
     mutual_rows_max: int = ROWS_PER_FRAME_MAX
     """The most rows that may attend to each other, in one step of every stage; 0: some stage knows no such rows."""
+    takes_grids: bool = True
+    """Whether every stage takes rows with places on several axes."""

@@ -267,4 +267,5 @@ def facts_of(connection: Connection) -> EpochFacts:
         tier=connection.tier,
         options=connection.options,
         mutual_rows_max=connection.mutual_rows_max,
+        takes_grids=connection.takes_grids,
     )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from relayline.coordinator.http.fair_line import FairLine, Ticket
 from relayline.coordinator.images.encoded import Encoded, EncodedImages, Filled, n_tokens_of, put_in
-from relayline.coordinator.images.encoder import Encoder, Segment
+from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.images.parts import Picture
+from relayline.coordinator.images.segments import Segment, n_rows_in
 from relayline.wire.common.bounds import IMAGES_PER_REQUEST_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
@@ -65,7 +66,7 @@ class Images:
     async def _image(self, client: str, picture: Picture) -> Encoded:
         if (found := self._encoded.get(self._key(picture))) is not None:
             return found
-        n_rows = sum(each for each in await self._layout(client, picture) if isinstance(each, int))
+        n_rows = sum(n_rows_in(each) for each in await self._layout(client, picture))
         ticket = await self._turn(client, picture)
         try:
             found = self._encoded.get(self._key(picture))  # perhaps encoded for another meanwhile

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relayline.coordinator.images.encoder import Segment
+from relayline.coordinator.images.segments import Grid, Segment, n_rows_in
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, ImageRows
 from relayline.wire.common.bounds import IMAGE_ROWS_BYTES_MAX, IMAGE_ROWS_KEPT_BYTES
 from relayline.wire.common.errors import OverloadedError
@@ -104,7 +104,7 @@ def row_numbers(key: bytes, n_rows: int) -> list[int]:
 
 def n_tokens_of(segments: Sequence[Segment]) -> int:
     """Return how many tokens of a prompt an image takes."""
-    return sum(each if isinstance(each, int) else len(each) for each in segments)
+    return sum(len(each) if isinstance(each, list) else n_rows_in(each) for each in segments)
 
 
 def put_in(tokens: Sequence[int], images: Sequence[Encoded], *, are_mutual: bool = False) -> Filled:
@@ -119,10 +119,12 @@ def put_in(tokens: Sequence[int], images: Sequence[Encoded], *, are_mutual: bool
             continue
         image, at = images[-1 - token], 0
         for segment in image.segments:
-            if isinstance(segment, int):
-                rows.append(ImageRows(len(filled), image.rows[at : at + segment], are_mutual))
-                filled.extend(image.numbers[at : at + segment])
-                at += segment
-            else:
+            if isinstance(segment, list):
                 filled.extend(segment)
+                continue
+            grid = (segment.width, segment.height) if isinstance(segment, Grid) else None
+            end = at + n_rows_in(segment)
+            rows.append(ImageRows(len(filled), image.rows[at:end], are_mutual, grid))
+            filled.extend(image.numbers[at:end])
+            at = end
     return Filled(filled, tuple(rows))

@@ -21,11 +21,11 @@ from relayline.coordinator.images.encoding import (
     read_exactly,
     read_into,
 )
+from relayline.coordinator.images.segments import Segment
 from relayline.wire.common.bounds import IMAGE_ENCODE_S, IMAGE_START_S
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
 
-Segment = list[int] | int
 _DIED = "the process that encodes images ended; the next image starts another"
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from relayline.coordinator.images.segments import Grid, Segment, n_rows_in
 from relayline.wire.common.bounds import IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
 
@@ -29,9 +30,6 @@ NO_LIBRARY = (
     "--mmproj: this llama.cpp was built without its image encoder, libmtmd; run `make rebuild`, or install a wheel of "
     "llama-cpp-python that has it"
 )
-
-Segment = list[int] | int
-"""Tokens of a prompt around rows of an image, or the number of these rows."""
 
 
 class Projector:
@@ -68,11 +66,13 @@ class Projector:
             raise UsageError(f"--mmproj {path}: llama.cpp cannot load it: {self._reason()}")
         if not self._mtmd.mtmd_support_vision(self._context):
             raise UsageError(f"--mmproj {path}: it has no encoder for images")
-        if self._mtmd.mtmd_decode_use_mrope(self._context):
-            raise UsageError(f"--mmproj {path}: its images need positions that stages do not have")
         self.are_mutual = bool(self._mtmd.mtmd_decode_use_non_causal(self._context, None))  # rows see each other
-        segments = self._segments_of(np.full((64, 64, 3), 255, np.uint8))
-        if any(not isinstance(each, int) and min(each) < 0 for each in segments):
+        self._has_axes = bool(self._mtmd.mtmd_decode_use_mrope(self._context))
+        try:
+            segments = self._segments_of(np.full((64, 64, 3), 255, np.uint8))
+        except InternalError as error:
+            raise UsageError(f"--mmproj {path}: {error.message}") from None
+        if any(isinstance(each, list) and min(each) < 0 for each in segments):
             raise UsageError(f"--mmproj {path}: it needs tokens that the model's vocabulary does not have")
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
@@ -85,7 +85,7 @@ class Projector:
         with self._tokenized(pixels) as chunks:
             found = self._chunks_in(chunks)
             segments = [self._segment(chunk) for chunk in found]
-            sizes = [segment if isinstance(segment, int) else 0 for segment in segments]
+            sizes = [n_rows_in(segment) for segment in segments]
             n_rows = sum(sizes)
             rows = np.empty((n_rows if n_rows <= rows_max else 0, self.n_embd), np.float32)
             if len(rows):
@@ -120,10 +120,22 @@ class Projector:
 
     def _segment(self, chunk: Any) -> Segment:
         if self._mtmd.mtmd_input_chunk_get_type(chunk) != self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
-            return int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+            n_rows = int(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+            return self._grid(chunk, n_rows) if self._has_axes else n_rows
         count = ctypes.c_size_t()
         tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
         return [int(tokens[at]) for at in range(count.value)]
+
+    def _grid(self, chunk: Any, n_rows: int) -> Grid:
+        """Return the grid of an image's rows. Raises InternalError where llama.cpp gives them other places."""
+        mtmd = self._mtmd
+        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+        corner = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, n_rows - 1)
+        width, height = int(corner.x) + 1, int(corner.y) + 1
+        is_grid = width * height == n_rows and (corner.t, corner.z) == (0, 0)
+        if not is_grid or mtmd.mtmd_image_tokens_get_n_pos(image) != max(width, height):
+            raise InternalError("the rows of its images have places that stages do not know")
+        return Grid(width, height)
 
     def _encode(self, chunk: Any, out: npt.NDArray[np.float32]) -> None:
         if self._mtmd.mtmd_encode_chunk(self._context, chunk):

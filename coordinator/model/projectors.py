@@ -1,8 +1,9 @@
 """Projectors, the files that turn images into rows of a model: those that are served, and with which models.
 
-A stage reads a row of an image like a looked-up token, at its own position. It sees the rows before it alone or, where
-llama.cpp says so of the projector, all rows of its image. So only projectors whose rows llama.cpp treats in this way
-are served, with models whose rows depend on nothing else.
+A stage reads a row of an image like a looked-up token: at its own position or, where a model's positions have
+several axes, at its place in the image's grid. It sees the rows before it alone or, where llama.cpp says so of the
+projector, all rows of its image. So only projectors whose rows llama.cpp treats in this way are served, with models
+whose rows depend on nothing else.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ PROJECTORS = {
     "idefics3": Kind("mm.model.fc.weight"),  # SmolVLM
     "internvl": Kind("mm.model.mlp.3.weight"),
     "gemma3": Kind("mm.input_projection.weight", 0, ("gemma3",)),  # rows of one image see each other
+    # Rows have places in a grid:
+    "qwen2vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
+    "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
+    "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen35", "qwen35moe")),  # Qwen3.5, which has no deepstack
 }
-_MULTI_AXIS = "its images need positions on several axes, which stages do not have"
+_OTHER_AXES = "no stage was tried with the places of its images"
 _GEMMA4 = "llama.cpp lets rows of its images see each other in some layers alone, and no stage was tried with that"
 _DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
 REFUSED = {
-    "qwen2vl_merger": _MULTI_AXIS,
-    "qwen2.5vl_merger": _MULTI_AXIS,
-    "qwen2.5o": _MULTI_AXIS,
-    "qwen3vl_merger": _DEEPSTACK,
+    "qwen2.5o": _OTHER_AXES,
     "granite4_vision": _DEEPSTACK,
-    "glm4v": _MULTI_AXIS,
+    "glm4v": _OTHER_AXES,
     "gemma4v": _GEMMA4,
     "gemma4uv": _GEMMA4,
 }
+_DEEPSTACK_TENSORS = "v.deepstack."
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
 
 
@@ -74,6 +77,10 @@ def read_projector(path: Path) -> tuple[str, int]:
         raise UsageError(f"--mmproj {path}: no such file")
     header = read_header(path)
     kind = _kind(path, header)
+    if any(tensor.name.startswith(_DEEPSTACK_TENSORS) for tensor in header.tensors):
+        raise UsageError(
+            f"--mmproj {path}: projectors of the kind {kind[:40]} with deepstack are not served: {_DEEPSTACK}"
+        )
     if kind not in PROJECTORS or (kind == "mlp" and _width_of(header, Kind(_OTHER_MLP))):
         why = REFUSED.get(kind, f"projectors of the kinds {', '.join(PROJECTORS)} are")
         raise UsageError(f"--mmproj {path}: projectors of the kind {kind[:40]} are not served: {why}")

@@ -29,15 +29,16 @@ def refusal(request: GenerationRequest, known: Set[str]) -> NotServedError | Non
     return NotServedError(f"the last stage runs an older relayline, which does not know {names}; upgrade that stage")
 
 
-def image_refusal(request: GenerationRequest, rows_max: int) -> NotServedError | None:
+def image_refusal(request: GenerationRequest, rows_max: int, *, takes_grids: bool) -> NotServedError | None:
     """Return why the stages cannot read a request's images; None: they can.
 
     `rows_max`: the most rows that may attend to each other, in one step of every stage; 0: some stage is older.
+    `takes_grids`: whether every stage takes rows with places on several axes.
     """
-    n_rows = request.mutual_rows_max
-    if n_rows <= rows_max:
+    n_rows, has_grids = request.mutual_rows_max, any(each.grid for each in request.images)
+    if n_rows <= rows_max and (takes_grids or not has_grids):
         return None
-    if not rows_max:
+    if not rows_max or n_rows <= rows_max:
         return NotServedError("a stage runs an older relayline, which cannot read this model's images; upgrade it")
     flag = entry_of(EngineSettings, "max_rows").flag
     text = f"the {n_rows} rows of an image are one native step, and a stage takes {rows_max}"

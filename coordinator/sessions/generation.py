@@ -98,6 +98,7 @@ class ImageRows:
     start: int  # position of the first one
     rows: npt.NDArray[np.float32]  # [n, n_embd]
     are_mutual: bool = False  # each attends to all of them, also to later ones: they are computed in one step
+    grid: tuple[int, int] | None = None  # width and height in rows, where positions have several axes
 
     @property
     def end(self) -> int:
@@ -128,6 +129,15 @@ class GenerationRequest:
     def mutual_at(self, position: int) -> ImageRows | None:
         """Return the rows at a position if they attend to each other."""
         return next((each for each in self.images if each.are_mutual and each.start <= position < each.end), None)
+
+    def grid_at(self, position: int) -> ImageRows | None:
+        """Return the rows at a position if they have places on several axes."""
+        return next((each for each in self.images if each.grid and each.start <= position < each.end), None)
+
+    def whole_until(self, n_tokens: int) -> int:
+        """Return how many of the first tokens can be copied or kept: an image with places on axes only as a whole."""
+        image = self.grid_at(n_tokens) if self.images else None
+        return n_tokens if image is None else image.start
 
     @property
     def mutual_rows_max(self) -> int:

@@ -110,7 +110,10 @@ class Prefixes:
         """Return a stored prefix that is worth more than the n_now tokens that can be copied from a lane."""
         if self._n_asked == 0 or not session.request.cache_prompt or session.replays:
             return None, 0
-        return self.tier.longest(session.history, n_now + PREFIX_TOKENS_MIN - 1, keeps_state=self._keeps_state)
+        n_least = n_now + PREFIX_TOKENS_MIN - 1
+        stored, n_stored = self.tier.longest(session.history, n_least, keeps_state=self._keeps_state)
+        n_stored = session.request.whole_until(n_stored)
+        return (stored, n_stored) if n_stored > n_least else (None, 0)
 
     def _sources(self, session: Session) -> list[Session]:
         """Return running sessions that it may copy from: at once, or when they have read so far."""
@@ -239,6 +242,7 @@ class Prefixes:
                 n_common = min(n_common, source.n_held)
             if self._keeps_state:
                 n_common = nearest(source, n_common, is_held=holds)
+            n_common = session.request.whole_until(n_common)
             if n_common > n_best:
                 best, n_best = source, n_common
         return (best, n_best) if best is not None else (None, 0)

@@ -31,7 +31,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.common.sampler_fields import POOLINGS
-from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.frames import Flag, grid_argument
 
 REPLAYS_MAX = 3  # replays of one session after failures of its own before it is given up
 
@@ -53,7 +53,7 @@ class OutFrame:
     position: int
     tokens: tuple[int, ...]  # empty for controls
     flags: int
-    argument: int = 0  # of an open: the lane that it is best given, plus one
+    argument: int = 0  # of an open: the lane that it is best given, plus one; with Flag.GRID: `grid_argument`
     followers: tuple[int, ...] = ()  # see Frame
 
     @property
@@ -206,7 +206,7 @@ class Session:
         self.mirostat_mus = self.mirostat_mus[0], self.mirostat_mus[0]
         self.n_copied = self.copied_from = 0
         # The last row is computed again, because its token may be lost.
-        self.n_sent = self.n_there = min(n_there, len(self.history) - 1)
+        self.n_sent = self.n_there = self.request.whole_until(min(n_there, len(self.history) - 1))
         self.stops, self.checkpoints = [], [at for at in self.checkpoints if at <= self.n_sent]
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]
@@ -266,6 +266,12 @@ class Session:
             # Where its first rows were copied, they had seen these.
             end, flags = image.end, flags | Flag.MUTUAL
             self.stops = [stop for stop in self.stops if stop >= end]
+        argument = 0
+        if self.request.images and (image := self.request.grid_at(at)) is not None and image.grid is not None:
+            # Stages cannot come back to the middle of it.
+            self.stops = [stop for stop in self.stops if stop <= at or stop >= image.end]
+            end, flags = min(at + rows_max, image.end), flags | Flag.GRID
+            argument = grid_argument(at - image.start, *image.grid)
         followers: tuple[int, ...] = ()
         n_prompt = len(self.request.prompt_tokens)
         if _is_looked_at(self.request, at) and at < n_prompt - 1:
@@ -283,7 +289,7 @@ class Session:
             flags |= Flag.CHECKPOINT
         if followers:
             followers += (0,) * (len(tokens) - len(followers))
-        return OutFrame(self, at, tokens, flags, followers=followers)
+        return OutFrame(self, at, tokens, flags, argument, followers)
 
     def sampled(
         self,

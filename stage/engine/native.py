@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.lane_state import (
     read_lane,
     require,
@@ -124,7 +126,7 @@ class NativeEngine:
             if self.is_last and not self._states.cut_steps and is_asked_for(settings, self.artifact):
                 self._greedy = DeviceGreedy(self.n_vocab, self.wants, self.max_wanted)
                 self._greedy.install(self._context, self.config.n_sequences)
-            self.saved = SavedLanes(self, self._context, self._states)
+            self.saved = SavedLanes(self, self._context, self._states, self._batch.places)
             self._check_itself(load)
         except BaseException:
             self.close()
@@ -155,7 +157,7 @@ class NativeEngine:
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
         self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self._states)
         parts = self._parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
-        self._batch.bind(parts, self._model)
+        self._batch.bind(parts, self._model, self.config.n_sequences)
         if self.is_last and (settings.embeddings or not settings.gpu_layers or not llama.llama_supports_gpu_offload()):
             self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
             self._capture = self.hidden.capture
@@ -213,10 +215,11 @@ class NativeEngine:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
         """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
 
-        `is_mutual`: each row attends to the later ones of its lane in the step, too, as far as windows reach.
+        `is_mutual`: each row attends to the later ones of its lane in the step, too, as far as windows reach. `grids`:
+        rows of images in a model whose positions have several axes.
 
         Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
         batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
@@ -233,7 +236,9 @@ class NativeEngine:
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
         if self._greedy is not None:
             self._greedy.begin(n_rows)
-        batch = self._batch.fill(n_rows)
+        if grids and not self._batch.has_axes:
+            raise InternalError("rows of images came with places on axes that this model does not have")
+        batch = self._batch.fill(n_rows, grids)
         if is_mutual and (self.keeps_state or len(self.micro_batches) > 1):
             raise InternalError("rows that attend to each other must be one lane's, of a model that attends alone")
         code = _run(self._context, batch, is_mutual=is_mutual)
@@ -252,6 +257,7 @@ class NativeEngine:
             self._drop_batch(n_rows)
             raise
         self.copies_wait = False
+        self._batch.places.note(grids)
         self._states.ran(self.seq_ids[:n_rows], step_cut)
         if self.hidden is not None:
             self.hidden.note(self.wants[:n_rows], step_cut)
@@ -292,7 +298,7 @@ class NativeEngine:
         known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
         for lane in np.unique(lanes[known]).tolist():
-            position = max(0, int(first[lane]))
+            position = max(0, min(int(first[lane]), self.lane_tokens(lane)))
             can_rewind = self._states.can_rewind(lane, position, self.lane_tokens(lane))
             self.drop_from(lane, position if can_rewind else 0)  # some micro-batch may have moved its state
 
@@ -329,6 +335,7 @@ class NativeEngine:
         A lane with a recurrent state can be rewound to its checkpoints and to its beginning alone.
         """
         self._check_lanes(lane)
+        self._batch.places.check_cut(lane, position)
         self._states.require(lane, position, self.lane_tokens(lane))
         require(self._context, lane, position, self.attention.window)
 
@@ -340,7 +347,7 @@ class NativeEngine:
         self._states.checkpoint(self._context, lane, self.lane_tokens(lane))
 
     def drop_from(self, lane: int, position: int) -> None:
-        """Drop the lane's positions from `position` on.
+        """Drop the lane's positions from `position` on; inside an image that has one place on an axis, all its rows.
 
         Dropping absent positions does nothing. `check_rewind` tells beforehand whether it is possible. Raises
         NativeError where it is not.
@@ -348,7 +355,7 @@ class NativeEngine:
         self._check_lanes(lane)
         position = max(0, position)
         self._states.take_back(self._context, lane, position, self.lane_tokens(lane))
-        if not llama.llama_memory_seq_rm(self._memory, lane, position, -1):
+        if not llama.llama_memory_seq_rm(self._memory, lane, self._batch.places.cut(lane, position), -1):
             raise NativeError(
                 f"{self.artifact.architecture}: llama.cpp cannot cut the cells of lane {lane} at position {position}"
             )
@@ -366,13 +373,17 @@ class NativeEngine:
         self._states.require_copy(source_lane, n_tokens, self.lane_tokens(source_lane))
         self.clear(target_lane)
         self._states.copy(source_lane, target_lane, n_tokens)
+        places = self._batch.places
+        if n_tokens > 0:
+            places.copy(source_lane, target_lane)
         if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
             if not self.saved.copy_held(source_lane, target_lane):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
                 self.copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)
         elif n_tokens > 0:
-            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, n_tokens)
+            end = places.cut(target_lane, n_tokens)
+            llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, end)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
         """Make the lane hold its content n_times over, at the same positions: a long context that nobody computed.
@@ -403,7 +414,7 @@ class NativeEngine:
     def lane_tokens(self, lane: int) -> int:
         """Return how many positions the lane holds, counted from 0."""
         self._check_lanes(lane)
-        return int(llama.llama_memory_seq_pos_max(self._memory, lane)) + 1
+        return self._batch.places.n_rows(lane, int(llama.llama_memory_seq_pos_max(self._memory, lane)) + 1)
 
     def _check_lanes(self, *lanes: int) -> None:
         for lane in lanes:  # llama.cpp aborts the process on a sequence id out of range

@@ -1,7 +1,8 @@
 """Whole lanes as bytes that outlive them: for the tier of what lanes held, see `stage.engine.tier`. Decode thread only.
 
 A saved lane is one array: a head of numbers of 64 bits (see `_head`), llama.cpp's state of the lane, and the
-checkpoints of its recurrent state, where it has one. llama.cpp reads and writes a lane's state in one call, so a copy
+checkpoints of its recurrent state, where it has one. Where rows have places on several axes, its images stand in the
+head too (see `stage.engine.lane_places`). llama.cpp reads and writes a lane's state in one call, so a copy
 stands between two steps for as long as it takes; see HELD_COPIES_MAX in `stage.engine.lane_state` for times.
 """
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import layer_cells
+from relayline.stage.engine.lane_places import LanePlaces
 from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import NativeError
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 Saved = npt.NDArray[np.uint8]
 
-_FORM = 1  # of these bytes
-_NUMBERS = 4  # form, tokens, bytes of llama.cpp's state, checkpoints; then position and bytes of each checkpoint
+_FORM, _FORM_WITH_IMAGES = 1, 2  # of these bytes
+# Form, tokens, bytes of llama.cpp's state, checkpoints; then position and bytes of each checkpoint. With images: how
+# many numbers these have, and those.
+_NUMBERS = 4
 _BYTE_NS = 0.5  # of a byte that is brought back, before any was: memory as slow as 2 GB/s
 _WEIGHT = 0.2  # of the latest copy in the average
 
@@ -35,8 +39,8 @@ _WEIGHT = 0.2  # of the latest copy in the average
 class SavedLanes:
     """Saves lanes of one engine, brings them back, and copies them."""
 
-    def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes) -> None:
-        self._engine, self._context, self._states = engine, context, states
+    def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes, places: LanePlaces) -> None:
+        self._engine, self._context, self._states, self._places = engine, context, states, places
         self._byte_ns, self._token_bytes = _BYTE_NS, 1
         self.shape: layer_cells.Shape | None = None
         """The shape of a lane's state; None where layers cannot be taken out of it, see `cells`."""
@@ -68,7 +72,7 @@ class SavedLanes:
         """
         self._settle(lane)
         state = read_lane(self._context, lane)
-        if state is None or self.shape is None:
+        if state is None or self.shape is None or self._places.holds_images(lane):
             raise NativeError(f"lane {lane} cannot be taken apart by layers")
         return layer_cells.cut(self.shape, state)
 
@@ -94,7 +98,9 @@ class SavedLanes:
         n_tokens, n_bytes = engine.lane_tokens(lane), llama.llama_state_seq_get_size(context, lane)
         checkpoints = self._states.saved(lane, n_tokens)
         sizes = [(position, state.nbytes) for position, state in checkpoints]
-        head = np.array([_FORM, n_tokens, n_bytes, len(sizes), *(n for size in sizes for n in size)], np.int64)
+        images = self._places.saved(lane)
+        form, counted = (_FORM_WITH_IMAGES, [images.size, *images]) if images.size else (_FORM, [])
+        head = np.array([form, n_tokens, n_bytes, len(sizes), *(n for size in sizes for n in size), *counted], np.int64)
         saved = np.empty(head.nbytes + n_bytes + sum(size for _, size in sizes), np.uint8)
         saved[: head.nbytes] = head.view(np.uint8)
         at = head.nbytes
@@ -112,11 +118,11 @@ class SavedLanes:
         Raises NativeError, and the lane is empty, where it cannot: there are no cells, or it is of another engine.
         """
         started_ns = time.monotonic_ns()
-        n_tokens, n_bytes, sizes = _head(saved)
+        n_tokens, n_bytes, sizes, images, at = _head(saved)
         self._settle(lane)
-        at = 8 * (_NUMBERS + 2 * len(sizes))
         if at + n_bytes + sum(size for _, size in sizes) != saved.nbytes:
             raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
+        self._places.put_back(lane, images)
         n_read = llama.llama_state_seq_set_data(self._context, _pointer(saved[at:]), n_bytes, lane)
         if n_read != n_bytes or self._engine.lane_tokens(lane) != n_tokens:
             self._engine.clear(lane)
@@ -169,18 +175,32 @@ class SavedLanes:
         engine.drop_from(lane, position)
 
 
-def _head(saved: Saved) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return tokens, bytes of llama.cpp's state, and position and bytes of each checkpoint. Raises NativeError."""
+def _head(saved: Saved) -> tuple[int, int, list[tuple[int, int]], npt.NDArray[np.int64], int]:
+    """Return tokens, bytes of llama.cpp's state, position and bytes of each checkpoint, the numbers of images, and the
+    bytes of this head.
+
+    Raises NativeError.
+    """
     if saved.nbytes < 8 * _NUMBERS:
         raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
     form, n_tokens, n_bytes, n_checkpoints = saved[: 8 * _NUMBERS].view(np.int64).tolist()
     end = 8 * (_NUMBERS + 2 * n_checkpoints)
-    if form != _FORM or min(n_tokens, n_bytes) <= 0 or not 0 <= n_checkpoints <= saved.nbytes // 16:
+    if (
+        form not in (_FORM, _FORM_WITH_IMAGES)
+        or min(n_tokens, n_bytes) <= 0
+        or not 0 <= n_checkpoints <= saved.nbytes // 16
+    ):
         raise NativeError(f"a lane's state of form {form} is not known here")
-    if saved.nbytes < end:
+    is_cut = saved.nbytes < end + 8 * (form == _FORM_WITH_IMAGES)
+    at, n_images = end, 0
+    if not is_cut and form == _FORM_WITH_IMAGES:
+        at, n_images = end + 8, int(saved[end : end + 8].view(np.int64)[0])
+        is_cut = not 0 <= n_images <= (saved.nbytes - at) // 8
+    if is_cut:
         raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
     numbers = saved[8 * _NUMBERS : end].view(np.int64).tolist()
-    return n_tokens, n_bytes, list(zip(numbers[::2], numbers[1::2], strict=True))
+    images = saved[at : at + 8 * n_images].view(np.int64)
+    return n_tokens, n_bytes, list(zip(numbers[::2], numbers[1::2], strict=True)), images, at + images.nbytes
 
 
 def _pointer(data: Saved) -> Any:

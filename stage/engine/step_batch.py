@@ -8,12 +8,14 @@ as those of most decode steps do.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.micro_batches import Cut, cut
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.stage.engine.row_parts import RowParts
@@ -36,9 +38,10 @@ class StepBatch:
         self.rows: Array = self._ordered[0]
         """Rows as llama.cpp gets them."""
 
-    def bind(self, parts: RowParts, model: Any) -> None:
+    def bind(self, parts: RowParts, model: Any, n_lanes: int) -> None:
         """Make the batches. parts: made from `rows`; model: tells how many positions a row has."""
         self._parts = parts
+        self.places = LanePlaces(n_lanes)
         self._positions_4d: Array | None = None
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
         if llama.llama_model_rope_type(model) in _ROPE_TYPES_4D:
@@ -47,22 +50,28 @@ class StepBatch:
         if self._states.cut_steps and not parts.are_written and not parts.are_apart:
             self._in_order = self._over(*self._given)
 
-    def fill(self, n_rows: int) -> Any:
-        """Return the llama_batch with the step's rows [0:n_rows)."""
-        batch, positions = self._of_order, self._given[1]
+    @property
+    def has_axes(self) -> bool:
+        """Whether a row's position has several axes."""
+        return self._positions_4d is not None
+
+    def fill(self, n_rows: int, grids: Sequence[Grid] = ()) -> Any:
+        """Return the llama_batch with the step's rows [0:n_rows). grids: those of images, where positions have axes."""
+        batch, order = self._of_order, None
         if self._states.cut_steps:
             self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence, n_tail=self._states.n_tail)
             if self.cut.is_in_order and self._in_order is not batch:
                 batch = self._in_order
             else:
                 self._put_in_order(self.cut, n_rows)
-                positions = self._ordered[1]
+                order = self.cut.given
         if self._parts.are_apart:
             self._parts.fill(self._given[0][:n_rows], self.cut)
         if self._positions_4d is not None:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
-            axes[:3] = positions[:n_rows]
-            axes[3] = 0
+            self.places.fill(axes, self._given[1][:n_rows], self._given[2][:n_rows], grids)
+            if order is not None:
+                axes[:] = axes[:, order]
         batch.n_tokens = n_rows
         return batch
 

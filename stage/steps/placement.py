@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.lanes import Lane
-from relayline.wire.envelopes.frames import Head
+from relayline.wire.envelopes.frames import Head, grid_of
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,6 +23,13 @@ class Placed:
     def position_after(self) -> int:
         """The position of the row that would come next."""
         return self.frame.position + self.frame.n_rows
+
+
+def grid_at(placed: Placed) -> Grid:
+    """Return the places of a frame's rows, where it is a part of an image (Flag.GRID)."""
+    frame = placed.frame
+    n_before, width, height = grid_of(frame.argument)
+    return Grid(placed.row, frame.n_rows, placed.lane.index, frame.position - n_before, n_before, width, height)
 
 
 def run_length(placed: list[Placed], at: int) -> int:

@@ -32,7 +32,7 @@ from relayline.stage.steps.picking import (
     score,
     wanted_rows,
 )
-from relayline.stage.steps.placement import Placed, heads_of, run_length
+from relayline.stage.steps.placement import Placed, grid_at, heads_of, run_length
 from relayline.stage.steps.sessions import Sessions
 from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, RouteWiring, StepResult
 from relayline.wire.common import bounds
@@ -137,6 +137,8 @@ class StepExecutor:
         try:
             if members[0].is_mutual:  # and alone, see stage.steps.batcher
                 self.engine.decode(n_rows, is_mutual=True)
+            elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
+                self.engine.decode(n_rows, grids=grids)
             else:
                 self.engine.decode(n_rows)
         except RelaylineError as error:

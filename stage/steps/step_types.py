@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.wire.envelopes import trace_context
@@ -43,7 +44,9 @@ class Engine(Protocol):
     def hidden(self) -> Hidden | None: ...  # noqa: D102
     @property
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
-    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None: ...  # noqa: D102
+    def decode(  # noqa: D102
+        self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()
+    ) -> None: ...
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
     def best_token(self, row: int) -> int | None: ...  # noqa: D102
     def checkpoint(self, lane: int) -> None: ...  # noqa: D102

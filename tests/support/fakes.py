@@ -16,6 +16,7 @@ import numpy as np
 from relayline.coordinator.model.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
 from relayline.deploy.testing.engines import stage_config
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.facts import StageFacts
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.steps.lanes import LaneTable
@@ -49,6 +50,7 @@ class FakeEngine:
         self.hidden = None
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
+        self.grids: list[Grid] = []  # of all decodes
         self.n_mutual = 0  # decodes whose rows attend to each other
         self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken
         self.fail_next: BaseException | None = None
@@ -60,8 +62,9 @@ class FakeEngine:
         self.n_closed = 0
         self._logits: dict[int, np.ndarray] = {}
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
         self.n_mutual += is_mutual
+        self.grids += grids
         self.on_decode()
         self.steps.append([(int(self.seq_ids[row]), int(self.positions[row])) for row in range(n_rows)])
         before = [len(lane) for lane in self.lanes]

@@ -201,6 +201,7 @@ class World:
             tier=NO_TIER,
             options=OPTIONS,
             mutual_rows_max=64,
+            takes_grids=True,
         )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages, so that guesses can fill one
         connection.sharing = lambda names: ()

@@ -16,9 +16,12 @@ WIDTH, N_FF, N_HEADS, N_LAYERS = 32, 64, 2, 2  # of the encoder
 PATCH, IMAGE = 7, 28
 # Of one square image; pixtral ends lines by a row.
 N_ROWS = {"mlp": 16, "pixtral": 20, "idefics3": 4, "internvl": 4, "gemma3": 16}
+_GRIDS = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")  # whose rows have places on several axes
 
 
-def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1) -> Path:
+def make_projector(
+    path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed: int = 1, has_deepstack: bool = False
+) -> Path:
     """Write a projector of a kind, and return its path. Its rows have `n_embd` values."""
     writer = gguf.GGUFWriter(None, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
@@ -38,7 +41,12 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
         writer.add_uint32("clip.vision.projector.scale_factor", 2)
     if kind == "idefics3":
         writer.add_uint32("clip.vision.preproc_image_size", IMAGE)
-    for name, shape in _shapes(kind, n_embd).items():
+    if kind in _GRIDS:
+        writer.add_uint32("clip.vision.spatial_merge_size", 2)
+    if kind == "qwen2.5vl_merger":
+        writer.add_uint32("clip.vision.n_wa_pattern", 2)
+    deepstack = {"v.deepstack.0.fc1.weight": (4 * WIDTH, 4 * WIDTH)} if has_deepstack else {}
+    for name, shape in {**_shapes(kind, n_embd), **deepstack}.items():
         values = np.random.default_rng((seed, zlib.crc32(name.encode()))).standard_normal(shape).astype(np.float32)
         is_norm = ("ln" in name.split(".")[-2] or "norm" in name) and name.endswith("weight")
         scale = 1.0 if len(shape) == 1 else 1.0 / np.sqrt(np.prod(shape[1:]))
@@ -54,20 +62,27 @@ def make_projector(path: Path, kind: str = "mlp", *, n_embd: int = N_EMBD, seed:
 def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
     n_patches = (IMAGE // PATCH) ** 2
     shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (WIDTH, 3, PATCH, PATCH)}
-    if kind != "pixtral":
+    if kind in _GRIDS:
+        shapes["v.patch_embd.weight.1"] = (WIDTH, 3, PATCH, PATCH)
+    if kind == "qwen3vl_merger":
+        shapes["v.patch_embd.bias"] = (WIDTH,)
+    if kind not in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger"):
         has_class = kind in ("mlp", "internvl")
         shapes["v.position_embd.weight"] = (n_patches + has_class, WIDTH)
         if has_class:
             shapes["v.class_embd"] = (WIDTH,)
     for layer in range(N_LAYERS):
         block = f"v.blk.{layer}"
-        for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            shapes |= {f"{block}.{part}.weight": (WIDTH, WIDTH), f"{block}.{part}.bias": (WIDTH,)}
+        qkv = {"attn_q": 1, "attn_k": 1, "attn_v": 1} if kind != "qwen3vl_merger" else {"attn_qkv": 3}
+        for part, n_parts in {**qkv, "attn_out": 1}.items():
+            width = n_parts * WIDTH
+            shapes |= {f"{block}.{part}.weight": (width, WIDTH), f"{block}.{part}.bias": (width,)}
         for part in ("ln1", "ln2"):
             shapes |= {f"{block}.{part}.weight": (WIDTH,), f"{block}.{part}.bias": (WIDTH,)}
         shapes |= {f"{block}.ffn_up.weight": (N_FF, WIDTH), f"{block}.ffn_up.bias": (N_FF,)}
         shapes |= {f"{block}.ffn_down.weight": (WIDTH, N_FF), f"{block}.ffn_down.bias": (WIDTH,)}
-    shapes |= {"v.pre_ln.weight": (WIDTH,), "v.pre_ln.bias": (WIDTH,)}
+    if kind not in _GRIDS:
+        shapes |= {"v.pre_ln.weight": (WIDTH,), "v.pre_ln.bias": (WIDTH,)}
     if kind == "mlp":
         shapes |= {"mm.0.weight": (n_embd, WIDTH), "mm.0.bias": (n_embd,)}
         shapes |= {"mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,)}
@@ -76,6 +91,10 @@ def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
         shapes |= {"mm.2.bias": (n_embd,), "v.token_embd.img_break": (n_embd,)}
     elif kind == "gemma3":
         shapes |= {"mm.input_projection.weight": (WIDTH, n_embd), "mm.soft_emb_norm.weight": (WIDTH,)}
+        shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}
+    elif kind in _GRIDS:
+        shapes |= {"mm.0.weight": (N_FF, 4 * WIDTH), "mm.0.bias": (N_FF,)}
+        shapes |= {"mm.2.weight": (n_embd, N_FF), "mm.2.bias": (n_embd,)}
         shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}
     elif kind == "idefics3":
         shapes |= {"mm.model.fc.weight": (n_embd, 4 * WIDTH)}

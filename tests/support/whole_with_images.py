@@ -47,7 +47,7 @@ class WholeWithImages(ReferenceModel):
     ) -> tuple[int, npt.NDArray[np.float32]]:
         """Read a rendered chat whose images are markers, then tokens.
 
-        Returns how many positions the chat has, and the logits before each token: f32 [len(tokens), n_vocab].
+        Returns how many rows the chat has, and the logits before each token: f32 [len(tokens), n_vocab].
         """
         mtmd = self._mtmd
         self.drop_from(0, 0)
@@ -70,12 +70,13 @@ class WholeWithImages(ReferenceModel):
         code = mtmd.mtmd_helper_eval_chunks(self._encoder, self._context, chunks, 0, 0, 32, True, ctypes.byref(end))
         assert code == 0, f"mtmd_helper_eval_chunks gave {code}"
         rows = [np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, -1), (self.n_vocab,)).copy()]
+        n_rows = int(mtmd.mtmd_helper_get_n_tokens(chunks))
         mtmd.mtmd_input_chunks_free(chunks)
         for bitmap in bitmaps:
             mtmd.mtmd_bitmap_free(bitmap)
         for at, token in enumerate(tokens[:-1]):
             rows.append(self.decode([token], [end.value + at], [0], [True])[0])
-        return end.value, np.stack(rows)
+        return n_rows, np.stack(rows)
 
     def close(self) -> None:
         if self._encoder:

@@ -52,9 +52,9 @@ _GUESSED = frames.Flag.GUESSED
 _EITHER = _DRAFTED | _GUESSED
 _DRAFT = _DRAFTED | frames.Flag.WANTS_SAMPLE  # the flags of a drafted frame, except _GUESSED
 _SCORED = frames.Flag.SCORED  # the least flags of a scored frame
-_CHECKPOINT, _MUTUAL = frames.Flag.CHECKPOINT, frames.Flag.MUTUAL
+_CHECKPOINT, _MUTUAL, _GRID = frames.Flag.CHECKPOINT, frames.Flag.MUTUAL, frames.Flag.GRID
 _CONTROL = frames.CONTROL
-_ALL_FLAGS = _CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT | _MUTUAL
+_ALL_FLAGS = _CONTROL | frames.Flag.PREFILL | _DRAFT | _GUESSED | _CHECKPOINT | _MUTUAL | _GRID
 
 # What ENVELOPE_BYTES_MAX allows for around the rows, see wire.common.bounds.
 assert (
@@ -347,7 +347,7 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
         raise ProtocolError(f"frames announce {n_rows} rows, envelope holds {view.payload.shape[0]}")
     row_bytes = view.width * view.payload.itemsize
     at = n_open = n_drafted = 0
-    for _, _, position, count, flags, _, expected, _, _ in view.heads:
+    for _, _, position, count, flags, argument, expected, _, _ in view.heads:
         control = flags & _CONTROL
         if (control == 0) == (count == 0):
             raise ProtocolError("a frame must either carry rows or be a control, not both or neither")
@@ -355,8 +355,8 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
             raise ProtocolError(f"frame flags {flags:#x} have no meaning")
         if control and flags & _CHECKPOINT:
             raise ProtocolError("a frame that is to leave a checkpoint carries no rows")
-        if flags & _MUTUAL and (control or flags & _EITHER or not flags & frames.Flag.PREFILL):
-            raise ProtocolError(f"frame flags {flags:#x} have no meaning: rows that see each other are a prompt's")
+        if flags & (_MUTUAL | _GRID):
+            _check_image(flags, argument, position, count)
         if position + count > bounds.CTX_TOKENS_MAX:
             raise ProtocolError(f"a position is beyond the limit of {bounds.CTX_TOKENS_MAX} tokens")
         if count == 0:
@@ -377,6 +377,15 @@ def _check_frames(view: EnvelopeView, rows: memoryview, max_rows: int) -> tuple[
 def _is_draft(flags: int) -> bool:
     """Return whether these are flags of guesses, or of a prompt whose rows are scored."""
     return flags & ~_GUESSED == _DRAFT or flags & ~(frames.Flag.WANTS_SAMPLE | _CHECKPOINT) == _SCORED
+
+
+def _check_image(flags: int, argument: int, position: int, n_rows: int) -> None:
+    """Hold the flags of rows of an image against the others, and their places against the image."""
+    if flags & (_CONTROL | _EITHER) or not flags & frames.Flag.PREFILL:
+        raise ProtocolError(f"frame flags {flags:#x} have no meaning: rows of an image are a prompt's")
+    n_before, width, height = frames.grid_of(argument)
+    if flags & _GRID and (n_before + n_rows > width * height or n_before > position):
+        raise ProtocolError(f"{n_rows} rows behind {n_before} are not in an image of {width} x {height}")
 
 
 def _check_extras(view: EnvelopeView, n_open: int, n_drafted: int) -> None:

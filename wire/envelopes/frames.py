@@ -40,9 +40,20 @@ class Flag:
     COPY_PREFIX = 128
     CHECKPOINT = 256
     MUTUAL = 512
+    GRID = 1_024
     STORE = 4_096
     RESTORE = 8_192
     SCORED = PREFILL | DRAFTED  # rows of a prompt, each of which scores the token that follows it
+
+
+def grid_argument(n_before: int, width: int, height: int) -> int:
+    """Return the argument of a frame with Flag.GRID: rows of the image before its own, and the image's two sides."""
+    return n_before << 32 | width << 16 | height
+
+
+def grid_of(argument: int) -> tuple[int, int, int]:
+    """Return the three numbers of `grid_argument`."""
+    return argument >> 32, argument >> 16 & 0xFFFF, argument & 0xFFFF
 
 
 CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | Flag.RESTORE

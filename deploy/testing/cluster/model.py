@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.stage.engine.checkpoints import Checkpoints
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
 from relayline.stage.engine.tier import Tier
 from relayline.wire.common.errors import NativeError, PositionGapError
@@ -85,7 +86,7 @@ class ModelEngine:
         self._layers, self._empty = layers, (0,) * len(layers)
         self._tokens: dict[int, int] = {}
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False) -> None:
+    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
         """Compute rows. `is_mutual`: each depends on all of them."""
         self._tokens.clear()
         values = self.input_rows[:n_rows, 0].tolist()

@@ -38,10 +38,10 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"projector_type": "qwen2vl_merger"}, "positions on several axes"),
+        ({"projector_type": "glm4v"}, "no stage was tried with the places"),
         ({"projector_type": "gemma4v"}, "see each other in some layers alone"),
-        ({"vision.projector_type": "qwen3vl_merger"}, "deepstack"),
-        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3 are"),
+        ({"vision.projector_type": "granite4_vision"}, "deepstack"),
+        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, qwen2vl_merger"),
         ({"architecture": "llama"}, "not a projector; give the file that its makers call mmproj"),
         ({"vision": False}, "no encoder for images"),
     ],
@@ -49,6 +49,15 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
 def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem):
         check_projector(header(tmp_path / "mmproj.gguf", **given), FILE)
+
+
+def test_deepstack_is_refused_in_one_line_whatever_the_kind(tmp_path: Path) -> None:
+    path = make_projector(tmp_path / "mmproj.gguf", "qwen3vl_merger", n_embd=48, has_deepstack=True)
+    with pytest.raises(
+        UsageError, match=r"kind qwen3vl_merger with deepstack are not served: its images add"
+    ) as caught:
+        check_projector(path, msgspec.structs.replace(FILE, architecture="qwen3vl"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_projector_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from relayline.wire.common.errors import HandshakeError
 from relayline.wire.envelopes.buffers import BufferPool
 from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import parse
-from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.frames import Flag, grid_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import WIDTH, new_facts, pipeline_file
 from tests.support.sessions import chunks_of
@@ -41,6 +41,13 @@ def mutual() -> GenerationRequest:
     return dataclasses.replace(
         request(), images=tuple(dataclasses.replace(each, are_mutual=True) for each in request().images)
     )
+
+
+def in_grids() -> GenerationRequest:
+    """The same, with rows that have places on several axes."""
+    grids = ((3, 1), (1, 2))
+    images = (dataclasses.replace(each, grid=grid) for each, grid in zip(request().images, grids, strict=True))
+    return dataclasses.replace(request(), images=tuple(images))
 
 
 def session(number: int = 1, sampling: SamplingParams | None = None) -> Session:
@@ -72,6 +79,27 @@ def test_rows_that_see_each_other_leave_together_again_after_a_loss(rows_max: in
         assert [frame.position + len(frame.tokens) for frame in frames if frame.flags & Flag.CHECKPOINT] == [1, 5]
 
 
+def test_rows_in_a_grid_say_their_places_again_after_a_loss() -> None:
+    one = Session(1, in_grids(), lambda _: False)
+    for n_there, begin in ((0, 0), (4, 2)):  # stages come back to no row inside an image
+        one.start(n_there)
+        one.stops = [3, 5, 6]  # nor do they keep a checkpoint there
+        frames = [chunk.leave() for chunk in chunks_of(one, 2)]
+        assert frames[0].position == begin
+        told = [(frame.position, *grid_of(frame.argument)) for frame in frames if frame.flags & Flag.GRID]
+        assert told == [(2, 0, 3, 1), (4, 2, 3, 1), (5, 0, 1, 2)]
+        assert [frame.position + len(frame.tokens) for frame in frames if frame.flags & Flag.CHECKPOINT] == [5]
+    assert image_refusal(in_grids(), 0, takes_grids=True) is None
+    refused = image_refusal(in_grids(), 64, takes_grids=False)
+    assert refused is not None
+    assert "older relayline" in str(refused)
+
+
+def test_a_prefix_ends_before_an_image_that_is_in_a_grid() -> None:
+    assert [in_grids().whole_until(n) for n in range(9)] == [0, 1, 2, 2, 2, 5, 5, 7, 8]
+    assert [request().whole_until(n) for n in range(9)] == [*range(9)]
+
+
 def test_the_rest_of_them_leaves_alone_behind_a_copy() -> None:
     one, other = (Session(number, mutual(), lambda _: False) for number in (1, 2))
     other.start()
@@ -94,9 +122,9 @@ def test_a_flight_ends_behind_them() -> None:
 
 
 def test_stages_that_cannot_read_them_in_one_step_are_named() -> None:
-    assert image_refusal(mutual(), 3) is None
-    assert image_refusal(request(), 0) is None
-    small, old = image_refusal(mutual(), 2), image_refusal(mutual(), 0)
+    assert image_refusal(mutual(), 3, takes_grids=False) is None
+    assert image_refusal(request(), 0, takes_grids=False) is None
+    small, old = (image_refusal(mutual(), rows, takes_grids=True) for rows in (2, 0))
     assert small is not None
     assert old is not None
     assert "3 rows of an image are one native step, and a stage takes 2; start the stages with --max-rows 3" in str(
@@ -110,6 +138,8 @@ def test_every_stage_has_to_know_them() -> None:
     assert facts_of_all(facts).mutual_rows_max == 48
     facts.append(pb.DescribeResponse(max_rows=64))
     assert facts_of_all(facts).mutual_rows_max == 0
+    assert not facts_of_all(facts).takes_grids
+    assert facts_of_all([pb.DescribeResponse(takes_grids=True)]).takes_grids
     told = new_facts(0, 1)
     assert told.describe().takes_mutual_rows
     assert not dataclasses.replace(told, keeps_state=True).describe().takes_mutual_rows

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
+from relayline.stage.engine.lane_places import Grid
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import MUTUAL_ROWS, POLICIES, StepLimits
 from relayline.wire.common.curve import CostCurve
-from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.frames import Flag, grid_argument
 from tests.support.fakes import FakeEngine, control, new_executor, rows_frame, step_of
 
 IMAGE = Flag.PREFILL | Flag.MUTUAL
@@ -76,3 +77,16 @@ def test_the_engine_is_told_and_the_flag_goes_on() -> None:
     assert result.outputs[0].buffer.frames["flags"].tolist() == [IMAGE]
     executor.execute(step_of(rows_frame(1, 6, 2, Flag.PREFILL)))
     assert (engine.n_mutual, len(engine.steps)) == (1, 2)
+
+
+def test_the_engine_is_told_the_places_of_rows_in_a_grid_and_they_go_on() -> None:
+    engine = FakeEngine()
+    executor = new_executor(engine)
+    executor.execute(step_of(control(1, Flag.OPEN), control(2, Flag.OPEN)))
+    executor.execute(step_of(rows_frame(1, 0, 4, Flag.PREFILL), rows_frame(2, 0, 3, Flag.PREFILL)))
+    part = dataclasses.replace(rows_frame(1, 4, 5, Flag.PREFILL | Flag.GRID), argument=grid_argument(2, 3, 4))
+    result = executor.execute(step_of(rows_frame(2, 3, 2), part))
+    lane = next(lane for lane, position in engine.steps[-1] if position == 4 + 4)
+    assert engine.grids == [Grid(row=2, n_rows=5, lane=lane, start=2, n_before=2, width=3, height=4)]
+    assert result.outputs[0].buffer is not None
+    assert result.outputs[0].buffer.frames["argument"].tolist() == [0, grid_argument(2, 3, 4)]

@@ -101,6 +101,8 @@ BROKEN: dict[str, tuple[Callable[[pb.RelayRequest], None], str]] = {
     "an unknown flag": (_flags(1, GUESSES | 256), "flags 0x106 have no meaning"),
     "rows that see each other and are guesses": (_flags(1, GUESSES | 512), "flags 0x206 have no meaning"),
     "rows that see each other and are no prompt's": (_flags(1, 512), "flags 0x200 have no meaning"),
+    "a grid's rows that are no prompt's": (_flags(1, 1024), "flags 0x400 have no meaning"),
+    "rows of no grid": (_flags(0, Flag.PREFILL | 1024), "are not in an image of 0 x 0"),
     "guessed and not drafted": (_flags(1, SAMPLE | Flag.GUESSED), "flags 0xa have no meaning"),
     "guessed rows of a prompt": (_flags(1, GUESSES | Flag.GUESSED | Flag.PREFILL), "flags 0xf have no meaning"),
     "rows that are not drafted": (_flags(1, SAMPLE), "0 drafted rows came with 3"),

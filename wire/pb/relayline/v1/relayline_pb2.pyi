@@ -27,6 +27,7 @@ class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FRAME_FLAG_COPY_PREFIX: _ClassVar[FrameFlag]
     FRAME_FLAG_CHECKPOINT: _ClassVar[FrameFlag]
     FRAME_FLAG_MUTUAL: _ClassVar[FrameFlag]
+    FRAME_FLAG_GRID: _ClassVar[FrameFlag]
     FRAME_FLAG_STORE: _ClassVar[FrameFlag]
     FRAME_FLAG_RESTORE: _ClassVar[FrameFlag]
 
@@ -52,6 +53,7 @@ FRAME_FLAG_TRIM: FrameFlag
 FRAME_FLAG_COPY_PREFIX: FrameFlag
 FRAME_FLAG_CHECKPOINT: FrameFlag
 FRAME_FLAG_MUTUAL: FrameFlag
+FRAME_FLAG_GRID: FrameFlag
 FRAME_FLAG_STORE: FrameFlag
 FRAME_FLAG_RESTORE: FrameFlag
 TELEMETRY_LEVEL_UNSPECIFIED: TelemetryLevel
@@ -101,7 +103,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "place", "takes_lanes_apart", "takes_rows", "options")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "place", "takes_lanes_apart", "takes_rows", "options")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +128,7 @@ class DescribeResponse(_message.Message):
     REWINDS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TAKES_MUTUAL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_GRIDS_FIELD_NUMBER: _ClassVar[int]
     KEEPS_STATE_FIELD_NUMBER: _ClassVar[int]
     REWIND_ROWS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +163,7 @@ class DescribeResponse(_message.Message):
     rewinds: bool
     name: str
     takes_mutual_rows: bool
+    takes_grids: bool
     keeps_state: bool
     rewind_rows: int
     stores: bool
@@ -170,7 +174,7 @@ class DescribeResponse(_message.Message):
     takes_lanes_apart: bool
     takes_rows: bool
     options: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "devices", "cores", "n_threads")

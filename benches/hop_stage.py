@@ -171,7 +171,7 @@ class Recorder:
 
         inbound.parse = stamped_parse  # type: ignore[assignment, attr-defined]
         Runner.push = stamped_push  # type: ignore[assignment, method-assign]
-        executor.execute = stamped_execute  # type: ignore[method-assign]
+        executor.execute = stamped_execute  # type: ignore[method-assign, assignment]
         RelayLink.send = stamped_send  # type: ignore[assignment, method-assign]
 
     def stamps(self) -> list[Stamps]:

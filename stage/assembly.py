@@ -85,6 +85,7 @@ def _load(
         rewinds,
         engine.keeps_state,
         engine.rewind_rows,
+        goes_by_tiles=engine.attention.goes_by_tiles,
         place=place_of(settings),
         name=own_name(config),
     )

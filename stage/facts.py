@@ -10,6 +10,7 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.speed.curves import Curves
 from relayline.wire.common import bounds
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -25,11 +26,24 @@ class StageFacts:
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
     keeps_state: bool = False  # it can be taken back to checkpoints alone, see `stage.engine.recurrent`
     rewind_rows: int = 0  # and by so many rows of its last step
+    goes_by_tiles: bool = False  # steps of many rows round differently, see `stage.engine.native.Attention`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
     kernels: str = dataclasses.field(default_factory=ggml.kernels)  # relayline's, with spaces between
     place: pb.Place = dataclasses.field(default_factory=pb.Place)  # the place where it computes
     name: str = ""  # the stage name in its credential; empty without one
+
+    @property
+    def ahead_rows(self) -> int:
+        """Rows of a step with rows that are computed before they are asked for, see `stage.steps.run_ahead`; 0: none.
+
+        Larger steps may round differently from the ones that the coordinator would have made.
+        """
+        settings = self.config.engine
+        is_wanted = settings.run_ahead == "on" or (settings.run_ahead == "auto" and settings.gpu_layers != 0)
+        if not is_wanted or self.artifact.stage_count > 1 or not self.rewinds or settings.policy == "single":
+            return 0
+        return ATTENTION_TILE_ROWS - 1 if self.goes_by_tiles else settings.max_rows
 
     def describe(self) -> pb.DescribeResponse:
         """Return the answer to Describe: the stage's layers, its limits, and the present cost of its steps."""

@@ -60,7 +60,8 @@ class Work:
         self.facts, self._executor, self._crash = facts, executor, crash
         self.service = StageService(facts, executor, stats, telemetry)
         outbound = self.service.outbound
-        self._runner = Runner(Batcher(policy), executor, outbound.deliver, crash, outbound.account)
+        batcher, ahead_rows = Batcher(policy), facts.ahead_rows
+        self._runner = Runner(batcher, executor, outbound.deliver, crash, outbound.account, ahead_rows)
         self._tasks: list[asyncio.Task[None]] = []  # what sends, then what watches
 
     @property

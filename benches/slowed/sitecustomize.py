@@ -1,8 +1,9 @@
 """Makes this process's native steps as long as on a slower host, for `deploy.testing.slow_hosts`.
 
 Python imports it at its start where PYTHONPATH names this folder. SLOWED_LAYER_MS is the time of a step of one row for
-each layer; a head counts like one layer. The step sleeps for the rest of that time, so that several such hosts fit on
-one machine.
+each layer; a head counts like one layer. SLOWED_STEPS_MS is the time of a whole step by its rows instead, such as
+1:3.1,8:6.3, with lines between the points: as long as on a GPU that computes while this processor does other work. The
+step sleeps for the rest of that time, so that several such hosts fit on one machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 Patch = Callable[[Any], None]
 
 LAYER_MS = float(os.environ.get("SLOWED_LAYER_MS", "0"))
+POINTS = [point.partition(":") for point in os.environ.get("SLOWED_STEPS_MS", "").split(",") if point]
+STEPS_MS = [(float(rows), float(took_ms)) for rows, _, took_ms in POINTS]
 ROW_SHARE = 0.5  # share of a one-row step for each further row: on a CPU a batch saves only the reading of weights
 ENGINE, CALIBRATE = "relayline.stage.engine.native", "relayline.stage.speed.calibrate"
 
@@ -26,14 +29,28 @@ def _slow_engine(module: Any) -> None:
     decode = module.NativeEngine.decode
 
     def slowed(self: Any, n_rows: int) -> None:
-        began_s, artifact = time.monotonic(), self.artifact
+        began_s = time.monotonic()
         decode(self, n_rows)
-        n_layers = artifact.layer_end - artifact.layer_start
-        n_heads = max(int(self.wants[:n_rows].sum()), 1) if self.is_last else 0
-        wanted = n_layers * (1 + ROW_SHARE * (n_rows - 1)) + (1 + ROW_SHARE * (n_heads - 1) if n_heads else 0)
-        time.sleep(max(0.0, began_s + wanted * LAYER_MS / 1e3 - time.monotonic()))
+        wanted_ms = _by_rows_ms(n_rows) if STEPS_MS else _by_layers_ms(self, n_rows)
+        time.sleep(max(0.0, began_s + wanted_ms / 1e3 - time.monotonic()))
 
     module.NativeEngine.decode = slowed
+
+
+def _by_layers_ms(engine: Any, n_rows: int) -> float:
+    n_layers = engine.artifact.layer_end - engine.artifact.layer_start
+    n_heads = max(int(engine.wants[:n_rows].sum()), 1) if engine.is_last else 0
+    wanted = n_layers * (1 + ROW_SHARE * (n_rows - 1)) + (1 + ROW_SHARE * (n_heads - 1) if n_heads else 0)
+    return float(wanted * LAYER_MS)
+
+
+def _by_rows_ms(n_rows: int) -> float:
+    """Return the time by STEPS_MS; beyond its ends the nearest two points' line goes on."""
+    if len(STEPS_MS) == 1:
+        return STEPS_MS[0][1]
+    at = next((at for at, (rows, _) in enumerate(STEPS_MS[1:-1], 1) if n_rows <= rows), len(STEPS_MS) - 1)
+    (low, low_ms), (high, high_ms) = STEPS_MS[at - 1], STEPS_MS[at]
+    return low_ms + (n_rows - low) / (high - low) * (high_ms - low_ms)
 
 
 def _timed_by_the_clock(module: Any) -> None:
@@ -60,5 +77,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if LAYER_MS:
+if LAYER_MS or STEPS_MS:
     sys.meta_path.insert(0, _Finder({ENGINE: _slow_engine, CALIBRATE: _timed_by_the_clock}))

@@ -90,7 +90,7 @@ class BatchSpans:
             decoded[names.EVENT_ATTR_PREDICTED] = result.predicted_ns / 1e9
         return [
             Event(names.EVENT_CLOSED, taken_ns + offset_ns, closed),
-            Event(names.EVENT_DECODED, result.started_ns + result.decode_ns + offset_ns, decoded),
+            Event(names.EVENT_DECODED, max(arrived_ns, result.started_ns + result.decode_ns) + offset_ns, decoded),
         ]
 
     def _links(self, result: StepResult) -> list[Link]:
@@ -149,6 +149,10 @@ class BatchSpans:
             names.ATTR_POLICY_LANES_USED: lanes_used,
             names.ATTR_POLICY_PAD_TARGET: result.n_rows + result.padded_rows,
         }
+        if result.is_ahead:
+            attributes[names.ATTR_BATCH_AHEAD] = True
+        if result.computed_in:
+            attributes[names.ATTR_BATCH_COMPUTED_IN] = result.computed_in
         if result.error:
             attributes[names.ATTR_BATCH_ERROR] = result.error
         return attributes

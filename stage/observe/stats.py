@@ -39,6 +39,7 @@ class StageStats:
         self.wait_sum_ns = self.encode_ns = 0
         self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
         self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
+        self.n_rows_ahead = 0  # computed before they were asked for, see stage.steps.run_ahead
         self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
         self.tier_lookups = {"hit": 0, "miss": 0}  # as of the latest scrape; the tier counts them
@@ -58,20 +59,24 @@ class StageStats:
             longest_ns = max(waits_ns)
             trace_id = result.context[: trace_context.TRACE_ID_BYTES].hex()
             self.exemplars[bisect.bisect_left(WAIT_BUCKETS_NS, longest_ns)] = (trace_id, longest_ns)
+        self.n_rows += result.n_rows
+        self.n_frames += len(waits_ns)
+        self.encode_ns += result.encode_ns
+        arrived_ns = [frame.arrived_ns for frame in result.members if not frame.is_prefill]
+        self.n_decode_frames += len(arrived_ns)
+        self.decode_held_ns += len(arrived_ns) * result.held_until_ns - sum(arrived_ns)
+        if result.is_ahead:
+            self.n_rows_ahead += result.n_rows
+        if result.computed_in:  # an earlier result has told of the decode
+            return
         self.steps_by_rows[result.n_rows] += 1
         self.steps_by_sessions[len(waits_ns)] += 1
         self.close_reasons[result.close_reason] += 1
         self.recent_steps_ns.append((result.started_ns, result.started_ns + result.decode_ns))
         self.n_steps += 1
-        self.n_rows += result.n_rows
         self.n_padded_rows += result.padded_rows
         self.n_micro_batches += result.n_micro_batches
-        self.n_frames += len(waits_ns)
         self.busy_ns += result.decode_ns
-        self.encode_ns += result.encode_ns
-        arrived_ns = [frame.arrived_ns for frame in result.members if not frame.is_prefill]
-        self.n_decode_frames += len(arrived_ns)
-        self.decode_held_ns += len(arrived_ns) * (result.step.taken_ns + result.decode_ns) - sum(arrived_ns)
         if result.predicted_ns:
             self.predicted_ns += result.predicted_ns
             self.measured_ns += result.decode_ns

@@ -141,6 +141,10 @@ class LaneTable:
             self._free.append(lane.index)
         return lane
 
+    def has(self, lane: Lane) -> bool:
+        """Return whether a session still has this lane."""
+        return self._by_session.get((lane.route_id, lane.session_id)) is lane
+
     def of_route(self, route_id: int) -> list[Lane]:
         """Return the lanes of one route's sessions."""
         return [lane for lane in self._by_session.values() if lane.route_id == route_id]

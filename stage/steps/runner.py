@@ -29,6 +29,7 @@ from typing import Any
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.sampling.grammars import STACK_BYTES
 from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.run_ahead import RunAhead
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import Snapshot, StepResult
 from relayline.wire.common.errors import InternalError
@@ -51,8 +52,11 @@ class Runner:
         deliver: Callable[[StepResult], None],
         on_crash: Callable[[BaseException], None],
         account: Callable[[StepResult], None] = lambda result: None,
+        ahead_rows: int = 0,
     ) -> None:
+        """`ahead_rows`: rows of a step with rows that are computed ahead; 0: none are."""
         self._batcher, self._executor = batcher, executor
+        self._ahead = RunAhead(executor, ahead_rows)
         self._deliver, self._account, self._on_crash = deliver, account, on_crash
         self._loop = asyncio.get_running_loop()
         self._bell = _Bell()
@@ -150,15 +154,40 @@ class Runner:
                         self._latest.append(step)
                         self._publish(step)
                         break
+                    if self._ahead.is_due:
+                        break
                 self._bell.wait()
-        for function, future in calls:
-            self._answer(function, future)
-        if step is not None:
-            result = self._executor.execute(step)
-            with self._bell.lock:
-                self._publish(None)
-            self._loop.call_soon_threadsafe(self._hand_over, result)
+        if calls:
+            self._ahead.settle()
+            for function, future in calls:
+                self._answer(function, future)
+        elif step is not None:
+            self._work(step)
+        else:
+            self._work_ahead()
         return True
+
+    def _work(self, step: Step) -> None:
+        """Carry out a step, and hand each of its parts over as soon as it is done."""
+        parts = self._ahead.parts(step)
+        for part in parts:
+            result = self._ahead.execute(part)
+            with self._bell.lock:
+                if part is not parts[0]:
+                    self._outbox_steps += 1
+                self._publish(None if part is parts[-1] else parts[-1])
+            self._loop.call_soon_threadsafe(self._hand_over, result)
+
+    def _work_ahead(self) -> None:
+        """Compute rows that nobody has asked for yet, while nothing waits."""
+        step = self._ahead.next_step(time.monotonic_ns())
+        if step is None:
+            return
+        with self._bell.lock:
+            self._publish(step)
+        self._ahead.compute(step)
+        with self._bell.lock:
+            self._publish(None)
 
     def _publish(self, running: Step | None) -> None:
         """Publish the state of the engine and the queue. In the decode thread, under the lock."""

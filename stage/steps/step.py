@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +86,12 @@ class StepExecutor:
         self._wants = engine.wants.data
         self._encoder = RowEncoder(engine.max_rows, engine.output_rows.shape[1])
 
-    def execute(self, step: Step) -> StepResult:
-        """Run the step. Session errors become faults in the result; nothing is raised for them."""
+    def execute(self, step: Step, riders: Sequence[QueuedFrame] = ()) -> StepResult:
+        """Run the step. Session errors become faults in the result; nothing is raised for them.
+
+        riders: rows that `stage.steps.run_ahead` adds to the decode. Their lanes fit. Nothing is sampled for them, and
+        their lanes' positions do not move; the result has their places.
+        """
         outputs: dict[int, RouteOutput] = {}
         controls = [frame for frame in self._current(step.controls) if self._apply_control(outputs, frame)]
         if step.controls:
@@ -99,13 +103,18 @@ class StepExecutor:
             for frame in self._current(frames)
             if not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
         ]
-        placed = self._place_all(outputs, due)
+        placed = self._place_all(outputs, [*due, *riders] if riders else due)
+        riding: list[Placed] = []
+        if riders:
+            ahead = set(map(id, riders))
+            riding = [item for item in placed if id(item.frame) in ahead]
+            placed = [item for item in placed if id(item.frame) not in ahead]
         members = due if len(placed) == len(due) else [item.frame for item in placed]
-        result = StepResult(step, [], due, members)
+        result = StepResult(step, [], due, members, riding=riding)
         if controls:
             result.closed = [frame for frame in controls if frame.flags & Flag.CLOSE]
-        if placed and not self._decode(outputs, placed, result):
-            placed = []
+        if (placed or riding) and not self._decode(outputs, placed, result):
+            placed, result.riding = [], []
         for item in placed:
             item.lane.next_position = item.frame.position + item.frame.n_rows
             if item.frame.flags & Flag.CHECKPOINT:
@@ -125,17 +134,21 @@ class StepExecutor:
         members, padding = result.members, self._padding
         self._n_decodes += 1
         result.number = self._n_decodes
-        result.context = self.mark(members)
-        result.n_rows = n_rows = sum([frame.n_rows for frame in members])
+        result.is_told = bool(members)
+        if members:
+            result.context = self.mark(members)
+        result.n_rows = sum([frame.n_rows for frame in members])
+        computed = result.computed = members + [item.frame for item in result.riding] if result.riding else members
+        n_rows = result.n_rows + len(result.riding)
         if padding is not None:
-            result.padded_rows = padding.pad(self.engine, members, n_rows)
+            result.padded_rows = padding.pad(self.engine, computed, n_rows)
             n_rows += result.padded_rows
         if self.engine.hidden is not None and (self.sessions.pools or self._gives_hidden):
-            self._gives_hidden = any(frame.session_key in self.sessions.pools for frame in members)
+            self._gives_hidden = any(frame.session_key in self.sessions.pools for frame in computed)
             self.engine.hidden.want(wanted=self._gives_hidden)
         result.started_ns = time.monotonic_ns()
         try:
-            if members[0].is_mutual:  # and alone, see stage.steps.batcher
+            if computed[0].is_mutual:  # and alone, see stage.steps.batcher
                 self.engine.decode(n_rows, is_mutual=True)
             elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
                 self.engine.decode(n_rows, grids=grids)
@@ -153,14 +166,36 @@ class StepExecutor:
             self.engine.clear(padding.spare_lane)
         return not result.error
 
+    def answer(self, step: Step, placed: list[Placed], ahead: StepResult) -> StepResult:
+        """Carry out a step whose rows are those of an earlier decode, the engine's last one: sample them.
+
+        ahead: the result of that decode. The first step that uses it has the decode's time; others have none of it.
+        """
+        if ahead.is_told:
+            self._n_decodes += 1
+            result = StepResult(step, [], step.frames, step.frames, number=self._n_decodes, computed_in=ahead.number)
+            result.started_ns = ahead.started_ns + ahead.decode_ns
+        else:
+            result = dataclasses.replace(ahead, step=step, due=step.frames, members=step.frames)
+        ahead.is_told = result.is_ahead = True
+        result.n_rows, result.context = len(placed), self.mark(step.frames)
+        for item in placed:
+            item.lane.next_position = item.position_after
+        outputs: dict[int, RouteOutput] = {}
+        began_ns = time.monotonic_ns()
+        self._sample(outputs, placed)
+        result.encode_ns = time.monotonic_ns() - began_ns
+        result.outputs = list(outputs.values())
+        return result
+
     def learn(self, result: StepResult) -> None:
         """Add the prediction for its step to the result, and refine the curves from it.
 
         Not part of `execute`, since nothing that leaves the stage waits for it; any thread may do it, one at a time.
         """
-        if self._padding is not None and result.number:
+        if self._padding is not None and result.number and not result.computed_in:
             curves, parts = self._padding.curves, result.micro_batches
-            shape = dataclasses.replace(shape_of(result.members), scratch_rows=result.padded_rows, micro_batches=parts)
+            shape = dataclasses.replace(shape_of(result.computed), scratch_rows=result.padded_rows, micro_batches=parts)
             result.predicted_ns = round(curves.predict_ns(shape))
             if not result.error:
                 curves.observe(shape, result.decode_ns)
@@ -408,7 +443,7 @@ class StepExecutor:
         forwarded = controls + [item.frame for item in placed]
         if not forwarded:
             return True
-        rows = self._rows_of(placed)
+        rows = _rows_of(placed, self.engine.output_rows)
         buffer = pool.lease(len(forwarded), len(rows))
         encoded = self._encoder.encode(rows, buffer.payload)
         if not encoded.all_finite:
@@ -424,16 +459,6 @@ class StepExecutor:
         output.buffer, output.message = buffer, with_extras(buffer, encoded.exponents, options, drafts)
         return True
 
-    def _rows_of(self, placed: list[Placed]) -> npt.NDArray[np.float32]:
-        """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
-        if not placed:
-            return self.engine.output_rows[:0]
-        first, last = placed[0], placed[-1]
-        end = last.row + last.frame.n_rows
-        if end - first.row == sum([item.frame.n_rows for item in placed]):
-            return self.engine.output_rows[first.row : end]
-        return np.concatenate([self.engine.output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
-
     def _finite(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> list[Placed]:
         """Fault the sessions whose rows hold NaN or infinity; returns the others."""
         good: list[Placed] = []
@@ -444,3 +469,14 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
+
+
+def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return the output rows of frames: a view where they stand together, which is always but after a fault."""
+    if not placed:
+        return output_rows[:0]
+    first, last = placed[0], placed[-1]
+    end = last.row + last.frame.n_rows
+    if end - first.row == sum([item.frame.n_rows for item in placed]):
+        return output_rows[first.row : end]
+    return np.concatenate([output_rows[i.row : i.row + i.frame.n_rows] for i in placed])

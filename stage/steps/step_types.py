@@ -12,6 +12,7 @@ import numpy.typing as npt
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.steps.placement import Placed
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -110,6 +111,17 @@ class StepResult:
     encode_ns: int = 0  # sampling or encoding
     error: str = ""  # label of the error with which the native decode failed
     context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
+    # Of rows computed ahead, see stage.steps.run_ahead:
+    riding: list[Placed] = dataclasses.field(default_factory=list)  # rows of the decode that nobody has asked for yet
+    computed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # all frames of the decode
+    is_ahead: bool = False  # the decode began before these frames came
+    is_told: bool = False  # some result has the decode's time
+    computed_in: int = 0  # number of the decode that computed these rows, where an earlier result has its time
+
+    @property
+    def held_until_ns(self) -> int:
+        """When the rows had been computed, but not before they were taken: where the stage held them no longer."""
+        return self.step.taken_ns if self.is_ahead else self.step.taken_ns + self.decode_ns
 
     @property
     def waits_ns(self) -> list[int]:
@@ -134,7 +146,7 @@ class StepResult:
     @property
     def ended_ns(self) -> int:
         """When everything of this step was ready to leave."""
-        return self.started_ns + self.decode_ns + self.encode_ns
+        return max(self.started_ns + self.decode_ns, self.step.taken_ns) + self.encode_ns
 
 
 class Snapshot(NamedTuple):

@@ -5,7 +5,6 @@ whole row of logits that depends on its whole content, so every filter and penal
 from __future__ import annotations
 
 import collections
-import copy
 import random
 import zlib
 from collections.abc import Sequence
@@ -15,12 +14,25 @@ from llguidance import LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.run_ahead import RunAhead
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.fakes import CTX, ROUTE, VOCAB, WIDTH, FakeEngine, control, greedy, new_wiring, rows_frame, step_of
+from tests.support.fakes import (
+    CTX,
+    ROUTE,
+    VOCAB,
+    WIDTH,
+    FakeEmbeddings,
+    FakeEngine,
+    control,
+    greedy,
+    new_wiring,
+    rows_frame,
+    step_of,
+)
 
 Key = tuple[int, int]  # of a session: (route, session id)
 KEYS: tuple[Key, ...] = ((ROUTE, 0), (ROUTE, 1), (ROUTE + 1, 0))
@@ -51,13 +63,21 @@ class DraftWorld:
     """A last stage, and the state of its coordinators."""
 
     def __init__(
-        self, options: dict[str, object], vocabulary: LLTokenizer | None = None, n_vocab: int = VOCAB, seed: int = 0
+        self,
+        options: dict[str, object],
+        vocabulary: LLTokenizer | None = None,
+        n_vocab: int = VOCAB,
+        seed: int = 0,
+        ahead_rows: int = 0,
     ) -> None:
+        """`ahead_rows`: rows of a step that may be computed before they are asked for; 0: none are."""
         self.options, self.n_vocab, self.seed = {"n_logprobs": 2, **options}, n_vocab, seed
         self.engine = FakeEngine(n_lanes=len(KEYS) + 1, is_last=True)
         self.engine.n_vocab, self.engine.make_logits = n_vocab, self.logits_of
         self.nan_at: set[tuple[int, int]] = set()  # (first token of a lane, its length) of rows without numbers
-        self.executor = StepExecutor(self.engine, LaneTable(len(KEYS) + 1, CTX), 1, None, vocabulary=vocabulary)
+        lanes = LaneTable(len(KEYS) + 1, CTX)
+        self.executor = StepExecutor(self.engine, lanes, 0, FakeEmbeddings(), vocabulary=vocabulary)
+        self.ahead = RunAhead(self.executor, ahead_rows)
         for route_id in {key[0] for key in KEYS}:
             self.executor.reset_route(route_id, new_wiring(self.engine))
         self.n_dropped = self.n_accepted = 0  # frames not computed, guesses that were right
@@ -83,10 +103,10 @@ class DraftWorld:
 
     def run(self, frames: list[QueuedFrame], *, n_times: int = 1) -> StepResult:
         """Run one step, perhaps repeated; take its answers, and check them against its frames."""
-        result = self.executor.execute(step_of(*frames))
+        result = self._executed(frames)
         for _ in range(n_times - 1):
             state = self.state
-            again = self.executor.execute(step_of(*frames))
+            again = self._executed(frames)
             assert [(each.samples, each.progress, each.faults) for each in again.outputs] == [
                 (each.samples, each.progress, each.faults) for each in result.outputs
             ]
@@ -96,6 +116,14 @@ class DraftWorld:
                 self._take(frame, *answers_of(result, frame.session_key))
         self.executor.lanes.check()
         return result
+
+    def _executed(self, frames: list[QueuedFrame]) -> StepResult:
+        """Run one step as the runner does, its parts as one result; then compute ahead whatever may be."""
+        results = [self.ahead.execute(part) for part in self.ahead.parts(step_of(*frames))]
+        results[-1].outputs = [output for result in results for output in result.outputs]
+        if self.ahead.is_due and (step := self.ahead.next_step(0)) is not None:
+            self.ahead.compute(step)
+        return results[-1]
 
     def _take(self, frame: QueuedFrame, samples: list[pb.Sampled], passed: list[int], faults: list[str]) -> None:
         key, end = frame.session_key, frame.position + frame.n_rows
@@ -169,9 +197,11 @@ class DraftWorld:
 
     @property
     def state(self) -> object:
-        """Lanes and table."""
-        table = {key: (lane.index, lane.next_position) for key, lane in self.executor.lanes._by_session.items()}
-        return table, copy.deepcopy(self.engine.lanes), {k: s.last for k, s in self.executor.sessions.samplers.items()}
+        """The table, the lanes without rows that nobody has asked for, and the samplers."""
+        open_lanes = self.executor.lanes._by_session
+        table = {key: (lane.index, lane.next_position) for key, lane in open_lanes.items()}
+        rows = {key: list(self.engine.lanes[lane.index][: lane.next_position]) for key, lane in open_lanes.items()}
+        return table, rows, {k: s.last for k, s in self.executor.sessions.samplers.items()}
 
 
 def played_plainly(world: DraftWorld, n_tokens: int) -> dict[Key, list[int]]:

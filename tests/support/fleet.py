@@ -122,7 +122,9 @@ class Fleet:
         tier_bytes: int = 0,
         rewind_rows: int = 0,
         max_rows: int = 64,
+        run_ahead: str = "auto",
     ) -> None:
+        self._run_ahead = run_ahead
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
@@ -144,6 +146,7 @@ class Fleet:
             kv_layout=self._kv_layout,
             prefix_memory_bytes=self._tier_bytes,
             rewind_rows=self._rewind_rows,
+            run_ahead=self._run_ahead,
             verify=False,
             calibrate=False,
         )
@@ -196,9 +199,10 @@ async def fleet(
     draft: int = 0,
     rewind_rows: int = 0,
     max_rows: int = 64,
+    run_ahead: str = "auto",
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

@@ -248,6 +248,16 @@ class EngineSettings(Settings):
         place="batching.deviceSampling",
         reader=STAGE,
     )
+    run_ahead: str = setting(
+        "auto",
+        """
+    on: where one stage is the whole model, it computes a stream's next row before the coordinator asks for it; off: it
+    waits; auto: on where that is a GPU. Needs KV cells that can be taken back.""",
+        choices=("auto", "on", "off"),
+        flag="--run-ahead",
+        place="batching.runAhead",
+        reader=STAGE,
+    )
     calibrate: bool = setting(
         True,
         "Whether stages measure their cost curve at the first start.",

@@ -70,7 +70,9 @@ def check_node(node: Node) -> None:
         return
     node.lanes.check()
     owned = node.lanes._by_session
-    cells = [len(lane) for lane in node.engine.lanes]
+    cells = [len(lane) - (index in node.ahead.lanes) for index, lane in enumerate(node.engine.lanes)]
+    if len(node.ahead._streams) > node.lanes.n_lanes:
+        raise Violation(f"stage {node.index} expects rows of more sessions than it has lanes")
     for lane in owned.values():
         if node.step is None and cells[lane.index] != lane.next_position:
             raise Violation(

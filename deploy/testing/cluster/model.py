@@ -18,11 +18,15 @@ from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
 from relayline.stage.engine.tier import Tier
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.policy import POLICIES, StepLimits
+from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import NativeError, PositionGapError
 from relayline.wire.envelopes.dtypes import DTYPE_F16
 
 DTYPE = DTYPE_F16  # of rows between stages
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
+PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 N_LAYERS = 6  # of the whole model
 CELLS: Form = (Tensor(0, 1, 4),)
 _MODULUS = 1_021  # below 2048: up to there integers are exact in f16
@@ -231,3 +235,8 @@ class ModelEmbeddings:
     def lookup(self, tokens: npt.NDArray[np.int32], out: npt.NDArray[np.float32]) -> None:
         """Write the rows of tokens."""
         out[:, 0] = tokens
+
+
+def new_batcher(policy: str) -> Batcher:
+    """Return the batcher of a process that starts now, with the policy of this name."""
+    return Batcher(POLICIES[policy](StepLimits(ROWS_MAX, PREFILL_ROWS, CostCurve())))

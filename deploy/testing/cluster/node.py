@@ -12,18 +12,24 @@ from collections.abc import Callable, Sequence
 from relayline.deploy.testing.cluster.clock import MS, Clock, Violation
 from relayline.deploy.testing.cluster.hand_over import HandOver
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import DTYPE, ROWS_MAX, WIDTH, Memory, ModelEmbeddings, ModelEngine
+from relayline.deploy.testing.cluster.model import (
+    DTYPE,
+    ROWS_MAX,
+    WIDTH,
+    Memory,
+    ModelEmbeddings,
+    ModelEngine,
+    new_batcher,
+)
 from relayline.deploy.testing.cluster.process import Process
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
-from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
-from relayline.stage.steps.policy import POLICIES, StepLimits
+from relayline.stage.steps.run_ahead import RunAhead
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteOutput, RouteWiring
-from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError, NotReadyError, RelaylineError, StageLostError
 from relayline.wire.envelopes.buffers import BufferPool
 from relayline.wire.envelopes.envelope import parse
@@ -32,7 +38,6 @@ from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CTX_TOKENS = 128
-PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 REJOIN_NS = 200 * MS
 STEP_NS, ROW_NS = 4 * MS, MS // 2
 _ENVELOPES = itertools.count(1)
@@ -156,9 +161,12 @@ class Node:
         embeddings = None if self.index else ModelEmbeddings()
         states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers))
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
-        self.batcher = Batcher(POLICIES[self._policy](StepLimits(ROWS_MAX, PREFILL_ROWS, CostCurve())))
+        is_whole = self.part.n_stages == 1 and not self.memory.keeps_state
+        self.ahead = RunAhead(self.executor, ROWS_MAX if is_whole else 0)
+        self.batcher = new_batcher(self._policy)
         self.routes: dict[int, NodeRoute] = {}
         self.step: Step | None = None
+        self._is_ahead = False  # whether that step was not asked for
         self._n_to_lose = 0
         self._between: list[Callable[[], None]] = []  # work to be done between two steps
 
@@ -309,12 +317,16 @@ class Node:
         if self.step is not None:
             self._between.append(action)
         else:
+            self.ahead.settle()
             action()
 
     def _begin(self) -> None:
         if self.step is not None:
             return
         self.step = self.batcher.take(self._clock.now_ns)
+        self._is_ahead = self.step is None and self.ahead.is_due
+        if self._is_ahead:
+            self.step = self.ahead.next_step(self._clock.now_ns)
         if self.step is None:
             return
         duration_ns = (STEP_NS + ROW_NS * self.step.n_rows) * self.factor * (0.5 + self._rng.random())
@@ -332,9 +344,13 @@ class Node:
             self.die()
             return
         self._epochs.check(self.index, step)
-        result = self.executor.execute(step)
+        if self._is_ahead:
+            self.ahead.compute(step)
+            results = []
+        else:
+            results = [self.ahead.execute(part) for part in self.ahead.parts(step)]
         self.step = None
-        for output in result.outputs:
+        for output in [output for result in results for output in result.outputs]:
             route = self.routes.get(output.route_id)
             if route is None or route.epoch != output.epoch:
                 raise Violation(f"stage {self.index} has an output of epoch {output.epoch}, which does not stand")
@@ -343,6 +359,8 @@ class Node:
                 route.downstream.send(bytes(bytearray(output.message)))
                 self.executor.routes[route.route_id].pool.give_back(output.buffer)  # type: ignore[union-attr]
         between, self._between = self._between, []
+        if between:
+            self.ahead.settle()
         for action in between:
             action()
         self._begin()
@@ -351,6 +369,6 @@ class Node:
 
     def session_ids(self, route_id: int) -> frozenset[int]:
         """Return the sessions of a route that have frames waiting or running."""
-        running = () if self.step is None else (*self.step.controls, *self.step.frames)
+        running = () if self.step is None or self._is_ahead else (*self.step.controls, *self.step.frames)
         taken = {frame.session_id for frame in running if frame.route_id == route_id}
         return frozenset(taken | self.batcher.session_ids(route_id))

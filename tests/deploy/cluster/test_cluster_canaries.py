@@ -27,6 +27,7 @@ from relayline.deploy.testing.cluster.run import Cluster, simulate_many
 from relayline.stage.steps import step
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.run_ahead import RunAhead
 from relayline.stage.steps.sessions import Sessions
 
 N_SEEDS = 150  # at most; most are found at once
@@ -63,6 +64,15 @@ def sends_into_a_lost_epoch(patch: pytest.MonkeyPatch) -> None:
         return instructions
 
     patch.setattr(Conductor, "lost", goes_on)
+
+
+def keeps_rows_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RunAhead, "_take_back", lambda self, lane: None)
+
+
+def takes_any_row_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Whatever the coordinator asks for: the rows of a draft have one answer, a repeated row another's."""
+    patch.setattr(RunAhead, "_is_same", lambda self, frame, ahead: True)
 
 
 def keeps_lanes(patch: pytest.MonkeyPatch) -> None:
@@ -185,6 +195,8 @@ CANARIES = [
     (sends_into_a_lost_epoch, ANY),
     (keeps_lanes, ANY),
     (keeps_cells, ANY),
+    (keeps_rows_ahead, ANY),
+    (takes_any_row_ahead, ANY),
     (does_not_forget_rows, ANY),
     (starts_nobody_again, ANY),
     (leaves_lanes_empty, ANY),

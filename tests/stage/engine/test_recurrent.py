@@ -29,8 +29,9 @@ from tests.support.tiny_wide import WIDE_STATES
 N_LANES, CTX, MAX_ROWS = 4, 64, 64
 # How far rows of a lane may differ in deviations, where other rows or cells lie beside them. llama.cpp's own flash
 # attention adds up in half precision and in the order of the cells: a row that lies before its lane's others differs by
-# up to 2.6e-3. One wrong row among twenty that were read moves the rows after it by 1e-2 and more.
-CLOSE = 1e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
+# up to 2.6e-3. With ours the order of sums over a state is left: 1.1e-4 at most, seen with AVX-512. One wrong row among
+# twenty that were read moves the rows after it by 1e-2 and more.
+CLOSE = 3e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
 CASES = [
     (name, kv_layout)
     for name in HYBRIDS | WIDE_STATES

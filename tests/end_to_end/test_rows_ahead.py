@@ -1,0 +1,107 @@
+"""One real stage that computes rows before it is asked for them: its answers are the unsplit model's all the same."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.deploy.testing.reference import ReferenceModel
+from relayline.stage.steps.run_ahead import RunAhead
+from tests.support.fleet import (
+    Artifacts,
+    artifacts_fixture,
+    assert_greedy,
+    assert_seeded,
+    fleet,
+    prompt_of,
+    read,
+    request,
+    tokens_of,
+    whole_fixture,
+)
+
+FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
+SEEDED = SamplingParams(temperature=0.8, top_k=20, seed=11)
+PENALISED = SamplingParams(temperature=0.0, frequency_penalty=0.7)
+
+
+@pytest.fixture(name="made")
+def made_fixture(monkeypatch: pytest.MonkeyPatch) -> list[RunAhead]:
+    """Every RunAhead of the test, in order."""
+    found: list[RunAhead] = []
+    init = RunAhead.__init__
+
+    def noted(self: RunAhead, *arguments: object) -> None:
+        init(self, *arguments)  # type: ignore[arg-type]
+        found.append(self)
+
+    monkeypatch.setattr(RunAhead, "__init__", noted)
+    return found
+
+
+@pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
+async def test_streams_that_come_and_go(
+    kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]
+) -> None:
+    """Prompts beside running streams, a client that leaves, kept prefixes, answers of one token."""
+    prompts = [prompt_of(1, 40) + prompt_of(10 + at, 3 * at + 1) for at in range(6)]
+    async with fleet(artifacts([]), prefix_lanes=2, kv_layout=kv_layout, run_ahead="on") as running:
+        leaving = running.pipeline.open(request(prompts[5], 200))
+        await read(leaving, 5)
+        first = [asyncio.create_task(tokens_of(running.pipeline.open(request(one, 30)))) for one in prompts[:2]]
+        await read(leaving, 5)
+        seeded = asyncio.create_task(tokens_of(running.pipeline.open(request(prompts[2], 25, SEEDED))))
+        second = asyncio.create_task(tokens_of(running.pipeline.open(request(prompts[3], 1))))
+        await leaving.aclose()
+        answers = [*await asyncio.gather(*first), await second]
+        again = await tokens_of(running.pipeline.open(request((*prompts[0], *answers[0]), 10)))
+        drawn = await seeded
+    for prompt, tokens in zip((prompts[0], prompts[1], prompts[3]), answers, strict=True):
+        assert_greedy(whole, prompt, tokens)
+    assert_greedy(whole, (*prompts[0], *answers[0]), again)
+    assert_seeded(whole, prompts[2], drawn, SEEDED)
+    assert sum(ahead.n_used for ahead in made) > 40
+
+
+async def test_a_cut_link_loses_and_doubles_nothing(
+    artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]
+) -> None:
+    """The next epoch goes on from the stage's lanes, in which a row was that nobody had asked for."""
+    prompts = [prompt_of(20 + at, 9 + at) for at in range(3)]
+    async with fleet(artifacts([]), proxied=True, run_ahead="on") as running:
+        streams = [running.pipeline.open(request(prompt, 60)) for prompt in prompts]
+        heads = [await read(stream, 8) for stream in streams]
+        for _ in range(2):
+            running.recovering.clear()
+            running.proxies[0].cut()
+            async with asyncio.timeout(20):
+                await running.recovering.wait()
+            heads = [head + await read(stream, 8) for head, stream in zip(heads, streams, strict=True)]
+        tails = await asyncio.gather(*map(tokens_of, streams))
+    for prompt, head, tail in zip(prompts, heads, tails, strict=True):
+        assert len(head) + len(tail) == 60
+        assert_greedy(whole, prompt, head + tail)
+    assert sum(ahead.n_used for ahead in made) > 20
+
+
+async def test_drafts_and_penalties_beside(artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]) -> None:
+    prompt = prompt_of(3, 6) * 4
+    async with fleet(artifacts([]), draft=-1, run_ahead="on") as running:
+        plain, penalised = await asyncio.gather(
+            tokens_of(running.pipeline.open(request(prompt, 60))),
+            tokens_of(running.pipeline.open(request(prompt, 60, PENALISED))),
+        )
+    async with fleet(artifacts([]), run_ahead="off") as running:
+        expected = await tokens_of(running.pipeline.open(request(prompt, 60, PENALISED)))
+    assert_greedy(whole, prompt, plain)
+    assert penalised == expected
+    assert sum(ahead.n_used for ahead in made) > 0
+
+
+async def test_several_stages_compute_nothing_ahead(artifacts: Artifacts, made: list[RunAhead]) -> None:
+    async with fleet(artifacts([2]), run_ahead="on") as running:
+        await tokens_of(running.pipeline.open(request(prompt_of(1, 9), 20)))
+    assert len(made) == 2
+    assert not any(ahead.n_used + ahead.n_dropped for ahead in made)

@@ -1,0 +1,242 @@
+"""Goal: whatever is computed ahead, every answer is the one that the coordinator's frames alone would give."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.policy import DrainPolicy
+from relayline.stage.steps.run_ahead import SIT_OUT_MAX, RunAhead
+from relayline.stage.steps.runner import Runner
+from relayline.stage.steps.step import StepExecutor
+from relayline.stage.steps.step_types import StepResult
+from relayline.wire.common.errors import NativeError
+from relayline.wire.envelopes.frames import Flag
+from tests.stage.steps.test_picking import KINDS, N_TOKENS
+from tests.support.draft_world import GUESSES, KEYS, SAMPLE, DraftWorld, frame_of, played_plainly
+from tests.support.fakes import MAX_ROWS, ROUTE, FakeEngine, control, new_executor, rows_frame, step_of
+from tests.support.polling import pause
+
+PLAIN_KINDS = [kind for kind in KINDS if "grammar" not in kind]
+
+
+def ahead_world(kind: str = "greedy", seed: int = 0) -> DraftWorld:
+    return DraftWorld(KINDS[kind], seed=seed, ahead_rows=MAX_ROWS)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_plain_streams_say_the_same_and_need_no_decode_of_their_own(kind: str) -> None:
+    plain, ahead = DraftWorld(KINDS[kind]), ahead_world(kind)
+    truth = played_plainly(plain, N_TOKENS)
+    n_before = len(ahead.engine.steps)
+    assert played_plainly(ahead, N_TOKENS) == truth
+    assert ahead.said == plain.said
+    # The first frame of each stream behind its prompt is not computed ahead; the last row ahead is never asked for.
+    assert ahead.ahead.n_used == len(KEYS) * (N_TOKENS - 1)
+    assert len(ahead.engine.steps) == n_before + N_TOKENS + 1
+    assert ahead.state == plain.state
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1 << 30), st.sampled_from(PLAIN_KINDS), st.sampled_from([0.0, 0.1]))
+def test_any_guesses_retries_and_faults(seed: int, kind: str, faults: float) -> None:
+    plain, ahead = DraftWorld(KINDS[kind], seed=seed), ahead_world(kind, seed)
+    truth = played_plainly(plain, N_TOKENS)
+    ahead.play(truth, random.Random(seed), faults)
+    assert ahead.said == plain.said
+    assert ahead.history == truth
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 1 << 30), st.sampled_from(PLAIN_KINDS))
+def test_streams_in_any_company(seed: int, kind: str) -> None:
+    """Steps of some streams while rows of others wait; streams that begin again, and their prompts beside others."""
+    rng = random.Random(seed)
+    plain, ahead = DraftWorld(KINDS[kind], seed=seed), ahead_world(kind, seed)
+    truth = played_plainly(plain, N_TOKENS)
+    while any(len(ahead.history[key]) < len(truth[key]) for key in KEYS):
+        chosen = [key for key in KEYS if rng.random() < 0.6 and len(ahead.history[key]) < len(truth[key])]
+        frames: list[QueuedFrame] = []
+        for key in chosen:
+            frames.append(ahead.row(key))
+        if chosen and rng.random() < 0.15:
+            ahead.begin(chosen[0], ahead.history[chosen[0]], len(ahead.said[chosen[0]]))
+        elif frames:
+            ahead.run(frames)
+        if rng.random() < 0.1:
+            ahead.ahead.settle()
+    assert ahead.history == truth
+    assert [sampled.token for key in KEYS for sampled in ahead.said[key]] == [
+        sampled.token for key in KEYS for sampled in plain.said[key]
+    ]
+
+
+def test_another_token_than_the_sampled_one_is_computed_anew() -> None:
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(KEYS[0])])
+    assert world.ahead.lanes
+    history = world.history[KEYS[0]]
+    other = (history[-1] + 1) % 7
+    world.executor.execute = pytest.fail  # type: ignore[method-assign, assignment]
+    frame = frame_of(KEYS[0], len(history) - 1, [other], SAMPLE)
+    assert world.ahead.parts(step := step_of(frame)) == [step]
+
+
+# --- one by one -------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_ahead_that_nobody_asks_for_leaves_nothing() -> None:
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    before = [list(lane) for lane in world.engine.lanes]
+    world.ahead.settle()
+    lanes = world.executor.lanes._by_session.values()
+    assert [len(world.engine.lanes[lane.index]) for lane in lanes] == [lane.next_position for lane in lanes]
+    assert before != world.engine.lanes
+    assert world.ahead.n_dropped == len(KEYS)
+    assert not world.ahead.lanes
+
+
+def test_a_close_takes_the_row_ahead_of_its_session_alone() -> None:
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    n_steps, lanes = len(world.engine.steps), world.ahead.lanes
+    world.ahead.execute(step_of(control(KEYS[0][1], Flag.CLOSE, route_id=KEYS[0][0])))
+    assert len(world.ahead.lanes) == len(lanes) - 1
+    world.run([world.row(key) for key in KEYS[1:]])
+    # Only the next rows ahead were a decode.
+    assert [len(step) for step in world.engine.steps[n_steps:]] == [2]
+
+
+def test_streams_that_were_answered_ride_beside_a_prompt() -> None:
+    """One decode for the prompt and the next rows of the others: nobody waits for it longer than before."""
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS[:2]])
+    n_steps = len(world.engine.steps)
+    prompt = frame_of(KEYS[2], len(world.history[KEYS[2]]) - 1, [5, 6, 7], Flag.PREFILL | SAMPLE)
+    world.run([*(world.row(key) for key in KEYS[:2]), prompt])
+    assert [len(step) for step in world.engine.steps[n_steps:]] == [5]
+    assert len(world.ahead.lanes) == 2
+    world.run([world.row(key) for key in KEYS[:2]])
+    assert len(world.engine.steps) == n_steps + 2
+
+
+def test_streams_with_drafts_sit_out() -> None:
+    """Each miss doubles the frames that a stream sits out, so that guesses hardly ever wait for a row in vain."""
+    world = ahead_world()
+    truth = played_plainly(DraftWorld({}), 60)
+    key = KEYS[0]
+    while len(world.history[key]) < len(truth[key]) - 3:
+        at = len(world.history[key]) - 1
+        world.run([frame_of(key, at, truth[key][at : at + 2], GUESSES)])
+    n_frames = len(world.said[key]) // 2
+    assert n_frames > 20
+    assert world.ahead.n_dropped <= 3
+    assert world.ahead._streams[key].penalty <= SIT_OUT_MAX
+
+
+def test_a_failed_step_ahead_is_no_fault_of_anybody() -> None:
+    world = ahead_world()
+    for _ in range(2):
+        world.run([world.row(key) for key in KEYS])
+    world.ahead.settle()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    world.ahead.settle()
+    for stream in world.ahead._streams.values():
+        stream.is_due, stream.sits_out = True, 0
+    step = world.ahead.next_step(0)
+    assert step is not None
+    world.engine.fail_next = NativeError("told to")
+    world.ahead.compute(step)
+    assert not world.ahead.lanes
+    truth = played_plainly(DraftWorld({}), 8)
+    world.run([world.row(key) for key in KEYS])
+    assert all(world.history[key] == truth[key][: len(world.history[key])] for key in KEYS)
+
+
+def test_a_stage_of_several_computes_nothing_ahead() -> None:
+    world = DraftWorld({})
+    for _ in range(4):
+        world.run([world.row(key) for key in KEYS])
+        assert not world.ahead.is_due
+    assert not world.ahead._streams
+
+
+# --- what it tells ----------------------------------------------------------------------------------------------------
+
+
+def test_one_result_has_the_time_of_a_decode() -> None:
+    """Two envelopes ask for the rows of one decode: the first has its time, the second names the step."""
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    results: list[StepResult] = []
+    for keys in (KEYS[:1], KEYS[1:]):
+        step = step_of(*(world.row(key) for key in keys), taken_ns=1 << 60)
+        results += [world.ahead.execute(part) for part in world.ahead.parts(step)]
+    first, second = results
+    assert first.decode_ns > 0
+    assert (first.is_ahead, first.computed_in, len(first.computed)) == (True, 0, len(KEYS))
+    assert (second.decode_ns, second.is_ahead, second.computed_in) == (0, True, first.number)
+    assert first.number < second.number
+    assert second.started_ns == first.started_ns + first.decode_ns
+    assert first.held_until_ns == first.step.taken_ns
+    assert first.ended_ns == first.step.taken_ns + first.encode_ns
+
+
+# --- the decode thread ------------------------------------------------------------------------------------------------
+
+
+async def test_the_thread_computes_ahead_while_nothing_waits() -> None:
+    engine = FakeEngine(n_lanes=4, is_last=True)
+    executor: StepExecutor = new_executor(engine, stage_index=0)
+    results: asyncio.Queue[StepResult] = asyncio.Queue()
+    crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    batcher = Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS))
+    runner = Runner(batcher, executor, results.put_nowait, crash.set_result, ahead_rows=MAX_ROWS)
+
+    async def sampled() -> tuple[int, int]:
+        async with asyncio.timeout(20):
+            result = await results.get()
+        runner.sent()
+        sample = result.outputs[0].samples[-1]
+        return sample.position, sample.token
+
+    try:
+        tokens = np.array([[1], [2]], np.int32)
+        runner.push([control(1, Flag.OPEN), rows_frame(1, 0, tokens, Flag.PREFILL | SAMPLE)])
+        position, token = await sampled()
+        for at in range(10):
+            runner.push([rows_frame(1, position, np.array([[token]], np.int32), SAMPLE)])
+            position, token = await sampled()
+            async with asyncio.timeout(20):  # behind the first frame that was as expected
+                while len(engine.steps) < 3 + at:
+                    await pause()
+        # A call between two steps sees the lane as the coordinator knows it.
+        length, expected = await runner.call(lambda: (engine.lane_tokens(0), executor.lanes.of_route(ROUTE)))
+        assert length == expected[0].next_position == position
+        assert runner._ahead.n_used == 9
+    finally:
+        await runner.stop()
+    assert not crash.done()
+
+
+def test_nothing_is_due_before_a_frame_was_as_expected() -> None:
+    ahead = RunAhead(new_executor(FakeEngine(is_last=True), stage_index=0), MAX_ROWS)
+    assert not ahead.is_due
+    assert ahead.next_step(0) is None

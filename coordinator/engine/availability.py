@@ -62,7 +62,7 @@ class Availability:
         """Return what to tell a request that can't start within its time."""
         if self.phase.is_paused:
             silent = [f"{self._names[index]} ({seconds:.0f} s)" for index, seconds in self._quiet(now_ns)]
-            who = f"; not heard: {', '.join(silent)}" if silent else ""
+            who = f"; no sign of life: {', '.join(silent)}" if silent else ""
             lost_s = (now_ns - self.lost_at_ns) / 1e9
             return NotReadyError(f"the pipeline is unreachable: a stage was lost {lost_s:.0f} s ago{who}; try again")
         return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")

@@ -291,7 +291,7 @@ class Conductor:
 
     def silent(self, session_ids: Iterable[int], n_stages: int, now_ns: int) -> list[Instruction]:
         """No stage holds these sessions any more. Each is handled as if it had failed by itself."""
-        text = f"nothing came for {SILENT_S:.0f} s and no stage has anything of it any more"
+        text = f"no answer came for {SILENT_S:.0f} s, and no stage has this session any more"
         label = StageLostError.label
         for session_id in session_ids:
             fault = pb.SessionFault(session_id=session_id, stage_index=n_stages - 1, label=label, message=text)

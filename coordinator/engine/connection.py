@@ -453,7 +453,7 @@ def check_stages(
         if fact.stage_index != index:
             raise HandshakeError(
                 f"stages are in the wrong order: {address} is stage {fact.stage_index} "
-                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but is at place {index}"
+                f"(layers {fact.layer_start}-{fact.layer_end - 1}), but is number {index} in --stages"
             )
         if fact.n_embd != pipeline.n_embd:
             raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")
@@ -464,18 +464,18 @@ def check_stages(
             )
         _check_rope(addresses[0], facts[0], address, fact)
     if wants_rows and not facts[0].takes_rows:
-        text = "takes no rows of images; start it from this version of relayline, or the coordinator without --mmproj"
+        text = "cannot take image rows; run this version of relayline there, or start the coordinator without --mmproj"
         raise HandshakeError(f"{addresses[0]} {text}")
 
 
 def _check_rope(first_address: str, first: pb.DescribeResponse, address: str, fact: pb.DescribeResponse) -> None:
     """Hold which set of rope factors a stage takes against the first stage's (see wire.common.rope_factors)."""
     if fact.rope_original_tokens != first.rope_original_tokens:
-        text = "choose rope factors differently; start both from one version"
+        text = "choose rope factors differently; run the same version on both"
         raise HandshakeError(f"{address} and {first_address} {text}")
     limit = fact.rope_original_tokens
     if limit and (fact.ctx_tokens > limit) != (first.ctx_tokens > limit):
         raise HandshakeError(
             f"{address} has lanes of {fact.ctx_tokens} tokens and {first_address} of {first.ctx_tokens}; this model "
-            f"turns lanes of more than {limit} tokens by other rope factors, so start all stages with the same --ctx"
+            f"has other rope factors for lanes of more than {limit} tokens, so start all stages with the same --ctx"
         )

@@ -89,7 +89,7 @@ class Membership:
             raise VersionError(
                 f"stage {who.name} (relayline {who.software_version or '?'}) speaks protocol {who.protocol_version}, "
                 f"this coordinator (relayline {self._software_version}) protocol {bounds.PROTOCOL_VERSION}; "
-                "upgrade the older one: the stage waits meanwhile"
+                "upgrade the older one; the stage waits until then"
             )
         holder = place.member
         if holder is not None and holder.process_id != who.process_id:
@@ -102,7 +102,7 @@ class Membership:
     def _check_credential(self, place: Place, shown: Credential | None) -> None:
         identity = shown.identity if shown is not None else None
         if identity is not None and identity.name != place.name:
-            raise UnauthenticatedError(f"this credential is of {identity}; it cannot join as {place.name}")
+            raise UnauthenticatedError(f"this credential is for {identity}; it cannot join as {place.name}")
         holder = place.holder
         if holder is not None and identity != holder.identity and not self.is_revoked(holder):
             raise UnauthenticatedError(

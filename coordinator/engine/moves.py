@@ -154,10 +154,10 @@ class Moves:
         holders = holders or self.holders
         self._check(cuts, holders)
         if self.latest is not None and self.is_open:
-            raise NotReadyError(f"layers are being moved already ({self.latest.state}); wait for the end of that")
+            raise NotReadyError(f"layers are already being moved ({self.latest.state}); wait until that ends")
         phase = self._conductor.availability.phase
         if phase is not Phase.READY and not (phase.is_paused and set(self.holders) - set(holders)):
-            raise NotReadyError(f"the pipeline is {phase}; layers move while it is ready")
+            raise NotReadyError(f"the pipeline is {phase}; layers can move only while it is ready")
         number = self.latest.number + 1 if self.latest is not None else 1
         self.latest = Move(number, cuts, holders, MoveState.CUTTING, now_ns, now_ns)
         return [Cut(number, cuts)]
@@ -165,16 +165,16 @@ class Moves:
     def _check(self, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
         if len(cuts) != len(holders) - 1:
             raise InvalidRequestError(
-                f"{len(holders)} stages need {len(holders) - 1} cuts, the first layer of each but the first; "
+                f"{len(holders)} stages need {len(holders) - 1} cuts, the first layer of each later stage; "
                 f"{len(cuts)} were given"
             )
         if len(set(holders)) != len(holders) or not set(holders) <= set(range(len(self._names))):
-            raise InvalidRequestError("a stage that holds layers is named once, and is one of this pipeline's")
+            raise InvalidRequestError("each stage that is to hold layers must be a stage of this pipeline, named once")
         edges = (0, *cuts, self._n_layers)
         if list(edges) != sorted(set(edges)):
-            raise InvalidRequestError(f"cuts ascend within the model's layers, 1 to {self._n_layers - 1}")
+            raise InvalidRequestError(f"cuts must ascend and lie between 1 and {self._n_layers - 1}")
         if (cuts, holders) == (self.cuts, self.holders):
-            raise InvalidRequestError("the stages have these layers already")
+            raise InvalidRequestError("the stages already have these layers")
 
     def add(self, name: str) -> int:
         """Add a place, which holds nothing; returns its index."""
@@ -221,7 +221,7 @@ class Moves:
         move = self.latest
         if move is None or move.state not in _UNCHANGED or index not in move.holders:
             return []
-        return self.failed(move.number, f"{self._names[index]} was lost while layers were prepared", now_ns)
+        return self.failed(move.number, f"{self._names[index]} was lost while stages loaded their new layers", now_ns)
 
     def tick(self, now_ns: int) -> list[MoveInstruction]:
         """Look at the clock, now and then."""

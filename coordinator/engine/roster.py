@@ -198,7 +198,7 @@ class JoinedRoster:
     def join(self, who: Introduction) -> int:
         """Give a stage its place; returns its ticket. Raises as Membership.check."""
         place = self._membership.check(who)
-        self._lose_if_serving(place, f"stage {who.name} joined anew")
+        self._lose_if_serving(place, f"stage {who.name} joined again")
         ticket = self._membership.join(who, time.monotonic_ns())
         fields = {"stage": who.name, "index": place.index, "from": who.host, "hostname": who.hostname}
         log.info("stage joined", extra={"fields": fields})
@@ -234,7 +234,7 @@ class JoinedRoster:
             return
         if place.index not in self.holders:
             return  # it has not heard yet that its layers are others' now
-        self._lose_if_serving(place, f"stage {place.name} serves elsewhere now")
+        self._lose_if_serving(place, f"stage {place.name} now serves at another address")
         self._membership.serving(ticket, address, instance_id, time.monotonic_ns())
         missing = self._membership.missing()
         fields = {"stage": place.name, "address": address, "waiting_for": ",".join(missing) or "nobody"}
@@ -300,6 +300,6 @@ def loopback_gaps(places: Sequence[Place]) -> list[str]:
         if is_loopback(host_of(place.address)) and not is_loopback(host_of(upstream.address)):
             lines.append(
                 f"stage {place.name} is at {place.address}, which {upstream.name} at {upstream.address} cannot reach; "
-                f"let {place.name} join by this host's outward address, or give it --advertise"
+                f"let {place.name} join through an address of this host that others can reach, or give it --advertise"
             )
     return lines

@@ -90,7 +90,7 @@ class StageClient:
             self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s
         )
         if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
-            raise ProtocolError(f"{self.address} says that it holds {len(answer.held)} sessions")
+            raise ProtocolError(f"{self.address} reports {len(answer.held)} sessions, more than a stage can hold")
         return {held.session_id: held.n_tokens for held in answer.held}
 
     async def revoke(self, crl_pem: bytes) -> None:

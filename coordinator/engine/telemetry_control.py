@@ -32,7 +32,8 @@ class TelemetryControl:
         Raises InvalidRequestError for values out of range; then nothing has changed.
         """
         if level is not None and level not in LEVEL_NAMES:
-            raise InvalidRequestError(f"level: {level[:40]!r} is none of {', '.join(LEVEL_NAMES)}", param="level")
+            text = f"level: {level[:40]!r} is unknown; choose one of {', '.join(LEVEL_NAMES)}"
+            raise InvalidRequestError(text, param="level")
         if sample_ratio is not None and not 0.0 <= sample_ratio <= 1.0:
             raise InvalidRequestError(f"sample_ratio: {sample_ratio} is outside 0..1", param="sample_ratio")
         if sample_ratio is not None:

@@ -35,8 +35,9 @@ async def whereabouts(
     if not at_said:
         return said, ""
     if not at_other:
-        line = f"stage {name} reports the address {said}, but it is not there ({at_said}); it is reached at {other}"
-        return other, f"{line}, where it joins from. Start it with --advertise {seen} if it stays there"
+        line = f"stage {name} reports the address {said}, but it is not there ({at_said})"
+        remedy = f"If it stays there, start it with --advertise {seen}"
+        return other, f"{line}; the coordinator reaches it at {other}, the address that it joins from. {remedy}"
     return said, (
         f"stage {name} reports the address {said} ({at_said}) and joins from {seen}, but it is at neither "
         f"({at_other}); start it again with --advertise HOST and --listen HOST:PORT of an address where "

@@ -202,11 +202,11 @@ class Forwarder:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             problem = "it stopped answering" if isinstance(error, TimeoutError) else "the connection to it was lost"
             if isinstance(error, aiohttp.ClientConnectorError):
-                self.links.failed(link, "it takes no connection")
+                self.links.failed(link, "it refuses connections")
             if answering.response is None:
                 raise _LostError from None
             self._metrics.broken.labels(backend.name).inc()
-            log.warning("pipeline %s: %s amid an answer [%s]", backend.name, problem, request_id(request))
+            log.warning("pipeline %s: %s in the middle of an answer [%s]", backend.name, problem, request_id(request))
             return await answering.cut(StageLostError(f"pipeline {backend.name}: {problem}; send the request again"))
         finally:
             link.running.discard(patience)

@@ -29,7 +29,7 @@ from relayline.wire.common.tasks import end_task
 log = logging.getLogger("relayline.gateway")
 
 NS = 1_000_000_000  # of a second
-_REFUSALS = {401: "it demands an API key", 403: "it refuses this gateway"}
+_REFUSALS = {401: "it requires an API key", 403: "it refuses this gateway"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Links:
     def failed(self, link: Link, problem: str) -> None:
         """A pipeline does not answer: no request goes there until it is heard again."""
         if link.backend.health is not Health.DEAD:
-            log.warning("pipeline %s is left out: %s", link.backend.name, problem)
+            log.warning("pipeline %s gets no requests: %s", link.backend.name, problem)
         link.backend.failed(problem)
 
     async def _watch(self, link: Link) -> None:
@@ -172,7 +172,7 @@ class Links:
         except (aiohttp.ClientError, OSError) as error:
             self.failed(link, _reason(error))
         except (_Trouble, msgspec.MsgspecError, UnicodeDecodeError) as trouble:
-            self.failed(link, str(trouble) if isinstance(trouble, _Trouble) else "it does not answer as relayline does")
+            self.failed(link, str(trouble) if isinstance(trouble, _Trouble) else "it does not answer like relayline")
         else:
             before, now_ns = backend.health, time.monotonic_ns()
             backend.heard(heard, now_ns)

@@ -21,11 +21,15 @@ class _Backends:
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each figure."""
-        up = GaugeMetricFamily(f"{PREFIX}pipeline_up", "Whether the pipeline takes requests", labels=[PIPELINE])
-        outstanding = GaugeMetricFamily(f"{PREFIX}requests_running", "Requests that run there", labels=[PIPELINE])
-        others = GaugeMetricFamily(f"{PREFIX}requests_of_others", "Requests there of others", labels=[PIPELINE])
-        work = GaugeMetricFamily(f"{PREFIX}work_tokens", "What is to be done, in prompt tokens", labels=[PIPELINE])
-        sent = CounterMetricFamily(f"{PREFIX}requests_sent", "Requests sent there, tries included", labels=[PIPELINE])
+        up = GaugeMetricFamily(f"{PREFIX}pipeline_up", "Whether the pipeline gets requests", labels=[PIPELINE])
+        outstanding = GaugeMetricFamily(
+            f"{PREFIX}requests_running", "Requests of this gateway that run there", labels=[PIPELINE]
+        )
+        others = GaugeMetricFamily(
+            f"{PREFIX}requests_of_others", "Requests of others that run there", labels=[PIPELINE]
+        )
+        work = GaugeMetricFamily(f"{PREFIX}work_tokens", "Outstanding work, in prompt tokens", labels=[PIPELINE])
+        sent = CounterMetricFamily(f"{PREFIX}requests_sent", "Requests sent there, retries included", labels=[PIPELINE])
         for backend in self._router.backends:
             label = [backend.name]
             up.add_metric(label, float(backend.health is Health.READY))
@@ -48,6 +52,6 @@ class GatewayMetrics:
             registry=self.registry,
         )  # fmt: skip
         self.broken = Counter(
-            f"{PREFIX}broken_answers", "Answers that ended too early, since their pipeline was lost", [PIPELINE],
+            f"{PREFIX}broken_answers", "Answers cut short because their pipeline was lost", [PIPELINE],
             registry=self.registry,
         )  # fmt: skip

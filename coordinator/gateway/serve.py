@@ -46,11 +46,11 @@ class GatewayConfig:
         """Raises UsageError for pipelines that cannot be told apart, or too many."""
         names = [backend.name for backend in self.backends]
         if not names:
-            raise UsageError("a gateway needs a pipeline; give one with --backend http://HOST:PORT")
+            raise UsageError("a gateway needs at least one pipeline; give it with --backend http://HOST:PORT")
         if len(names) > BACKENDS_MAX:
-            raise UsageError(f"a gateway has {BACKENDS_MAX} pipelines at most, not {len(names)}")
+            raise UsageError(f"a gateway has at most {BACKENDS_MAX} pipelines, not {len(names)}")
         if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
-            raise UsageError(f"two pipelines are named {twice!r}; give each a name of its own")
+            raise UsageError(f"two pipelines are named {twice!r}; give each its own name")
 
 
 class ServedGateway:
@@ -68,7 +68,7 @@ class ServedGateway:
         router = self._links.router
         before = router.named(config.name)
         if before is None and len(router.staying) == BACKENDS_MAX:
-            raise UsageError(f"a gateway has {BACKENDS_MAX} pipelines at most")
+            raise UsageError(f"a gateway has at most {BACKENDS_MAX} pipelines")
         link = self._links.add(config)
         if before is not None:
             link.backend.models, link.cards = before.models, self._links.links[before].cards

@@ -72,7 +72,7 @@ class ApiKeys:
         except UsageError as error:
             log.warning("keeping the old API keys: %s", error.message)
             return
-        log.info("API keys read again, known now: %s", self.shown)
+        log.info("API keys were read again; known keys: %s", self.shown)
 
 
 def parse_keys(text: str, path: Path) -> dict[str, bytes]:
@@ -149,7 +149,7 @@ def protect_http(
     keys = ApiKeys(path)
     if not (is_tls or is_loopback(host)):
         log.warning("API keys travel to %s in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS", host)
-    log.info("the API demands a key, known: %s", keys.shown)
+    log.info("the API requires a key; known keys: %s", keys.shown)
     require_keys(app, keys, protect_metrics=protect_metrics)
     allow_pages(app, cors)  # in front of the keys: preflights bring none
     return _reread_on_hangup(keys)

@@ -47,7 +47,7 @@ class BodyRoom:
         """
         n_wanted = max(n_counted, n_bytes - self._n_free)
         if self.n_held + n_wanted - n_counted > self._n_max:
-            text = f"{self._n_max} bytes of other requests' bodies are being worked on; try again shortly"
+            text = f"the server is busy with {self._n_max} bytes of other requests' bodies; try again shortly"
             raise HttpRefusal(503, text, "overloaded", {"Retry-After": "1"})
         self.n_held += n_wanted - n_counted
         return n_wanted
@@ -142,7 +142,7 @@ class Request(web.Request):
     def check_expected(self) -> None:
         """Raise HttpRefusal for an expectation that this server does not know."""
         if self.expects and self.version >= (1, 1) and self.expects.strip().lower() != "100-continue":
-            raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not known here", "expectation_failed")
+            raise HttpRefusal(417, f"Expect: {self.expects[:100]!r} is not supported", "expectation_failed")
 
     async def _parts(self, n_max: int) -> tuple[list[bytes], int]:
         limits, loop = self._link.limits, asyncio.get_running_loop()
@@ -247,4 +247,5 @@ def _pieces(parts: list[bytes]) -> Any:
 
 
 def _not_packed(coding: str) -> HttpRefusal:
-    return HttpRefusal(400, f"Can not decode content-encoding: {coding}; is the body that, and all of it?", "bad_body")
+    text = f"Can not decode content-encoding: {coding}; is the body complete, and in that encoding?"
+    return HttpRefusal(400, text, "bad_body")

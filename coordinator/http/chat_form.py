@@ -68,9 +68,7 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
     answer = grammar_of(plan.shape) if plan.shape else ""
     if offered is not None and (offered.needs_grammar or answer):
         if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
-            text = (
-                "this model writes calls as plain JSON, which cannot be told from such an answer; send one of the two"
-            )
+            text = "this model writes calls as plain JSON, which looks like such an answer; send only one of the two"
             raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
         return _tool_grammar(offered, form, answer)
     if plan.shape and conversation.is_harmony:
@@ -94,15 +92,15 @@ def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
         grammar = _grammar(schemas, offered, form, answer)
     size_bytes = len(grammar.encode())
     if size_bytes > GRAMMAR_BYTES_MAX:
-        text = f"their grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}; offer fewer, or fewer strict ones"
-        raise InvalidRequestError(f"tools: {text}", param="tools")
+        text = f"their grammar has {size_bytes} bytes, over the limit of {GRAMMAR_BYTES_MAX}"
+        raise InvalidRequestError(f"tools: {text}; send fewer tools, or fewer strict ones", param="tools")
     fault = fault_of(grammar)
     if fault:
         schemas = {name: _followed(name, schema, offered) for name, schema in schemas.items()}
         grammar = _grammar(schemas, offered, form, answer)
         fault = fault_of(grammar)
     if fault:
-        raise InvalidRequestError(f"tools: cannot be followed: {in_a_line(fault)}", param="tools")
+        raise InvalidRequestError(f"tools: cannot be used: {in_a_line(fault)}", param="tools")
     return grammar
 
 
@@ -131,6 +129,6 @@ def _followed(name: str, schema: Schema, offered: Offered) -> Schema:
             return cast("Schema", each)
         fault = fault or found
     if is_strict:
-        text = f"the parameters of {name!r} are no JSON schema that can be followed: {in_a_line(fault)}"
+        text = f"the parameters of {name!r} are not a JSON schema that can be used: {in_a_line(fault)}"
         raise InvalidRequestError(f"tools: {text}", param="tools")
     return _ANY_ARGUMENTS

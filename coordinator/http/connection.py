@@ -373,7 +373,7 @@ class Connection(web.RequestHandler):
 
     def _turn_away(self, full: Full) -> None:
         whose = "from your address" if full.of_address else "at this server"
-        text = f"{full.n_busy} requests are being answered {whose}, which is its bound; try again shortly"
+        text = f"{full.n_busy} requests are already running {whose}, which is the limit; try again shortly"
         self._say(429 if full.of_address else 503, text, "overloaded", is_final=True)
 
     def _say(self, status: int, message: str, code: str, *, is_final: bool = False) -> None:

@@ -63,7 +63,7 @@ class LiveFeed:
         statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in stages))
         known = [status for status in statuses if status is not None]
         if not isinstance(told, list) or len(known) != len(told):
-            raise NotReadyError("not every stage answers; a plan needs what all of them have measured")
+            raise NotReadyError("not every stage answers; a plan needs the measurements of all")
         shared = share_host([stage.address for stage in stages])
         devices = device_numbers([place_of(status.place) for status in known])
         costs = [
@@ -140,5 +140,5 @@ def _rows_max(status: pb.StatusResponse) -> int:
 def _look_number(text: str) -> int:
     """Return the look that a page saw last. Raises InvalidRequestError."""
     if not (text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX):
-        raise InvalidRequestError("after: must be `look` of an earlier answer, or left out", param="after")
+        raise InvalidRequestError("after: must be the `look` of an earlier answer, or left out", param="after")
     return int(text)

@@ -319,7 +319,7 @@ class Shop:
         start_ns = time.monotonic_ns()
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)
         if plan.scores_prompt and marked.pictures:
-            raise InvalidRequestError("prompt_logprobs: not of a prompt with images", param="prompt_logprobs")
+            raise InvalidRequestError("prompt_logprobs: not for prompts with images", param="prompt_logprobs")
         prediction = self._prediction(plan, ctx_tokens)
         texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
         offered = plan.offered
@@ -390,7 +390,7 @@ class Shop:
             self._ends = tuple(token for token in range(n_vocab) if self._tokenizer.is_end(token))
         held_back = tuple(sorted({*(self._ends or ()), *plan.stop_tokens})) if plan.min_tokens else ()
         if len(held_back) > SAMPLER_TOKENS_MAX:
-            text = f"with min_tokens, and the model's own ends, at most {SAMPLER_TOKENS_MAX}"
+            text = f"with min_tokens, and the model's own end tokens, at most {SAMPLER_TOKENS_MAX}"
             raise InvalidRequestError(f"stop_token_ids: {text}", param="stop_token_ids")
         biases = dict(sampling.logit_bias)
         for text, bias in plan.bias_texts:
@@ -530,7 +530,7 @@ def _up_to_mark(rendered: str) -> str:
     """Return a prompt up to where its last turn goes on. Raises InvalidRequestError where the template drops that."""
     prompt, mark, _ = rendered.rpartition(_GOES_ON)
     if not mark:
-        text = "the model's chat template does not write the end of an assistant's turn"
+        text = "the model's chat template does not end an assistant's turn"
         raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
     return prompt
 

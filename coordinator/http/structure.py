@@ -62,7 +62,7 @@ def shape_of(body: GenerationBody) -> Shape | None:
     shapes = [shape for shape in asked if shape]
     if len(shapes) > 1:
         names = " and ".join(shape.param for shape in shapes)
-        raise InvalidRequestError(f"{names}: an answer has one shape, send one of them", param=shapes[1].param)
+        raise InvalidRequestError(f"{names}: an answer has one format; send one of them", param=shapes[1].param)
     return shapes[0] if shapes else None
 
 
@@ -80,7 +80,7 @@ def grammar_of(shape: Shape) -> str:
         reason = reason or fault
     else:
         raise InvalidRequestError(
-            f"{shape.param}: not a {_NAMES[shape.kind]} that can be followed: {in_a_line(reason)}", shape.param
+            f"{shape.param}: not a {_NAMES[shape.kind]} that can be used: {in_a_line(reason)}", shape.param
         )
     check_size(len(grammar.encode()), shape.param)
     return grammar
@@ -89,7 +89,8 @@ def grammar_of(shape: Shape) -> str:
 def check_size(size_bytes: int, param: str) -> None:
     """Raise InvalidRequestError for a grammar that is too long for stages."""
     if size_bytes > GRAMMAR_BYTES_MAX:
-        raise InvalidRequestError(f"{param}: its grammar has {size_bytes} bytes, at most {GRAMMAR_BYTES_MAX}", param)
+        text = f"its grammar has {size_bytes} bytes, over the limit of {GRAMMAR_BYTES_MAX}"
+        raise InvalidRequestError(f"{param}: {text}", param)
 
 
 def fault_of(grammar: str) -> str:

@@ -31,7 +31,7 @@ class TelemetryHandlers:
         text = (
             "no request is remembered; is the trace level off?"
             if wanted == LAST
-            else f"no request {wanted[:200]!r} is remembered; give its x-request-id or the id in its answer"
+            else f"no request {wanted[:200]!r} is remembered; give its x-request-id or its answer's id"
         )
         return json_response(msgspec.json.encode(plain_body(404, text, "trace_not_found")), 404)
 

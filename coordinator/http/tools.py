@@ -114,7 +114,7 @@ def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[st
         raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
     unknown = [name for name in names if name not in by_name]
     if unknown or not names:
-        text = f"{unknown[0][:64]!r} is none of the tools" if unknown else "needs tools"
+        text = f"{unknown[0][:64]!r} is not one of the tools" if unknown else "needs tools"
         raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
     return mode, list(dict.fromkeys(names))
 

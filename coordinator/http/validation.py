@@ -154,7 +154,7 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if offered and offered.needs_grammar:
         _check_lists(body, "tools")
     if offered and plan.ignore_eos:
-        raise InvalidRequestError("ignore_eos: an answer that calls tools ends by itself", param="ignore_eos")
+        raise InvalidRequestError("ignore_eos: not together with tools, whose calls end the answer", param="ignore_eos")
     return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
 
 
@@ -259,7 +259,8 @@ def _plan(
         raise InvalidRequestError(f"min_tokens: more than max_tokens, which is {max_tokens}", param="min_tokens")
     biases, bias_texts = _biases(body.logit_bias or {})
     if shape and body.ignore_eos:
-        raise InvalidRequestError(f"ignore_eos: an answer ends where {shape.param} ends", param="ignore_eos")
+        text = f"ignore_eos: not together with {shape.param}, whose end ends the answer"
+        raise InvalidRequestError(text, param="ignore_eos")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("stream: not together with prompt_logprobs", param="stream")
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
@@ -321,12 +322,12 @@ def _biases(
         for token in sent:
             is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
             if not is_number or str(int(token)) != token:  # 007 would be 7 once more
-                raise InvalidRequestError(f"logit_bias: {token[:40]!r} is no token id", param="logit_bias")
+                raise InvalidRequestError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
         return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
     told = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
     tokens = {key: bias for key, bias in told if isinstance(key, int)}
     if min(tokens, default=0) < 0:
-        raise InvalidRequestError(f"logit_bias: {min(tokens)} is no token id", param="logit_bias")
+        raise InvalidRequestError(f"logit_bias: {min(tokens)} is not a token id", param="logit_bias")
     texts = tuple((key, bias) for key, bias in told if isinstance(key, str) and key and bias)
     return tuple(sorted((token, bias) for token, bias in tokens.items() if bias)), texts
 
@@ -420,7 +421,7 @@ def _check_lists(body: GenerationBody, shape_param: str) -> None:
             text = f"not together with {shape_param}, which defines the answer's form and its end"
             raise InvalidRequestError(f"{param}: {text}", param=param)
     if not all(word.strip() for word in body.bad_words or ()):
-        raise InvalidRequestError("bad_words: each must have a letter", param="bad_words")
+        raise InvalidRequestError("bad_words: each word must have at least one character", param="bad_words")
 
 
 def _unsupported(param: str, allowed: str) -> InvalidRequestError:

@@ -88,8 +88,8 @@ class Enrolment:
             raise
         if not may_be_called(asked.advertise, stage, address):
             raise UnauthenticatedError(
-                f"stage {stage.name} is to be on {stage.host} and calls from {address}, so it gets no certificate for "
-                f"{asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave --advertise away"
+                f"stage {stage.name} belongs on {stage.host} but calls from {address}, so it gets no certificate for "
+                f"{asked.advertise}; write `host: {asked.advertise}` for it in the manifest, or leave out --advertise"
             )
         names = tuple(name for name in (address, asked.advertise) if name)
         if not asked.certificate:
@@ -126,7 +126,7 @@ async def serve_enrolment(config: EnrolConfig | None, security: LinkSecurity, jo
         return
     identity = security.identity
     if not security.is_tls or identity is None:
-        raise UsageError("hosts can enrol where links are TLS; give --tls DIR")
+        raise UsageError("hosts can get certificates only if links are TLS; give --tls DIR")
     _, cert, key = security.files
     context = server_context(cert, key)
     service = Enrolment(config.authority, identity.host, int(join_address.rpartition(":")[2]))
@@ -143,9 +143,10 @@ def _read(body: bytes) -> enrolment.Request:
     try:
         asked = msgspec.json.decode(body, type=enrolment.Request)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError("this is no request to enrol; run the same relayline version on both ends") from error
+        text = "this is not a request for a certificate; run the same relayline version on both ends"
+        raise ProtocolError(text) from error
     if not NAME.fullmatch(asked.name):
-        raise ProtocolError("a request to enrol names no stage")
+        raise ProtocolError("the request for a certificate names no stage")
     return asked
 
 

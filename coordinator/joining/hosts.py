@@ -84,7 +84,7 @@ class Hosts:
         due_ns = self._pool.takeover_in_ns(index, now_ns)
         if index in self._layers.moves.holders and due_ns is not None and not self._roster.is_closing:
             fields = {"stage": self._roster.names()[index], "in_s": f"{due_ns / 1e9:.0f}"}
-            log.info("others take over its layers unless it comes back", extra={"fields": fields})
+            log.info("other stages take over its layers unless it comes back", extra={"fields": fields})
 
     def failed(self, move: Move) -> None:
         """A change could not be made: whoever was to be drained by it holds its layers still, and is not drained."""
@@ -114,7 +114,7 @@ class Hosts:
             try:
                 await self.look()
             except Exception:  # a bug of ours: what serves goes on, and the next look may be better
-                log.exception("looking who is to hold layers failed; trying again")
+                log.exception("choosing the stages that hold layers failed; trying again")
                 self._pool.failed(time.monotonic_ns())
 
     async def look(self) -> None:
@@ -134,7 +134,7 @@ class Hosts:
         except RelaylineError as error:
             self._pool.failed(time.monotonic_ns())
             if error.message != self._told:
-                log.warning("layers stay where they are: %s", error.message)
+                log.warning("layers were not moved: %s", error.message)
             self._told = error.message
         else:
             fields = {"from": _named(names, gone), "to": _named(names, new)}
@@ -153,7 +153,7 @@ class Hosts:
             return
         moves = self._layers.moves
         if moves.is_open or self._is_planning:
-            raise NotReadyError("layers are being moved just now; wait for the end of that")
+            raise NotReadyError("layers are already being moved; wait until that ends")
         self._pool.drain(index, is_drained=is_drained)
         try:
             if is_drained and index in moves.holders:
@@ -164,9 +164,7 @@ class Hosts:
         place = self._roster.places[index]
         if index not in moves.holders:
             self._roster.stands_by(place)
-        log.info(
-            "stage is drained" if is_drained else "stage is offered layers again", extra={"fields": {"stage": name}}
-        )
+        log.info("stage is drained" if is_drained else "stage may hold layers again", extra={"fields": {"stage": name}})
         self.keep()
 
     async def _free(self, name: str) -> None:
@@ -177,13 +175,13 @@ class Hosts:
             away = [self._roster.names()[at] for at in others if not self._pool.is_here(at)]
             if away:
                 raise NotReadyError(f"{', '.join(away)} is not here to take layers; wait for it, or drain it too")
-            raise NotReadyError(f"{name} is the only one that can hold layers; let another stage join first")
+            raise NotReadyError(f"{name} is the only stage that can hold layers; let another stage join first")
         await self._change(holders)
 
     def add(self, stage: str) -> None:
         """Make a place for a stage that was not named at the start. Raises InvalidRequestError."""
         if stage in self._roster.names():
-            raise InvalidRequestError(f"there is a stage {stage} already")
+            raise InvalidRequestError(f"there already is a stage {stage}")
         like = self._service.place(self._layers.moves.holders[0])
         try:
             self._service.add(JoiningStage(stage, like.engine, like.telemetry))

@@ -59,12 +59,12 @@ class Desk:
         is_right = hmac.compare_digest(known, digest_of(secret))
         if invitation is None or not is_right:
             raise WrongTokenError(
-                f"this token is not the one that was made last for stage {name}; copy the line again, or: {new_line}"
+                f"this token is not the newest one for stage {name}; copy the line again, or: {new_line}"
             )
         if invitation.key_digest:
             if not hmac.compare_digest(invitation.key_digest, key_digest):
                 raise UnauthenticatedError(
-                    f"the token for stage {name} was used already, by {invitation.used_by}; if that was not you, "
+                    f"the token for stage {name} was already used, by {invitation.used_by}; if that was not you, "
                     f"revoke it with `relayline certs revoke`. {new_line}"
                 )
         elif now > invitation.expires:

@@ -34,7 +34,7 @@ class OwnMoves:
         wanted = self._rebalancer.wanted(imbalance, self._moves.cuts, now_ns)
         if not wanted:
             return
-        log.info("layers move by themselves for about %.0f %% more tokens", 100 * imbalance.gain)
+        log.info("moving layers for about %.0f %% more tokens", 100 * imbalance.gain)
         try:
             self._move(wanted)
         except RelaylineError as error:

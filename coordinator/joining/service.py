@@ -209,7 +209,8 @@ class MemberService(abc.ABC):
         )
         index = self._roster.check(who).index
         if index not in self._roster.holders and not hello.stands_by:
-            raise HandshakeError(f"{hello.name} is to hold no layers now, which its version cannot do; run this one's")
+            text = f"{hello.name} gets no layers now, but its version cannot wait without layers; upgrade it"
+            raise HandshakeError(text)
         ticket = self._roster.join(who)
         place = self._roster.place_of(ticket)
         assert place is not None
@@ -271,7 +272,7 @@ class MemberService(abc.ABC):
             elif kind == "failure":
                 self._roster.failed(ticket, report.failure.message[: bounds.ERROR_TEXT_BYTES_MAX])
             elif not await self._take(member, report, context):
-                raise ProtocolError(f"a stage reported {kind or 'nothing'} where that makes no sense")
+                raise ProtocolError(f"a stage sent {kind or 'nothing'} at the wrong time")
 
 
 class JoinService(MemberService):
@@ -488,7 +489,7 @@ class JoinService(MemberService):
         member = self._member_of(request)
         split, stage = self._part_of(member.index, request.sha256)
         if stage is None or request.sha256 not in ("", stage.sha256):
-            raise ArtifactError("that artifact is not this stage's; a planned change was taken back")
+            raise ArtifactError("that artifact is not for this stage; a planned change was cancelled")
         if request.offset > stage.size_bytes:
             raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
         if member.fetching:
@@ -523,7 +524,7 @@ async def _hello(context: Context) -> pb.StageHello:
     except TimeoutError as error:
         raise ProtocolError("no introduction came on this membership") from error
     if report is None or report.WhichOneof("report") != "hello":
-        raise ProtocolError("a membership begins with an introduction")
+        raise ProtocolError("the first message of a membership must be an introduction")
     return report.hello
 
 

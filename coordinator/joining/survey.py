@@ -82,7 +82,7 @@ class SurveyService(MemberService):
         slices: Sequence[pb.SurveySlice] = self._slices.get(name, ())
         if who is not None and not who.measures:
             # It would take this order for a mistake. So it comes again, and is planned by its own description.
-            self._note(name, HostReport(who, problem="its version measures nothing before there is a plan"))
+            self._note(name, HostReport(who, problem="its version cannot measure before there is a plan"))
             raise NotReadyError("there is no plan yet")
         return pb.JoinResponse(
             stage_index=member.index,
@@ -148,5 +148,5 @@ def _points(who: Introduction, points: Sequence[pb_wire.CostPoint]) -> tuple[tup
     if len(found) > POINTS_MAX or any(
         not 0 < rows <= bounds.ROWS_PER_ENVELOPE_MAX or not 0 < ns < STEP_NS_MAX for rows, ns in found
     ):
-        raise ProtocolError(f"stage {who.name} reports steps that cannot be")
+        raise ProtocolError(f"stage {who.name} reports impossible step times")
     return found

@@ -131,7 +131,7 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
     if any(_lacks_kind(facts, start, end) for start, end in itertools.pairwise(edges)):
         return "llama.cpp runs layers with a recurrent state only together with one that attends, and the reverse"
     if any(_lacks_choice(facts, start) for start in edges[:-1]):
-        return "its first layer would attend to tokens that the layer before has chosen"
+        return "its first layer would attend to tokens that the previous layer has chosen"
     blocked = [edge for edge in edges if edge in facts.blocked]
     if blocked:
         return facts.blocked[blocked[0]]
@@ -176,7 +176,8 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
 
     fastest = _best(facts.n_layers, n_stages, allowed, step_bytes, max)
     if fastest is None:
-        raise CutError(f"{facts.n_layers} layers cannot make {n_stages} stages here; the most is {most_stages(facts)}")
+        text = f"this model's {facts.n_layers} layers cannot make {n_stages} stages"
+        raise CutError(f"{text}; the maximum is {most_stages(facts)}")
     step_cap = max(step_bytes(*pair) for pair in ranges(facts.n_layers, fastest)) * STEP_SLACK
 
     def fast_enough(start: int, end: int) -> bool:

@@ -154,7 +154,7 @@ def _joined(files: tuple[GgufFile, ...]) -> GgufModel:
     for file in files:
         for tensor in file.tensors:
             if tensor.name in tensors:
-                raise ModelFileError(f"{file.path}: tensor {tensor.name} is there twice")
+                raise ModelFileError(f"{file.path}: tensor {tensor.name} appears twice")
             tensors[tensor.name] = tensor
     return GgufModel(files, tensors)
 

@@ -135,7 +135,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
     n_layers = n_blocks - n_prediction
     if not (0 < n_layers <= n_blocks <= LAYERS_MAX):
         raise ModelFileError(
-            f"{model.path}: {n_blocks} layers of which {n_prediction} are for prediction make no model"
+            f"{model.path}: {n_blocks} layers, {n_prediction} of them for multi-token prediction, are not a model"
         )
     embedding = _tensor(model, EMBEDDING)
     n_embd = model.integer(f"{architecture}.embedding_length")
@@ -251,7 +251,7 @@ def _support(
 
 def _odd_tensors(model: GgufModel) -> str | None:
     odd = [name for name in model.tensors if name not in GLOBAL_TENSORS and not BLOCK_NAME.match(name)]
-    return f"it holds {odd[0]}, which belongs to no stage" if odd else None
+    return f"it has the tensor {odd[0]}, which belongs to no stage" if odd else None
 
 
 def _per_layer(model: GgufModel, key: str, n_layers: int, default: int | None) -> tuple[int, ...]:
@@ -281,7 +281,8 @@ def _row_widths(model: GgufModel, n_embd: int, n_layers: int, family: Family, fa
     width, beside = n_embd * family.streams(facts), _sidebands_of(family, facts)
     widths = tuple((width if layer else n_embd) + beside.values_into(layer) for layer in range(n_layers))
     if max(widths) > N_EMBD_MAX:
-        raise ModelFileError(f"{model.path}: its layers hand on rows of {max(widths)} values; the most is {N_EMBD_MAX}")
+        text = f"its layers pass on rows of {max(widths)} values; the limit is {N_EMBD_MAX}"
+        raise ModelFileError(f"{model.path}: {text}")
     return widths
 
 

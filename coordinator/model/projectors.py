@@ -66,7 +66,7 @@ def check_projector(path: Path, pipeline: PipelineFile) -> str:
         )
         raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
     if width != pipeline.n_embd:
-        text = f"it gives rows of {width} values, and the model takes {pipeline.n_embd}: it belongs to another model"
+        text = f"its rows have {width} values, but the model's have {pipeline.n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")
     return kind
 
@@ -91,7 +91,7 @@ def _kind(path: Path, header: GgufFile) -> str:
     architecture = header.value("general.architecture")
     if architecture != "clip":
         text = f"holds a model of the architecture {str(architecture)[:40]}, not a projector"
-        raise UsageError(f"--mmproj {path}: {text}; give the file that its makers call mmproj")
+        raise UsageError(f"--mmproj {path}: {text}; give the file that the model's maker calls mmproj")
     if header.value("clip.has_vision_encoder") is not True:
         raise UsageError(f"--mmproj {path}: it has no encoder for images")
     return str(header.value("clip.projector_type") or header.value("clip.vision.projector_type") or "mlp")

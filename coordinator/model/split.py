@@ -77,7 +77,7 @@ def split_model(
     model = open_model(source)
     facts = facts_of(model)
     if "relayline.stage_index" in model.entries:
-        raise ModelFileError(f"{source}: is one stage of a split already; give the model it was cut from")
+        raise ModelFileError(f"{source}: is already one stage of a split; give the whole model")
     check_support(facts, experimental=experimental)
     family = families.family_of(facts.architecture)
     if cuts is None:
@@ -209,7 +209,8 @@ def _refuse_foreign(out_dir: Path) -> None:
         ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}
     for path in sorted(out_dir.iterdir()):
         if ARTIFACT_NAME.match(path.name) and path.name not in ours and not _is_artifact(path):
-            raise UsageError(f"{path}: is from no split, and would be lost; move it away or give another directory")
+            text = "does not come from a split and would be lost; move it away, or give another directory"
+            raise UsageError(f"{path}: {text}")
 
 
 def _is_artifact(path: Path) -> bool:

@@ -125,7 +125,7 @@ def _links(instance: Instance, best: Best) -> Iterator[str]:
     if gain >= LINK_GAIN:
         yield (
             f"the link from {start} to {end} ({link.round_trip_ns / 1e6:.2g} ms, {link.bytes_per_s * 8 / 1e9:.2g} "
-            f"Gbit/s) holds the others up: without its delay it would be {rate_text(rate)} ({gain - 1:+.0%})"
+            f"Gbit/s) slows the pipeline down: without its delay it would make {rate_text(rate)} ({gain - 1:+.0%})"
         )
 
 

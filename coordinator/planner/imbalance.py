@@ -47,7 +47,7 @@ class Imbalance:
         name = stage_names[self.slowest] if self.slowest < len(stage_names) else f"stage {self.slowest}"
         cut = ", ".join(f"{start}-{end - 1}" for start, end in self.layers)
         return (
-            f"{name} holds the others up: with layers {cut} the pipeline would make about {self.gain:.0%} more tokens; "
+            f"{name} slows the pipeline down: with layers {cut} it would make about {self.gain:.0%} more tokens; "
             f"`relayline move --cuts {','.join(str(start) for start, _ in self.layers[1:])}` moves them while it serves"
         )
 

@@ -75,7 +75,7 @@ def running_plan(
         even = cut_by_speed(steps_ns, edges)
         moved = sum(abs(new[1] - old[1]) for new, old in zip(even[:-1], edges[:-1], strict=True))
         if moved > STEP_SHARE_MIN * n_layers:
-            plans.append(_variant("cut by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
+            plans.append(_variant("layers by measured speed", _moved(costs, edges, even), even, overhead_ns, within))
         slowest = max(range(len(costs)), key=steps_ns.__getitem__)
         if n_layers > len(costs):
             copy = dataclasses.replace(costs[slowest], shares_host=False, device=-1)

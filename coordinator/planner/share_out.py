@@ -110,13 +110,13 @@ def _why(
 ) -> str:
     """Return what is missing, one line."""
     if not holders:
-        return "nobody is left to hold the layers"
+        return "no stage is left to hold the layers"
     wished = _best(holders, n_layers, lambda holder, start, end: True, is_allowed)
     if wished is None:
         return f"the model's {n_layers} layers cannot be cut for {len(holders)} stages"
     short = [
         f"{holder.name} would need {_gib(need(start, end))} for layers {start}-{end - 1} and has "
-        + (f"{_gib(holder.room_bytes)} free" if holder.room_bytes is not None else "nobody knows how much")
+        + (f"{_gib(holder.room_bytes)} free" if holder.room_bytes is not None else "an unknown amount")
         for holder, (start, end) in zip(holders, _edges(wished, n_layers), strict=True)
         if not fits(holder, start, end)
     ]

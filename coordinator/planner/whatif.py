@@ -76,7 +76,7 @@ def explain(instance: Instance) -> Infeasible:
     remedies = _remedies(instance)
     told = "; ".join(
         f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for layers {short.layers[0]}..{short.layers[1] - 1} "
-        f"but may use {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
+        f"but has {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
         for short in shortages
     )
     ways = f"; any of these helps: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"

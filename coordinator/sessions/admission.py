@@ -57,7 +57,7 @@ class Admission:
         if (self.waiting or len(self.running) >= self._n_ours) and len(self.waiting) >= self.waiting_max:
             line = f"all {self.n_lanes} lanes are taken and {len(self.waiting)} requests already wait"
             after_s = wait_s()
-            raise OverloadedError(f"{line}; that is expected to take {after_s} s, try again then", after_s)
+            raise OverloadedError(f"{line}; try again in about {after_s} s", after_s)
 
     def _run(self, session: Session) -> None:
         """Give the session the lowest lane that is free: streams that travel together then have neighbouring ones."""

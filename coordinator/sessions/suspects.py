@@ -25,8 +25,8 @@ FURTHER_ROWS = 256  # further than ever, as good as a token; so a prompt has as 
 
 def given_up(error: RelaylineError) -> InternalError:
     """Return what to tell a request that is not tried again; `error` is how the pipeline was lost the last time."""
-    why = f"stages failed {LOSSES_MAX} times while this request ran and had not got further"
-    return InternalError(f"{why}; it is not tried again. The last time: {error.message}")
+    why = f"stages failed {LOSSES_MAX} times while this request ran without a new token"
+    return InternalError(f"{why}; it is not tried again. Last failure: {error.message}")
 
 
 class Suspects:

@@ -188,7 +188,7 @@ class ChatTemplate:
         plain = dict(message)
         role = plain.get("role")
         if role not in ROLES and str(role) not in (self.source or ""):
-            text = f"{str(role)[:40]!r} is no role; use one of {', '.join(ROLES)}"
+            text = f"{str(role)[:40]!r} is not a role; use one of {', '.join(ROLES)}"
             raise InvalidRequestError(f"messages[{index}].role: {text}", f"messages[{index}].role")
         if role == "developer" and not self._knows_developer:
             plain["role"] = "system"

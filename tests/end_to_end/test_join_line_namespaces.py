@@ -79,7 +79,7 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
             command = [*prefix_of(old), *COMMAND, *lines["server"].split()[1:]]
             used = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
             assert used.returncode == 1
-            assert f"was used already, by {server.address}" in used.stderr, "on another host"
+            assert f"was already used, by {server.address}" in used.stderr, "on another host"
         finally:
             for process in (*reversed(stages), up):
                 if process.process.poll() is None:

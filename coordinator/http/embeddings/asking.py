@@ -40,7 +40,7 @@ def read(raw: bytes | bytearray) -> EmbeddingsBody:
     """Return a body. Raises InvalidRequestError."""
     body = decode_body(raw, EmbeddingsBody)
     if (body.input is None) == (body.content is None):
-        raise InvalidRequestError("input: required field is missing, or there is content beside it", param="input")
+        raise InvalidRequestError("input: required field is missing, or content was sent too", param="input")
     return body
 
 

@@ -99,4 +99,4 @@ async def _row(stream: TokenStream) -> bytes:
     async for event in stream:
         if event.embedding:
             return event.embedding
-    raise InternalError("a prompt was read, and no embedding came of it; this is a bug of the server")
+    raise InternalError("a prompt gave no embedding; this is a bug of the server")

@@ -126,7 +126,7 @@ def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, ctx_tokens: int) -
     """Return the body of /infill. Raises InvalidRequestError, NotServedError for a vocabulary without its tokens."""
     fill_in = tokenizer.fill_in
     if fill_in is None:
-        text = "this model's vocabulary has no tokens around a gap (fim_pre, fim_suf, fim_mid); use /completion"
+        text = "this model has no fill-in-the-middle tokens (fim_pre, fim_suf, fim_mid); use /completion"
         raise NotServedError(f"infill: {text}")
     sent = decode_body(raw, InfillBody)
     body = _with_defaults(sent)
@@ -143,7 +143,7 @@ def filled_in(tokenizer: Tokenizer, prefix: str, suffix: str, more: str = "", pa
     """Return the prompt that asks for what stands between two texts. Raises NotServedError, ContextLengthError."""
     tokens = tokenizer.fill_in
     if tokens is None:
-        raise NotServedError("suffix: this model's vocabulary has no tokens around a gap; send none")
+        raise NotServedError("suffix: this model has no fill-in-the-middle tokens; send none")
 
     def plain(text: str, where: str) -> list[int]:
         return tokenizer.encode(text, add_special=False, parse_special=False, param=where) if text else []
@@ -197,7 +197,7 @@ def _of_letters(letters: str) -> list[str]:
     """Return samplers by their letters. Raises InvalidRequestError."""
     unknown = next((letter for letter in letters if letter not in SAMPLER_LETTERS), None)
     if unknown is not None:
-        text = f"{unknown!r} is the letter of no sampler; known are {''.join(SAMPLER_LETTERS)}"
+        text = f"{unknown!r} is not a sampler's letter; use {''.join(SAMPLER_LETTERS)}"
         raise InvalidRequestError(f"samplers: {text}", param="samplers")
     return [SAMPLER_LETTERS[letter] for letter in letters]
 
@@ -222,7 +222,7 @@ def _prompts(sent: Any) -> list[Any]:
 def _prompt(sent: Any, tokenizer: Tokenizer) -> str | list[int]:
     if isinstance(sent, dict):
         if sent.get("multimodal_data"):
-            raise InvalidRequestError("prompt: multimodal_data is not served; send text", param="prompt")
+            raise InvalidRequestError("prompt: multimodal_data is not supported; send text", param="prompt")
         sent = sent.get("prompt_string")
     if isinstance(sent, str):
         return sent

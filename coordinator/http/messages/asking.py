@@ -107,7 +107,7 @@ def _read(body: MessagesBody, raw: bytes | bytearray) -> Inner:
     fields = {**_fields(body), "messages": with_system(texts, messages)}
     if body.messages[-1].role == "assistant":
         if _CONTINUE not in ChatBody.__struct_fields__:
-            text = "a last turn of the assistant is not continued by this server; end with one of the user"
+            text = "this server does not continue an assistant's turn; end with a turn of the user"
             raise InvalidRequestError(f"messages: {text}", "messages")
         fields[_CONTINUE] = True
     try:

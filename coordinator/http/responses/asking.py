@@ -86,7 +86,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
     body = decode_body(raw, ResponsesBody)
     check_served(body)
     if body.previous_response_id is not None and not n_context:
-        raise InvalidRequestError("previous_response_id: write its name without escapes", "previous_response_id")
+        raise InvalidRequestError("previous_response_id: write this key without escapes", "previous_response_id")
     items = _input_items(body, context)
     try:
         messages = _messages(context.history, "history") + _messages(items, "input")
@@ -234,7 +234,7 @@ def _content(content: Any, where: str) -> str | list[Fields]:
         if not _is_image(part):
             return {"type": "text", "text": _text([part], where)}
         if part.get("image_url") is None:
-            raise InvalidRequestError(f"{at}: an image is sent itself, as image_url with a data: address", at)
+            raise InvalidRequestError(f"{at}: send the image itself, as image_url with a data: address", at)
         return {"type": "image_url", "image_url": {"url": text_in(part, "image_url", at)}}
 
     return each_checked(content, where, part_of)

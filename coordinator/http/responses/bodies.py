@@ -64,10 +64,10 @@ class ResponsesBody(Struct, kw_only=True):
 
 # Fields that are not served -> values without effect, and the client's alternative.
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "background": ((False,), "answers come while the request is open; send false"),
+    "background": ((False,), "answers come only while the request is open; send false"),
     "conversation": ((), "use previous_response_id, or send all items as input"),
     "prompt": ((), "stored prompts are not served here; send instructions and input"),
-    "truncation": (("disabled",), "nothing is left out of an input; send disabled"),
+    "truncation": (("disabled",), "this server never truncates an input; send disabled"),
     "service_tier": (("auto", "default"), "send auto or default"),
     "moderation": ((), "send none"),
     "context_management": (([],), "send none"),

@@ -89,7 +89,7 @@ class ResponseHandlers(Handlers):
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses/{id}/cancel: stored responses are finished, so there is nothing to cancel."""
         self._found(request)
-        raise InvalidRequestError("only a background response can be cancelled; close the connection of another")
+        raise InvalidRequestError("only a background response can be cancelled; for another, close its connection")
 
     async def _read(self, request: web.Request, *, is_counted: bool = False) -> Prepared:
         service, raw = self._service, await request.read()
@@ -107,7 +107,7 @@ class ResponseHandlers(Handlers):
             return b""
         chain = [] if previous_id is None else self._store.chain(previous_id, owner)
         if isinstance(chain, str):
-            text = f"the response {chain[:100]!r} is not stored here, or not any more; send all items as input"
+            text = f"the response {chain[:100]!r} is not stored here (any more); send all items as input"
             raise ResponseNotFoundError(f"previous_response_id: {text}", "previous_response_id")
         if sum(stored.n_bytes for stored in chain) > self._service.limits.body_bytes_max:
             text = "the conversation is too long to go on with; send the items that matter as input"

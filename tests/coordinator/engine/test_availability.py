@@ -103,7 +103,7 @@ def test_a_hung_stage_is_lost_from_its_last_sign_of_life_on():
     world.second(15 - LOST)
     assert world.available.phase is Phase.UNREACHABLE
     assert world.n_refusals == 1
-    assert "not heard: laptop (15 s)" in world.available.refusal(world.now_ns).message
+    assert "no sign of life: laptop (15 s)" in world.available.refusal(world.now_ns).message
 
 
 def test_a_second_loss_during_the_first_one_is_a_loss_of_its_own():

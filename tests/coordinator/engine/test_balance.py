@@ -41,7 +41,7 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
             refresh([cost(10), cost(30)], [])
     assert scheduler.planner.step_ns(8) == 30e6
     (line,) = caplog.messages
-    assert line.startswith("laptop holds the others up: with layers 0-5, 6-7 ")
+    assert line.startswith("laptop slows the pipeline down: with layers 0-5, 6-7 ")
     described = balance.describe(now["ns"])
     assert described is not None
     assert described["layers"] == [[0, 6], [6, 8]]

@@ -45,7 +45,8 @@ async def test_a_stage_that_has_moved_is_reached_where_it_joins_from() -> None:
         address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
     assert address == stage.address
     assert line.startswith(f"stage laptop reports the address {ELSEWHERE}:{port}, but it is not there (")
-    assert f"it is reached at {address}, where it joins from. Start it with --advertise 127.0.0.1" in line
+    assert f"the coordinator reaches it at {address}, the address that it joins from." in line
+    assert line.endswith("start it with --advertise 127.0.0.1")
     assert "\n" not in line
 
 

@@ -364,7 +364,7 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
             theirs_given = {"Authorization": f"Bearer {OTHER_KEY}"}
             assert (await asked(session, "/v1/chat/completions", chat(), headers=theirs_given))[0] == 200
         async with gateway(served) as session, session.get("/v1/pipeline") as answer:
-            assert (await answer.json())["pipelines"][0]["problem"] == "it demands an API key"
+            assert (await answer.json())["pipelines"][0]["problem"] == "it requires an API key"
 
 
 async def test_large_bodies_are_read_by_a_process_of_their_own(

@@ -144,7 +144,7 @@ async def test_what_never_ends_is_given_up_and_too_many_are_refused(
         served[0].generator.script = held(Gate())
         running = asyncio.create_task(asked(session, "chat"))
         await served[0].generator.streams_opened.wait()
-        with pytest.raises(UsageError, match="has 1 pipelines at most"):
+        with pytest.raises(UsageError, match="has at most 1 pipelines"):
             await whole.add(config(served[1]))
         whole.leave("a")
         await whole.add(config(served[1]))

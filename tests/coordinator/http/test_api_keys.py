@@ -196,9 +196,9 @@ async def test_hangup_reads_the_file_again(tokenizer: Tokenizer, file: Path, cap
         http.addHandler(logged)
         with caplog.at_level(logging.INFO, "relayline.http"):
             for text, says, alice, carol in (
-                (f"carol: {CAROL}\n", "API keys read again, known now: carol", 401, 200),
+                (f"carol: {CAROL}\n", "API keys were read again; known keys: carol", 401, 200),
                 ("nothing\n", f"keeping the old API keys: {file}:1: a key is 16 to 512", 401, 200),
-                (FILE, "API keys read again, known now: alice, line 4", 200, 401),
+                (FILE, "API keys were read again; known keys: alice, line 4", 200, 401),
             ):
                 await asyncio.to_thread(file.write_text, text)
                 os.kill(os.getpid(), signal.SIGHUP)

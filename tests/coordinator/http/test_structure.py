@@ -233,19 +233,23 @@ def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("json", '{"type": "strin"}', "not a JSON schema that can be followed: Invalid type: strin"),
+        ("json", '{"type": "strin"}', "not a JSON schema that can be used: Invalid type: strin"),
         ("json", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
         ("json", '{"$ref": "http://elsewhere/x"}', "does not fetch"),
         ("json", "5", "not a JSON schema"),
         ("json", "{", "not a JSON schema"),
         ("json", '{"items":' * 5_000 + "{}" + "}" * 5_000, "recursion limit"),
-        ("regex", "([", "not a regular expression that can be followed"),
+        ("regex", "([", "not a regular expression that can be used"),
         ("regex", "(" * 5_000 + ")" * 5_000, "not a regular expression"),
-        ("grammar", "root ::= (", "not a grammar (GBNF or Lark) that can be followed: Expected ')'"),
+        ("grammar", "root ::= (", "not a grammar (GBNF or Lark) that can be used: Expected ')'"),
         ("grammar", "root ::= other", "Rule 'other' not found"),
         ("grammar", "start: other", "other"),
         ("grammar", "root ::= " + "(" * 5_000, "nested too deeply"),
-        ("grammar", 'root ::= "' + "x" * bounds.GRAMMAR_BYTES_MAX + '"', f"at most {bounds.GRAMMAR_BYTES_MAX}"),
+        (
+            "grammar",
+            'root ::= "' + "x" * bounds.GRAMMAR_BYTES_MAX + '"',
+            f"over the limit of {bounds.GRAMMAR_BYTES_MAX}",
+        ),
         ("json", json.dumps({"enum": [f"{number:060}" for number in range(1_500)]}), "its grammar has"),
     ],
 )

@@ -375,7 +375,7 @@ async def test_schemas_too_large_for_a_grammar_hold_only_strict_tools(tokenizer:
     [
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "no response_format"),
         ({"tools": [tool("bad", NOT_FOLLOWED, strict=True)]}, "tools", "'bad'"),
-        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "ends by itself"),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "not together with tools"),
         ({"extra_body": {"reasoning_format": "raw"}}, "reasoning_format", "one of auto, deepseek, none"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "a name"),
         ({"tools": [{"type": "custom"}]}, "tools[0]", "only tools of type"),

@@ -48,7 +48,7 @@ def test_loopback_names_are_known_on_loopback(host: str) -> None:
 def test_no_others_are(host: str) -> None:
     problem = page_rule("localhost", ()).problem([host], [])
     assert problem is not None
-    assert "not known as" in problem
+    assert "does not answer to" in problem
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1", "0.0.0.0"])

@@ -83,7 +83,7 @@ def test_an_invitation_opens_once_for_one_key():
     desk.check_secret("old", b"right", "key", an_invitation(), NOW)
     bound = an_invitation(key_digest="key", used_by="10.0.0.7")
     desk.check_secret("old", b"right", "key", bound, NOW + 2 * HOUR)  # its answer was lost, for hours
-    with pytest.raises(UnauthenticatedError, match=r"used already, by 10\.0\.0\.7"):
+    with pytest.raises(UnauthenticatedError, match=r"already used, by 10\.0\.0\.7"):
         desk.check_secret("old", b"right", "another", bound, NOW)
     with pytest.raises(UnauthenticatedError, match=r"expired at .* UTC; `relayline invite old`"):
         desk.check_secret("old", b"right", "key", an_invitation(), NOW + 2 * HOUR)
@@ -192,11 +192,11 @@ async def test_the_same_line_again_on_the_same_host_asks_for_nothing(port: Port)
 async def test_every_wrong_token_is_refused_in_one_line(port: Port, tmp_path: Path):
     token = invite(port.ca, "old", "old.test")
     wrong = JoinToken("old", b"0" * 16, token.fingerprint)
-    assert "is not the one that was made last for stage old" in (await port.refusal(wrong)).message
+    assert "is not the newest one for stage old" in (await port.refusal(wrong)).message
     other_name = JoinToken("server", token.secret, token.fingerprint)
-    assert "is not the one that was made last for stage server" in (await port.refusal(other_name)).message
+    assert "is not the newest one for stage server" in (await port.refusal(other_name)).message
     await port.enrol(token)
-    assert "used already, by 127.0.0.1" in (await port.refusal(token)).message
+    assert "already used, by 127.0.0.1" in (await port.refusal(token)).message
     late = invite(port.ca, "late", "late.test", NOW - 25 * HOUR)
     assert "expired at" in (await port.refusal(late)).message
     init_authority(tmp_path / "elsewhere", "other", NOW)

@@ -103,7 +103,7 @@ async def test_another_engine_at_the_same_member_ends_the_epoch_and_the_same_one
     for instance in ("engine-1", "engine-1", "engine-2"):
         await member.report(serving=pb.StageServing(port=5_000, instance_id=instance))
     async with asyncio.timeout(WAIT_S):
-        assert "serves elsewhere" in (await lost.get()).message
+        assert "serves at another address" in (await lost.get()).message
     assert lost.empty()
     await member.close()
 
@@ -241,8 +241,8 @@ async def test_a_file_that_changed_behind_the_coordinator_is_not_sent(
     ("messages", "words"),
     [
         ([b"\xff\xff"], "cannot be read"),
-        ([b""], "begins with an introduction"),
-        ([pb.JoinRequest(serving=pb.StageServing(port=1)).SerializeToString()], "begins with an introduction"),
+        ([b""], "must be an introduction"),
+        ([pb.JoinRequest(serving=pb.StageServing(port=1)).SerializeToString()], "must be an introduction"),
     ],
 )
 async def test_nonsense_ends_one_call_only(port: JoinPort, messages: list[bytes], words: str) -> None:

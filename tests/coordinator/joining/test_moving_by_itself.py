@@ -75,7 +75,7 @@ async def test_a_report_begins_a_move_and_a_failure_waits(
     assert placed.asked == [(6,)]
     assert placed.state is MoveState.FAILED
     assert caplog.messages == [
-        "layers move by themselves for about 50 % more tokens",
+        "moving layers for about 50 % more tokens",
         "moving layers",
         "layers were not moved, and nothing has changed: no room on the disk",
     ]

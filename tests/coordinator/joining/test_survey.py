@@ -117,7 +117,7 @@ async def test_a_stage_that_knows_no_surveys_is_not_waited_for_and_comes_again()
             await port.join("box1", measures=False)
         assert refused.value.retryable
         await asyncio.wait_for(port.service.is_complete.wait(), 10)
-        assert "measures nothing" in port.service.reports["box1"].problem
+        assert "cannot measure" in port.service.reports["box1"].problem
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_period() -> None:
     assert legal_cuts(facts) == (4, 8)
     assert balanced_cuts(facts, 2) == (4,)
     assert balanced_cuts(facts, 3) == (4, 8)
-    with pytest.raises(CutError, match="the most is 3"):
+    with pytest.raises(CutError, match="the maximum is 3"):
         balanced_cuts(facts, 4)
 
 
@@ -78,7 +78,7 @@ def test_every_stage_needs_a_layer_with_a_window() -> None:
     with pytest.raises(CutError, match=r"layers 2 to 2 cannot be one stage: llama.cpp runs layers without"):
         check_cuts(facts, (2, 3))
     assert balanced_cuts(facts, 4) == (1, 2, 4)
-    with pytest.raises(CutError, match="the most is 4"):
+    with pytest.raises(CutError, match="the maximum is 4"):
         balanced_cuts(facts, 5)
 
 
@@ -97,10 +97,10 @@ def test_every_stage_needs_a_layer_of_both_kinds_where_the_model_has_both() -> N
 def test_no_stage_begins_with_a_layer_that_attends_to_what_another_has_chosen() -> None:
     facts = Facts((10,) * 6, indexers=(True, True, False, False, True, False))
     assert legal_cuts(facts) == (1, 4)
-    with pytest.raises(CutError, match=r"cut 2 .* tokens that the layer before has chosen; legal cuts: 1,4"):
+    with pytest.raises(CutError, match=r"cut 2 .* tokens that the previous layer has chosen; legal cuts: 1,4"):
         check_cuts(facts, (2,))
     assert balanced_cuts(facts, 2) == (4,)
-    with pytest.raises(CutError, match="the most is 3"):
+    with pytest.raises(CutError, match="the maximum is 3"):
         balanced_cuts(facts, 4)
 
 
@@ -110,7 +110,7 @@ def test_no_stage_begins_with_a_layer_that_a_family_forbids() -> None:
     with pytest.raises(CutError, match="cut 3 is not legal: it has no attention; legal cuts: 1,4,5"):
         check_cuts(facts, (3,))
     assert balanced_cuts(facts, 4) == (1, 4, 5)
-    with pytest.raises(CutError, match="the most is 4"):
+    with pytest.raises(CutError, match="the maximum is 4"):
         balanced_cuts(facts, 5)
 
 

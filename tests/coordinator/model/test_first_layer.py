@@ -59,7 +59,7 @@ def test_no_slice_begins_with_a_layer_that_attends_to_what_another_has_chosen(tm
     """And each is told which of its layers choose, since a file that does not say is judged by its length."""
     model = make_tiny("glm-dsa:5.2", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (1, 2, 6)
-    with pytest.raises(CutError, match=r"cut 3 .* tokens that the layer before has chosen; legal cuts: 1,2,6"):
+    with pytest.raises(CutError, match=r"cut 3 .* tokens that the previous layer has chosen; legal cuts: 1,2,6"):
         split_model(model, tmp_path / "out", cuts=(3,))
     split_model(model, tmp_path / "out", cuts=(1, 2))
     stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]

@@ -42,7 +42,7 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
         ({"projector_type": "gemma4v"}, "see each other in some layers alone"),
         ({"vision.projector_type": "granite4_vision"}, "deepstack"),
         ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, qwen2vl_merger"),
-        ({"architecture": "llama"}, "not a projector; give the file that its makers call mmproj"),
+        ({"architecture": "llama"}, "not a projector; give the file that the model's maker calls mmproj"),
         ({"vision": False}, "no encoder for images"),
     ],
 )
@@ -62,7 +62,7 @@ def test_deepstack_is_refused_in_one_line_whatever_the_kind(tmp_path: Path) -> N
 
 def test_a_projector_of_another_model_or_of_none_is_refused(tmp_path: Path) -> None:
     path = make_projector(tmp_path / "mmproj.gguf", n_embd=40)
-    with pytest.raises(UsageError, match="rows of 40 values, and the model takes 48"):
+    with pytest.raises(UsageError, match="rows have 40 values, but the model's have 48"):
         check_projector(path, FILE)
     with pytest.raises(
         UsageError, match="architecture gemma3 are not served with images by a projector of the kind mlp"

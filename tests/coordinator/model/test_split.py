@@ -319,10 +319,10 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot be used as output directory"):
         split_model(model, tmp_path / "file", n_stages=2)
     split_model(model, tmp_path / "out", n_stages=2)
-    with pytest.raises(ModelFileError, match="is one stage of a split already"):
+    with pytest.raises(ModelFileError, match="is already one stage of a split"):
         split_model(tmp_path / "out" / "stage-0.gguf", tmp_path / "again", cuts=(1,))
     odd = make_tiny("llama", tmp_path / "odd.gguf", extra_tensors={"cls.weight": np.ones(4, np.float32)})
-    with pytest.raises(UnsupportedArchitectureError, match=r"it holds cls\.weight, which belongs to no stage"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"it has the tensor cls\.weight, which belongs to no stage"):
         split_model(odd, tmp_path / "odd", n_stages=2)
 
 
@@ -331,13 +331,13 @@ def test_a_split_replaces_and_removes_only_what_a_split_has_made(tmp_path: Path)
     out.mkdir()
     model = make_tiny("llama", out / "stage-0.gguf")
     before = model.read_bytes()
-    with pytest.raises(UsageError, match=r"stage-0\.gguf: is from no split, and would be lost"):
+    with pytest.raises(UsageError, match=r"stage-0\.gguf: does not come from a split and would be lost"):
         split_model(model, out, n_stages=2)
     assert (names_in(out), model.read_bytes()) == ({"stage-0.gguf"}, before)
     elsewhere = make_tiny("llama", tmp_path / "model.gguf")
     model.unlink()
     (out / "stage-7.gguf").write_text("mine")
-    with pytest.raises(UsageError, match=r"stage-7\.gguf: is from no split"):
+    with pytest.raises(UsageError, match=r"stage-7\.gguf: does not come from a split"):
         split_model(elsewhere, out, n_stages=2)
     (out / "stage-7.gguf").unlink()
     split_model(elsewhere, out, n_stages=2)

@@ -49,7 +49,7 @@ def test_each_boundary_says_how_wide_its_rows_are(tmp_path: Path) -> None:
     assert hello.n_embd == wide
     check_fit(hello, stages[1])
     hello.n_embd = N_EMBD
-    with pytest.raises(HandshakeError, match="width 64 here 256"):
+    with pytest.raises(HandshakeError, match="width is 64, here 256"):
         check_fit(hello, stages[1])
 
 
@@ -65,12 +65,12 @@ def test_a_plan_counts_the_bytes_of_wide_rows(tmp_path: Path) -> None:
 
 def test_rows_wider_than_the_wire_takes_are_refused(tmp_path: Path) -> None:
     model = make_tiny("hy_v4", tmp_path / "model.gguf", extra_values={"hyper_connection.count": 1024})
-    with pytest.raises(ModelFileError, match="hand on rows of 65536 values; the most is 32768"):
+    with pytest.raises(ModelFileError, match="pass on rows of 65536 values; the limit is 32768"):
         inspect_model(model)
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"), [("nothing", "took 0 floats where 64 came in"), ("ffn_up-0", "holds more values")]
+    ("entry", "message"), [("nothing", "took 0 floats but got 64"), ("ffn_up-0", "holds more values")]
 )
 def test_a_graph_that_takes_no_rows_there_is_refused_at_load(
     entry: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -69,7 +69,7 @@ def test_nothing_is_said_of_machines_that_cannot_hold_the_model() -> None:
 
 def test_the_link_that_limits_is_named_with_what_it_costs() -> None:
     text = said(host("one", 50, gib=1.6, link=Link(300_000_000, 1e6)), host("other", 50, gib=1.6))
-    assert "the link from one to other (3e+02 ms, 0.008 Gbit/s) holds the others up" in text
+    assert "the link from one to other (3e+02 ms, 0.008 Gbit/s) slows the pipeline down" in text
 
 
 def test_room_for_a_longer_context_and_a_larger_quantisation_is_told() -> None:

@@ -51,7 +51,7 @@ def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
     assert looks.watch.reported is not None
     assert looks.watch.reported.describe(looks.now_ns)["for_s"] == pytest.approx(180.0)
     assert told.words(["desk", "laptop"]).startswith(
-        "laptop holds the others up: with layers 0-14, 15-19 the pipeline would make about 100% more tokens"
+        "laptop slows the pipeline down: with layers 0-14, 15-19 it would make about 100% more tokens"
     )
 
 

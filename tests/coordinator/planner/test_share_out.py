@@ -66,11 +66,11 @@ def test_who_lacks_what_is_said_in_one_line() -> None:
         "no room for all layers: a would need 6.0 GiB for layers 0-5 and has 5.0 GiB free; "
         "b would need 6.0 GiB for layers 6-11 and has 3.0 GiB free"
     )
-    with pytest.raises(NoRoomError, match="nobody is left to hold the layers"):
+    with pytest.raises(NoRoomError, match="no stage is left to hold the layers"):
         share_out([], N, need, any_cut)
 
 
 def test_nobody_gets_more_than_is_known_to_fit_where_that_is_asked() -> None:
-    with pytest.raises(NoRoomError, match="nobody knows how much"):
+    with pytest.raises(NoRoomError, match="an unknown amount"):
         share_out([Holder("a", held=(0, 6))], N, need, any_cut, must_be_known=True)
     assert share_out([Holder("a", held=(0, 6))], N, need, any_cut) == ()

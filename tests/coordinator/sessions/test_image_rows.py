@@ -200,7 +200,7 @@ def test_equal_images_make_equal_requests_and_rows_are_not_compared() -> None:
 def test_a_stage_that_takes_no_rows_is_refused_where_some_will_come() -> None:
     facts = [pb.DescribeResponse(pipeline_id="fake", stage_index=0, n_embd=WIDTH)]
     check_stages(["a:1"], facts, pipeline_file(1))
-    with pytest.raises(HandshakeError, match=r"^a:1 takes no rows of images.*--mmproj"):
+    with pytest.raises(HandshakeError, match=r"^a:1 cannot take image rows.*--mmproj"):
         check_stages(["a:1"], facts, pipeline_file(1), wants_rows=True)
     facts[0].takes_rows = True
     check_stages(["a:1"], facts, pipeline_file(1), wants_rows=True)

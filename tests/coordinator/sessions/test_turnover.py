@@ -81,7 +81,7 @@ def test_the_refusal_says_it() -> None:
     admission = Admission(1, 16, 1)
     admission.admit(session(0))
     admission.admit(session(1))
-    with pytest.raises(OverloadedError, match="expected to take 42 s") as caught:
+    with pytest.raises(OverloadedError, match="try again in about 42 s") as caught:
         admission.admit(session(2), lambda: 42)
     assert retry_headers(caught.value) == {"Retry-After": "42"}
     assert b'"retry_after_s":42' in encode(error_body(caught.value))

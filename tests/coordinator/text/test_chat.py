@@ -150,7 +150,7 @@ def test_system_turns_that_a_template_does_not_take_stand_before_the_first_user_
 
 
 def test_a_role_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="'robot' is no role; use one of system, ") as caught:
+    with pytest.raises(InvalidRequestError, match="'robot' is not a role; use one of system, ") as caught:
         render(CHATML, {"role": "robot", "content": "x"})
     assert caught.value.param == "messages[0].role"
     assert render("{# knows ipython #}{{ messages[0].role }}", {"role": "ipython", "content": "x"}) == "ipython"

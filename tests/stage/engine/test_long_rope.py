@@ -126,5 +126,5 @@ def test_stages_whose_lanes_differ_in_length_alone_are_joined() -> None:
 
 
 def test_a_stage_of_a_build_that_does_not_choose_is_refused() -> None:
-    with pytest.raises(HandshakeError, match=r"b:1 and a:1 choose rope factors differently; start both from one"):
+    with pytest.raises(HandshakeError, match=r"b:1 and a:1 choose rope factors differently; run the same"):
         check_stages(["a:1", "b:1"], [said(0, 2_048), said(1, 2_048, 0)], pipeline_file(2))

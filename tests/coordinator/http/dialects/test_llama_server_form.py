@@ -120,7 +120,7 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": "x", "samplers": ["temperature", "top_k"]}, "samplers: only some of"),
         ({"prompt": "x", "samplers": ["infill"]}, "samplers: only some of"),
         ({"prompt": "x", "samplers": "tk"}, "samplers: only some of"),
-        ({"prompt": "x", "samplers": "kz"}, "samplers: 'z' is the letter of no sampler"),
+        ({"prompt": "x", "samplers": "kz"}, "samplers: 'z' is not a sampler's letter"),
         ({"prompt": "x", "n_probs": 21}, "n_probs"),
         ({"prompt": [1, 9_999]}, "prompt: token 9999"),
     ],
@@ -180,7 +180,7 @@ async def test_a_vocabulary_without_those_tokens_says_so(tmp_path: Path) -> None
     without = Tokenizer.load(write_tokenizer(tmp_path / "tokenizer.gguf"))
     found, _ = await asked(without, "/infill", says(b""), 501, input_prefix="a", input_suffix="b")
     assert found["error"]["code"] == "not_implemented"
-    assert "infill: this model's vocabulary has no tokens around a gap" in found["error"]["message"]
+    assert "infill: this model has no fill-in-the-middle tokens" in found["error"]["message"]
     found, _ = await asked(without, "/v1/completions", says(b""), 501, prompt="a", suffix="b")
     assert found["error"]["message"].startswith("suffix: ")
 

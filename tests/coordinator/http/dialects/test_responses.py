@@ -244,7 +244,11 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'; leave it out"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' are not served"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "'input_file'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "is sent itself"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "send the image itself",
+        ),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", "must be one of user"),
         ({"input": []}, "input", "at least one item"),
         ({"input": None}, "input", "required field is missing"),

@@ -65,13 +65,14 @@ class _Forked(_Popen):  # type: ignore[type-arg]
         pid = None
         if is_plain and _zygote is not None and not _n_off and not isinstance(args, str | bytes | os.PathLike):
             words = [os.fsdecode(word) for word in args]
-            environment = dict(os.environ if env is None else env)
+            namespace, words, environment = _unwrapped(words, dict(os.environ if env is None else env))
             directory = os.path.abspath(os.fsdecode(cwd or "."))
             if _zygote.fits(words, environment) and os.path.isdir(directory):
                 request = {
                     "words": words,
                     "environment": environment,
                     "directory": directory,
+                    "namespace": namespace,
                     "targets": [0, 1, 2, *pass_fds],
                     "is_session": bool(start_new_session),
                 }
@@ -82,6 +83,15 @@ class _Forked(_Popen):  # type: ignore[type-arg]
             return
         self.pid, self._child_created = pid, True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+
+
+def _unwrapped(words: list[str], environment: dict[str, str]) -> tuple[str, list[str], dict[str, str]]:
+    """Split `ip netns exec NAME env A=B ... COMMAND` into network namespace, command and environment; "" for none."""
+    if words[:3] != ["ip", "netns", "exec"] or words[4:5] != ["env"]:
+        return "", words, environment
+    n_set = next((number for number, word in enumerate(words[5:]) if "=" not in word), len(words[5:]))
+    said = dict(word.split("=", 1) for word in words[5 : 5 + n_set])
+    return words[3], words[5 + n_set :], environment | said
 
 
 async def _create(*words: Any, limit: int = _LIMIT_BYTES, **settings: Any) -> Any:

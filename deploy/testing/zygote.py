@@ -58,6 +58,7 @@ _STREAMS_MAX = 16
 _TITLE_BYTES = 8_192  # space for a command line
 _N_STANDARD = 3
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNET = 0x4000_0000
 _IGNORED_AT_EXIT = 120  # exit code of an interpreter that could not flush its streams
 
 
@@ -84,8 +85,8 @@ class Zygote:
         """Return the process id of a fork, a child of this process. None if there is no server, or the request is too
         large.
 
-        `request`: `words`, `environment`, `directory`, `targets` (the number that each of `streams` has in the fork)
-        and `is_session` (whether it leads a session).
+        `request`: `words`, `environment`, `directory`, `namespace` (of the network; "" for the own one), `targets` (the
+        number that each of `streams` has in the fork) and `is_session` (whether it leads a session).
         """
         with self._lock, contextlib.suppress(OSError):
             control = self._control or self._start()
@@ -194,6 +195,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
     code: int | None = 1
     try:
         _take_streams(streams, targets)
+        if request["namespace"]:
+            _enter(request["namespace"])
         if request["is_session"]:
             os.setsid()
         os.environ.clear()
@@ -216,6 +219,14 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], set_by_imports: 
     except BaseException:
         sys.excepthook(*sys.exc_info())
     _leave(code)
+
+
+def _enter(namespace: str) -> None:
+    """Move to a network namespace that `ip netns add` made."""
+    handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    os.close(handle)
 
 
 def _leave(code: int | None) -> NoReturn:

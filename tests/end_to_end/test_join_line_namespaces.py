@@ -25,7 +25,10 @@ metadata: {{name: lan}}
 spec:
   model: {{path: {model}}}
   context: {{tokens: 512, lanes: 8}}
-  stages: [{{name: desk, host: {desk}}}, {{name: server, host: {server}}}, {{name: old, host: {old}}}]
+  stages:
+  - {{name: desk, host: {desk}, speed: {{decodeGbytesPerS: 20, prefillGflops: 100}}}}
+  - {{name: server, host: {server}}}
+  - {{name: old, host: {old}, speed: {{decodeGbytesPerS: 10, prefillGflops: 50}}}}
   coordinator: {{http: {{host: 0.0.0.0}}}}
   batching: {{calibrate: false}}
 """
@@ -63,7 +66,7 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
                 words = lines[name].split()
                 assert words[:3] == ["relayline", "join", f"{desk.address}:50049"], "the address that faces the others"
                 starts.append(asyncio.to_thread(start, host, *words[1:], "--always-fetch"))
-            stages += await asyncio.gather(*starts)  # together: the first start plans from what all of them measure
+            stages += await asyncio.gather(*starts)  # together: the plan waits for all, and measures one
             ready = await asyncio.to_thread(up.next_event, "ready")
             assert ready["clients"] == f"http://{desk.address}:8080"
             async with aiohttp.ClientSession() as session:

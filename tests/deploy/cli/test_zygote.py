@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from relayline.deploy.testing.forked import own_processes
+from relayline.deploy.testing.forked import _unwrapped, own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import COMMAND, children, relayline, running
 from relayline.deploy.testing.zygote import Zygote
 from relayline.wire.common.child_command import code_command, module_command
+from tests.support.namespaces import network, refusal
 
 HERE = ("--help",), ("inspect", "nowhere.gguf"), ("nonsense",), ("status",), ("stage",), ("serve", "--pipeline", "none")
 
@@ -101,6 +102,20 @@ def test_a_fork_is_a_child_with_the_command_line_session_and_end_that_were_asked
         assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(bool(refusal()), reason=refusal() or "allowed")
+def test_a_fork_is_in_the_network_namespace_that_was_asked_for(tmp_path: Path) -> None:
+    command = module_command("relayline.coordinator.text.grammar_worker")
+    with network(1, tmp_path) as (host,):
+        prefix = ["ip", "netns", "exec", host.namespace, "env", "WHERE=there"]
+        with subprocess.Popen([*prefix, *command], stdin=subprocess.PIPE) as process:
+            assert is_fork(process.pid)
+            assert shown(process.pid) == command
+            there = Path(f"/run/netns/{host.namespace}").stat()
+            assert Path(f"/proc/{process.pid}/ns/net").stat().st_ino == there.st_ino
+    assert _unwrapped([*prefix, *command], {"A": "1"}) == (host.namespace, command, {"A": "1", "WHERE": "there"})
 
 
 def test_uvloop_gets_a_fork_as_well() -> None:

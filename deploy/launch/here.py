@@ -71,7 +71,8 @@ def at_home(manifest: Manifest, is_here: IsHere = is_this_machine, way: Facing =
     here = {coordinator.host} | _those(elsewhere, is_here)
     data = manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
     away = []
-    for stage in data["spec"]["stages"]:
+    stages = data["spec"].get("stages", [])
+    for stage in [*(stages if isinstance(stages, list) else []), *data["spec"].get("spares", [])]:
         if stage.get("host") in here and not is_local(stage["host"]):
             stage["host"] = "localhost"
         elif stage.get("host") in elsewhere:

@@ -29,16 +29,22 @@ class Pipeline:
     """A coordinator that knows its model, the stages a and b, and the spare s."""
 
     def __init__(self, split: Path, disks: Path) -> None:
-        self.kept = disks / "layers.json"
+        self.kept, self._disks = disks / "layers.json", disks
         self.coordinator = Running(["serve", "--pipeline", split, "--model", DEMO, "--join-listen", "127.0.0.1:0",
                                     "--names", "a,b", "--spares", "s", "--takeover", "1", "--keep-layers", self.kept,
                                     "--http", "127.0.0.1:0", "--ctx", "512", "--lanes", "16", "--no-calibrate",
-                                    "--wire", "f32", "--kv-type", "f32", "--json"])  # fmt: skip
-        self.url, self._disks = str(self.coordinator.event["url"]), disks
+                                    "--wire", "f32", "--kv-type", "f32", "--json", *self._more_flags()])  # fmt: skip
+        self.url = str(self.coordinator.event["url"])
         self.spare = self.started("s")
         self.more: Running | None = None
-        self.stages = {name: stage(name, self._join, disks / name) for name in ("a", "b")}
+        self.stages = {name: self._stage(name) for name in ("a", "b")}
         self.coordinator.next_event("ready")
+
+    def _more_flags(self) -> tuple[str | Path, ...]:
+        return ()
+
+    def _stage(self, name: str) -> Running:
+        return stage(name, self._join, self._disks / name)
 
     @property
     def _join(self) -> str:
@@ -55,14 +61,42 @@ class Pipeline:
                 process.stop()
 
 
+class PrivatePipeline(Pipeline):
+    """The same over mutual TLS: every stage joins by a token, on an address of its own."""
+
+    HOSTS = ("a", "b", "s")
+
+    def _more_flags(self) -> tuple[str | Path, ...]:
+        authority = self._disks / "tls"
+        for command in (("init", authority), ("issue", authority, "127.0.0.1", "--coordinator")):
+            done = relayline("certs", *command)
+            assert done.returncode == 0, done.stderr
+        return ("--tls", authority / "coordinator", "--enrol-listen", "127.0.0.1:0", "--authority", authority)
+
+    def _stage(self, name: str) -> Running:
+        return self.started(name)
+
+    def started(self, name: str, *, is_new: bool = True) -> Running:
+        host, disk = f"127.0.0.{2 + self.HOSTS.index(name)}", self._disks / name
+        joining: tuple[str, ...] = ()
+        if is_new:
+            done = relayline("certs", "invite", self._disks / "tls", host, "--stage", name)
+            assert done.returncode == 0, done.stderr
+            joining = (str(self.coordinator.event["enrol"]), done.stdout.split()[-1])
+        return Running(["join", *joining, "--listen", f"{host}:0", "--advertise", host, "--metrics", "127.0.0.1:0",
+                        "--cache", disk, "--state", disk / "joined", "--threads", "1", "--always-fetch",
+                        "--json"])  # fmt: skip
+
+
 @pytest.fixture
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
+    kind: type[Pipeline] = getattr(request, "param", Pipeline)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         split = tmp_path_factory.mktemp("split")
         done = relayline("split", DEMO, "--stages", "2", "--out", split)
         assert done.returncode == 0, done.stderr
-        started = Pipeline(split, tmp_path_factory.mktemp("disks"))
+        started = kind(split, tmp_path_factory.mktemp("disks"))
         try:
             yield started
         finally:
@@ -140,6 +174,29 @@ async def test_drained_back_and_lost_for_good(pipeline: Pipeline) -> None:
         await world.under_streams(lose_for_good)
         described = await world.client.pipeline()
         assert [(entry["name"], entry["state"]) for entry in described["idle"]] == [("s", "lost")]
+
+
+@pytest.mark.parametrize("pipeline", [PrivatePipeline], indirect=True)
+async def test_a_spare_that_joined_by_token_takes_over_over_tls(pipeline: PrivatePipeline) -> None:
+    async with aiohttp.ClientSession() as session:
+        world = await started_world(pipeline, session)
+        before = await world.layers()
+
+        async def lose_for_good() -> None:
+            pipeline.stages["b"].stop(signal.SIGKILL)
+            await world.until_held_by("a", "s")
+
+        await world.under_streams(lose_for_good)
+        after = await world.layers()
+        assert after["layers"] == before["layers"], "exactly those of the lost one"
+        described = await world.client.pipeline()
+        assert [entry["address"].partition(":")[0] for entry in described["stages"]] == ["127.0.0.2", "127.0.0.4"]
+        # It comes back by the certificate that it has, and stands by.
+        pipeline.stages["b"] = await asyncio.to_thread(pipeline.started, "b", is_new=False)
+        assert pipeline.stages["b"].event["event"] == "idle"
+        async with asyncio.timeout(WAIT_S):
+            while [(one["name"], one["state"]) for one in (await world.client.pipeline())["idle"]] != [("b", "spare")]:
+                await pause()
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import pytest
 
 from relayline.deploy.testing.processes import COMMAND, Running
 from tests.end_to_end.test_end_to_end import DEMO
-from tests.support.namespaces import Host, network, refusal
+from tests.support.namespaces import network, prefix_of, refusal, start
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,15 +32,6 @@ spec:
   coordinator: {{http: {{host: 0.0.0.0}}}}
   batching: {{calibrate: false}}
 """
-
-
-def prefix_of(host: Host) -> list[str]:
-    """A command that runs another one on a host, with nothing kept but on that host's own disk."""
-    return ["ip", "netns", "exec", host.namespace, "env", f"XDG_CACHE_HOME={host.disk}", f"XDG_STATE_HOME={host.disk}"]
-
-
-def start(host: Host, *arguments: str | Path) -> Running:
-    return Running([*arguments, "--json"], prefix_of(host), is_ready=False)
 
 
 async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:

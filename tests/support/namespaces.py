@@ -75,9 +75,21 @@ def network(n_hosts: int, disks: Path) -> Iterator[list[Host]]:
             ip("netns", "add", host.namespace)
             stack.callback(ip, "netns", "delete", host.namespace)
             ip("link", "add", host.cable, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            # By itself: the kernel removes what is inside a namespace some time later, and the name stays taken.
+            stack.callback(ip, "link", "delete", host.cable)
             ip("link", "set", host.cable, "master", bridge, "up")
             for link in ("lo", "eth0"):
                 ip("-n", host.namespace, "link", "set", link, "up")
             ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
             host.disk.mkdir(parents=True)
         yield hosts
+
+
+def prefix_of(host: Host) -> list[str]:
+    """A command that runs another one on a host, with nothing kept but on that host's own disk."""
+    return ["ip", "netns", "exec", host.namespace, "env", f"XDG_CACHE_HOME={host.disk}", f"XDG_STATE_HOME={host.disk}"]
+
+
+def start(host: Host, *arguments: str | Path) -> Running:
+    """Start a long-running command there, which prints JSON; returns at its first event."""
+    return Running([*arguments, "--json"], prefix_of(host), is_ready=False)

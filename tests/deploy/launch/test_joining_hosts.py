@@ -67,6 +67,18 @@ def test_a_coordinator_without_a_host_takes_the_address_that_faces_the_others(tm
     assert kept.spec.coordinator.host == "127.0.0.1", "somebody wrote it"
 
 
+def test_spares_are_hosts_like_others(tmp_path: Path) -> None:
+    """Also of a manifest whose stages are counted, or left out: then the spare alone is elsewhere."""
+    head = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: x}\nspec:\n  model: {path: m.gguf}\n"
+    spares = "  spares: [{name: mine, host: 10.0.0.1}, {name: old, host: 10.0.0.3}]\n"
+    for stages in ("", "  stages: 2\n", "  stages: [{name: desk, host: 10.0.0.1}]\n"):
+        manifest = parse_manifest((head + stages + spares).encode(), "x").with_directory(tmp_path)
+        found = at_home(manifest, lambda host: host == "10.0.0.1", lambda _: "10.0.0.1")
+        assert all(stage.is_local for stage in found.stages)
+        assert [spare.host for spare in found.spares] == ["localhost", "10.0.0.3"]
+        assert found.spec.coordinator.host == "10.0.0.1", "where the spare finds it"
+
+
 def test_addresses_of_this_machine_are_known_by_the_kernel() -> None:
     assert is_this_machine("127.0.0.1")
     assert is_this_machine(socket.gethostname()) == any(

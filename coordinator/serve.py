@@ -154,7 +154,7 @@ async def _serve(
         control = TelemetryControl(observer, lambda: pipeline.stages)
         mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)
-        encoder = await encoder_of(config.pipeline.serving.mmproj, file, tokenizer)
+        encoder = await encoder_of(config.pipeline.serving, file, tokenizer)
         app = make_app(pipeline, tokenizer, chat, model_id, int(time.time()), limits, control, mover, encoder)
         app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
         if app[TEMPLATE_FAULT]:

@@ -32,9 +32,12 @@ _DIED = "the process that encodes images ended; the next image starts another"
 class Encoder:
     """Starts the process, asks it, and starts another after it has died."""
 
-    def __init__(self, projector: Path, vocabulary: Path, n_embd: int) -> None:
-        """`vocabulary`: a GGUF file with that of the model. `n_embd`: values of each row."""
-        self._files = (str(projector), str(vocabulary))
+    def __init__(self, projector: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0) -> None:
+        """`vocabulary`: a GGUF file with that of the model. `n_embd`: values of each row.
+
+        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says.
+        """
+        self._files, self._max_tokens = (str(projector), str(vocabulary)), max_tokens
         self.n_embd = n_embd
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: socket.socket | None = None
@@ -48,7 +51,7 @@ class Encoder:
         Raises UsageError, with its reason, where it cannot.
         """
         ours, theirs = socket.socketpair()
-        arguments = (str(theirs.fileno()), *self._files, str(self.n_embd))
+        arguments = (str(theirs.fileno()), *self._files, str(self.n_embd), str(self._max_tokens))
         command = module_command("relayline.coordinator.images.encoding", *arguments)
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)

@@ -30,15 +30,17 @@ _HASH_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Load the projector, say so, and encode until the other end closes. Arguments: socket, files, width of rows."""
+    """Load the projector, say so, and encode until the other end closes. Arguments: socket, files, width of rows,
+    most rows of an image.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the coordinator says when it is over
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as pipe, contextlib.suppress(BrokenPipeError, ConnectionError):
-        path, vocabulary, n_embd = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+        path, vocabulary, n_embd, max_tokens = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
         try:
-            projector = Projector(path, vocabulary, n_embd)
+            projector = Projector(path, vocabulary, n_embd, max_tokens)
             identity = _identity(path)
         except (RelaylineError, OSError) as error:
             _say(pipe, FAILED, str(error).encode(errors="replace"))

@@ -26,6 +26,7 @@ from relayline.wire.common.errors import InternalError, InvalidRequestError, Usa
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _ERROR, _CONTINUED = 4, 5  # levels of ggml's log
 _MARK = b"<__media__>"
+_USUAL_MIN_TOKENS, _LEAST_TOKENS = 256, 8  # of images in llama.cpp: the largest least number, and the smallest
 NO_LIBRARY = (
     "--mmproj: this llama.cpp was built without its image encoder, libmtmd; run `make rebuild`, or install a wheel of "
     "llama-cpp-python that has it"
@@ -35,8 +36,10 @@ NO_LIBRARY = (
 class Projector:
     """A loaded projector, with the vocabulary of the model that it belongs to."""
 
-    def __init__(self, path: Path, vocabulary: Path, n_embd: int) -> None:
+    def __init__(self, path: Path, vocabulary: Path, n_embd: int, max_tokens: int = 0) -> None:
         """Load them. `n_embd`: values of each row, as the projector's own tensor has them.
+
+        `max_tokens`: most rows of an image, where its size can be chosen; 0: as the projector says.
 
         Raises UsageError where it cannot be used.
         """
@@ -61,6 +64,10 @@ class Projector:
         settings.warmup = False
         settings.n_threads = len(os.sched_getaffinity(0))
         settings.media_marker = _MARK
+        if max_tokens:
+            settings.image_max_tokens = max_tokens
+            if max_tokens < _USUAL_MIN_TOKENS:  # else small images would have more
+                settings.image_min_tokens = min(max_tokens, _LEAST_TOKENS)
         self._context = self._mtmd.mtmd_init_from_file(bytes(path), self._model, settings)
         if not self._context:
             raise UsageError(f"--mmproj {path}: llama.cpp cannot load it: {self._reason()}")

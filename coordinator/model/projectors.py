@@ -14,6 +14,8 @@ from typing import NamedTuple
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import EngineSettings
 
 ARCHITECTURES = (
     "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "phi3", "stablelm", "smollm3", "internlm2",
@@ -26,6 +28,7 @@ class Kind(NamedTuple):
     tensor: str  # that makes its rows
     axis: int = 1  # which of the tensor's sizes is the width of a row, as a GGUF header has them
     architectures: tuple[str, ...] = ARCHITECTURES  # of the models that it is served with
+    max_tokens: int = 0  # of an image, unless a setting says otherwise; 0: as the projector says
 
 
 # By clip.projector_type.
@@ -35,20 +38,21 @@ PROJECTORS = {
     "idefics3": Kind("mm.model.fc.weight"),  # SmolVLM
     "internvl": Kind("mm.model.mlp.3.weight"),
     "gemma3": Kind("mm.input_projection.weight", 0, ("gemma3",)),  # rows of one image see each other
+    # They do in layers with a window alone, as a stage's llama.cpp knows of the model.
+    "gemma4v": Kind("mm.input_projection.weight", 1, ("gemma4",), entry_of(EngineSettings, "max_rows").default),
     # Rows have places in a grid:
     "qwen2vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen2.5vl_merger": Kind("mm.2.weight", architectures=("qwen2vl",)),
     "qwen3vl_merger": Kind("mm.2.weight", architectures=("qwen35", "qwen35moe")),  # Qwen3.5, which has no deepstack
 }
 _OTHER_AXES = "no stage was tried with the places of its images"
-_GEMMA4 = "llama.cpp lets rows of its images see each other in some layers alone, and no stage was tried with that"
+_NOT_TRIED = "no stage was tried with its images"
 _DEEPSTACK = "its images add to the rows of several layers (deepstack), and stages take one row a position"
 REFUSED = {
     "qwen2.5o": _OTHER_AXES,
     "granite4_vision": _DEEPSTACK,
     "glm4v": _OTHER_AXES,
-    "gemma4v": _GEMMA4,
-    "gemma4uv": _GEMMA4,
+    "gemma4uv": _NOT_TRIED,
 }
 _DEEPSTACK_TENSORS = "v.deepstack."
 _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
@@ -65,6 +69,9 @@ def check_projector(path: Path, pipeline: PipelineFile) -> str:
             f"models of the architecture {pipeline.architecture} are not served with images by a projector of the kind"
         )
         raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
+    if pipeline.stages[0].row_width not in (0, pipeline.n_embd):
+        text = "each layer of this model takes inputs of its own for each token, which rows of images do not have"
+        raise UsageError(f"--mmproj {path}: {text}")
     if width != pipeline.n_embd:
         text = f"its rows have {width} values, but the model's have {pipeline.n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")

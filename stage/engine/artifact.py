@@ -23,7 +23,7 @@ from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
 POSITIONS = "position_embd.weight"
-_SCALES_TOKENS = ("gemma3",)  # graphs that scale looked-up rows, and leave rows of images as they are
+_SCALES_TOKENS = ("gemma3", "gemma4")  # graphs that scale looked-up rows, and leave rows of images as they are
 ARTIFACT_VERSIONS = (1, 2, 3, 4)  # of relayline.version; a split gives each slice the least one that runs it right
 PIPELINE_VERSION = 1  # of pipeline.json; raised on any incompatible change
 PIPELINE_FILE = "pipeline.json"

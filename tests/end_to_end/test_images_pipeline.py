@@ -32,13 +32,16 @@ from tests.support.whole_with_images import MARKER, WholeWithImages, needs_libra
 
 pytestmark = needs_library
 KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen2", (1, 2)),
-         "gemma3": ("gemma3", (3,)), "qwen2vl_merger": ("qwen2vl", (1,)),
+         "gemma3": ("gemma3", (3,)), "gemma4v": ("gemma4", (4,)), "qwen2vl_merger": ("qwen2vl", (1,)),
          "qwen2.5vl_merger": ("qwen2vl", ()), "qwen3vl_merger": ("qwen35", (4,))}  # fmt: skip
 
 
+MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
 # Of gemma3 rows see each other; of the others but mlp they have places in a grid, of the last beside a recurrent state.
-each_way = pytest.mark.parametrize("model", ["mlp", "gemma3", "qwen2vl_merger", "qwen3vl_merger"], indirect=True)
+each_way = pytest.mark.parametrize(
+    "model", ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger"], indirect=True
+)
 in_grids = pytest.mark.parametrize("model", ["qwen2vl_merger", "qwen3vl_merger"], indirect=True)
 
 
@@ -63,8 +66,9 @@ def model_fixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     paths = [directory / "out" / stage.file for stage in file.stages]
     tokenizer = directory / "out" / file.tokenizer.file
     assert check_projector(projector, file) == request.param
-    encoder = Encoder(projector, tokenizer, file.n_embd)
-    with WholeWithImages(whole, projector, CTX) as reference:
+    max_tokens = MAX_TOKENS.get(request.param, 0)
+    encoder = Encoder(projector, tokenizer, file.n_embd, max_tokens)
+    with WholeWithImages(whole, projector, CTX, max_tokens) as reference:
         try:
             encoder.start()
             yield Model(file, paths, tokenizer, encoder, reference)

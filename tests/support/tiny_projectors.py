@@ -35,7 +35,7 @@ def make_projector(
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
     writer.add_array("clip.vision.image_std", [0.5, 0.5, 0.5])
-    if kind == "gemma3":
+    if kind in ("gemma3", "gemma4v"):
         writer.add_uint32("clip.vision.projector.scale_factor", 1)
     if kind in ("idefics3", "internvl"):
         writer.add_uint32("clip.vision.projector.scale_factor", 2)
@@ -66,7 +66,9 @@ def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
         shapes["v.patch_embd.weight.1"] = (WIDTH, 3, PATCH, PATCH)
     if kind == "qwen3vl_merger":
         shapes["v.patch_embd.bias"] = (WIDTH,)
-    if kind not in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger"):
+    if kind == "gemma4v":
+        shapes["v.position_embd.weight"] = (2, IMAGE, WIDTH)
+    elif kind not in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger"):
         has_class = kind in ("mlp", "internvl")
         shapes["v.position_embd.weight"] = (n_patches + has_class, WIDTH)
         if has_class:
@@ -92,6 +94,8 @@ def _shapes(kind: str, n_embd: int) -> dict[str, tuple[int, ...]]:
     elif kind == "gemma3":
         shapes |= {"mm.input_projection.weight": (WIDTH, n_embd), "mm.soft_emb_norm.weight": (WIDTH,)}
         shapes |= {"v.post_ln.weight": (WIDTH,), "v.post_ln.bias": (WIDTH,)}
+    elif kind == "gemma4v":
+        shapes["mm.input_projection.weight"] = (n_embd, WIDTH)
     elif kind in _GRIDS:
         shapes |= {"mm.0.weight": (N_FF, 4 * WIDTH), "mm.0.bias": (N_FF,)}
         shapes |= {"mm.2.weight": (n_embd, N_FF), "mm.2.bias": (n_embd,)}

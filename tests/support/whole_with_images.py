@@ -29,7 +29,8 @@ needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="this llama.cpp was b
 class WholeWithImages(ReferenceModel):
     """One context over a whole GGUF, and its projector."""
 
-    def __init__(self, path: Path, projector: Path, n_ctx: int) -> None:
+    def __init__(self, path: Path, projector: Path, n_ctx: int, max_tokens: int = 0) -> None:
+        """`max_tokens`: of one image; 0: as the projector says."""
         super().__init__(path, n_ctx, 1, max_rows=32)
         from llama_cpp import mtmd_cpp
 
@@ -39,6 +40,8 @@ class WholeWithImages(ReferenceModel):
         params = mtmd_cpp.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
         params.n_threads = 1
+        if max_tokens:
+            params.image_min_tokens, params.image_max_tokens = 8, max_tokens
         self._encoder = mtmd_cpp.mtmd_init_from_file(bytes(projector), self._model, params)
         assert self._encoder, f"{projector} does not load"
 

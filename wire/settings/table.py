@@ -454,6 +454,17 @@ class ServingSettings(Settings):
         place="coordinator.mmproj",
         reader=COORDINATOR,
     )
+    image_max_tokens: int = setting(
+        0,
+        """
+    Most tokens of one image, for projectors whose images vary in size: larger images are scaled down. 0: as the
+    projector says, and at most 512 for Gemma 4, whose images must fit one native step.""",
+        low=0,
+        high=bounds.CTX_TOKENS_MAX,
+        flag="--image-max-tokens",
+        place="coordinator.imageMaxTokens",
+        reader=COORDINATOR,
+    )
     pooling: str = setting(
         "auto",
         "How a prompt's hidden rows become one embedding: mean, last or cls. auto: as the model says, otherwise last.",

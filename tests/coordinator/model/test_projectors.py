@@ -39,9 +39,9 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
     ("given", "problem"),
     [
         ({"projector_type": "glm4v"}, "no stage was tried with the places"),
-        ({"projector_type": "gemma4v"}, "see each other in some layers alone"),
+        ({"projector_type": "gemma4uv"}, "no stage was tried with its images"),
         ({"vision.projector_type": "granite4_vision"}, "deepstack"),
-        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, qwen2vl_merger"),
+        ({"projector_type": "brand_new"}, "mlp, pixtral, idefics3, internvl, gemma3, gemma4v, qwen2vl_merger"),
         ({"architecture": "llama"}, "not a projector; give the file that the model's maker calls mmproj"),
         ({"vision": False}, "no encoder for images"),
     ],
@@ -49,6 +49,13 @@ def test_every_kind_is_known_by_its_file(kind: str, tmp_path: Path) -> None:
 def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem):
         check_projector(header(tmp_path / "mmproj.gguf", **given), FILE)
+
+
+def test_models_whose_layers_take_inputs_of_their_own_are_refused(tmp_path: Path) -> None:
+    stage = msgspec.structs.replace(FILE.stages[0], row_width=96)
+    file = msgspec.structs.replace(FILE, architecture="gemma4", stages=(stage,))
+    with pytest.raises(UsageError, match="each layer of this model takes inputs of its own"):
+        check_projector(make_projector(tmp_path / "mmproj.gguf", "gemma4v", n_embd=48), file)
 
 
 def test_deepstack_is_refused_in_one_line_whatever_the_kind(tmp_path: Path) -> None:

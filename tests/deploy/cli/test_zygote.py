@@ -35,6 +35,15 @@ def shown(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
 
 
+def answers(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a worker of grammars has judged one, so that it has become what it was to be."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b'{"text": "start: \\"a\\"", "is_gbnf": false}\n')
+    process.stdin.flush()
+    return process.stdout.readline().startswith(b"{")
+
+
 @pytest.mark.parametrize("arguments", HERE, ids=" ".join)
 def test_a_fork_says_and_returns_what_a_process_does(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,11 +99,7 @@ def test_what_a_test_forks_off_starts_processes_of_its_own(monkeypatch: pytest.M
 def test_a_fork_is_a_child_with_the_command_line_session_and_end_that_were_asked_for() -> None:
     command = module_command("relayline.coordinator.text.grammar_worker")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b'{"text": "start: \\"a\\"", "is_gbnf": false}\n')
-        process.stdin.flush()
-        assert process.stdout.readline().startswith(b"{")
+        assert answers(process)
         assert is_fork(process.pid)
         assert process.pid in children(os.getpid())
         assert shown(process.pid) == command
@@ -110,8 +115,9 @@ def test_a_fork_is_in_the_network_namespace_that_was_asked_for(tmp_path: Path) -
     command = module_command("relayline.coordinator.text.grammar_worker")
     with network(1, tmp_path) as (host,):
         prefix = ["ip", "netns", "exec", host.namespace, "env", "WHERE=there"]
-        with subprocess.Popen([*prefix, *command], stdin=subprocess.PIPE) as process:
+        with subprocess.Popen([*prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert is_fork(process.pid)
+            assert answers(process)
             assert shown(process.pid) == command
             there = Path(f"/run/netns/{host.namespace}").stat()
             assert Path(f"/proc/{process.pid}/ns/net").stat().st_ino == there.st_ino

@@ -77,6 +77,7 @@ class CallReading:
     syntax: Syntax
     types: Mapping[str, Types] = dataclasses.field(default_factory=dict)  # of the tools on offer, by their names
     is_parallel: bool = True  # otherwise the answer is over after one call
+    is_required: bool = False  # the answer is calls, and nothing else after the thoughts
     new_id: Callable[[], str] = random_call_id
 
 
@@ -132,7 +133,7 @@ class AnswerReader:
         """Return the held text, when no more text follows. `is_cut`: the mark of a cut call is not text."""
         if self._state == "thinking":
             self._think(self._held)
-        elif is_cut and self._state in ("calls", "call") and self._reading and self._reading.syntax.trigger:
+        elif is_cut and self._reading and (self._reading.is_required or self._is_in_marked_call()):
             pass
         elif not self.n_calls:
             self._say(f"{self._mark}{self._since}{self._held}")
@@ -140,6 +141,9 @@ class AnswerReader:
             self._say(f"{self._mark}{self._since}{self._held}".rstrip())
         self._held = self._mark = self._since = ""
         return self._taken()
+
+    def _is_in_marked_call(self) -> bool:
+        return self._state in ("calls", "call") and self._reading is not None and bool(self._reading.syntax.trigger)
 
     def _taken(self) -> Parts:
         parts = Parts("".join(self._text), "".join(self._reasoning), tuple(self._parts))

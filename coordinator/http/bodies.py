@@ -129,6 +129,7 @@ class GenerationBody(_Sampler, kw_only=True):
     dynatemp_range: Any = None
     smoothing_factor: Any = None
     truncate_prompt_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
     logits_processors: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -186,6 +187,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_format: str | None = None  # as llama-server has it
     modalities: list[str] | None = None
     audio: Any = None
+    echo: Any = None
 
 
 class TokenizeBody(Struct, kw_only=True):
@@ -198,7 +200,10 @@ class TokenizeBody(Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     add_special_tokens: bool = True  # around a prompt
-    add_generation_prompt: bool = True  # behind messages
+    add_generation_prompt: bool | None = None  # behind messages: of these the next four, as in a chat
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
     return_token_strs: bool = False
 
 

@@ -43,7 +43,10 @@ class ChatForm:
         thinking, offered, calls = self.thinking, self.offered, None
         if offered is not None:
             calls = CallReading(
-                syntax=self.conversation.style.syntax, types=offered.types, is_parallel=self.is_parallel(offered)
+                syntax=self.conversation.style.syntax,
+                types=offered.types,
+                is_parallel=self.is_parallel(offered),
+                is_required=offered.is_required,
             )
         if self.conversation.is_harmony:
             return HarmonyReader(calls, splits_reasoning=self.splits_reasoning, is_thinking=self.is_thinking)

@@ -453,11 +453,10 @@ class Shop:
         if [body.content, body.prompt, body.messages].count(None) != 2:
             raise InvalidRequestError("content: send one of content, prompt and messages", param="content")
         if body.messages is not None:
-            validation.check_messages(body.messages)
+            chat = decode_body(raw, ChatBody)  # the prompt is made as a chat's is
+            plan = validation.plan_chat(chat, self._setting.limits, 0)
             enter("template")
-            messages = [msgspec.to_builtins(message) for message in body.messages]
-            variables = {"add_generation_prompt": body.add_generation_prompt}
-            rendered = self._conversation().render(messages, (), variables)
+            rendered = self._rendered(chat, plan)[0]
             enter("tokens")
             ids = tokenizer.encode_chat(rendered, CTX_TOKENS_MAX)
         elif body.prompt is not None:

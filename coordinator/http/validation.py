@@ -30,6 +30,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "dynatemp_range": (),
     "smoothing_factor": (),
     "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (),
     "logits_processors": (),
     "use_beam_search": (),
     "length_penalty": (1,),
@@ -129,6 +130,8 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none."""
     if body.audio:
         raise _unsupported("audio", "send none")
+    if body.echo:
+        raise _unsupported("echo", "send none in a chat")
     if body.modalities and set(body.modalities) != {"text"}:
         raise _unsupported("modalities", 'only ["text"]')
     if body.top_logprobs and not body.logprobs:
@@ -263,6 +266,8 @@ def _plan(
         raise InvalidRequestError(text, param="ignore_eos")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequestError("stream: not together with prompt_logprobs", param="stream")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options: only together with stream", param="stream_options")
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,

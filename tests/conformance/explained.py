@@ -168,6 +168,68 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
         r"^POST /infill: .*\[501\]",
         "The demo model's vocabulary has no tokens around a gap: 501, which the suite counts as a fault of the server.",
     ),
+    *(
+        ("vllm-entrypoints", f"::{test}: .*{message}", reason)
+        for test, message, reason in (
+            (
+                r"test_completion_of_a_cut_prompt\[(left|right)-kept\d\]",
+                "truncate_prompt_tokens: not supported",
+                "A prompt that is too long is refused in OpenAI's words; nothing of it is cut. Refused in one line.",
+            ),
+            (
+                "test_the_last_event_of_a_(completion|chat)_has_text",
+                "(text=''|content=None)",
+                "A stream ends with an event that has no text, as OpenAI's do; vLLM puts the last text into it.",
+            ),
+            ("test_beams", "use_beam_search: not supported", "Beams are not served. Refused in one line."),
+            (
+                "test_a_role_of_ones_own",
+                "is no role; use one of",
+                "An unknown role is refused, as OpenAI refuses it; vLLM hands it to the template.",
+            ),
+            (
+                r"test_a_seed_too_long\[-?\d+\]",
+                "DID NOT RAISE",
+                "A seed of any size counts, modulo 2^64; vLLM takes 64 bits with a sign.",
+            ),
+            ("test_invocations", "KeyError: 'choices'", "SageMaker's route for vLLM's images there."),
+            (
+                r"test_small_routes\[(ping|load)\]",
+                "404",
+                "SageMaker's `/ping` and vLLM's optional `/load`; here `/health`, and the load in `/metrics`.",
+            ),
+            (
+                r"test_a_last_message_is_gone_on_with\[True\]",
+                "echo: not supported",
+                "A chat's answer has what is new; the client has the rest. Refused in one line.",
+            ),
+            (
+                "test_all_logprobs_of_a_(chat|prompt)",
+                "logprobs: expected int >= 0",
+                "-1 asks vLLM for the whole vocabulary; the most here is 20, as in OpenAI's API.",
+            ),
+            (
+                "test_a_body_of_another_type",
+                "DID NOT RAISE",
+                "`curl -d` names a form where no type is given; the body is read as JSON, as llama-server does.",
+            ),
+            (
+                "test_tokens_as_token_ids",
+                "return_tokens_as_token_ids: not supported",
+                "`return_token_ids` gives the ids; tokens keep their texts. Refused in one line.",
+            ),
+            (
+                "test_a_response_in_the_background",
+                "background: not supported",
+                "A response is made while its request is open. Refused in one line.",
+            ),
+            (
+                "test_messages_of_a_response",
+                "KeyError: 'input_messages'",
+                "vLLM's own look inside; here the spans show the prompt.",
+            ),
+        )
+    ),
     (
         "vendor-specs",
         r"::test_(drawn|answer)\[/completions-.*\{\"text_offset\":\[.*\"token_logprobs\":\[null,",

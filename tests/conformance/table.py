@@ -92,6 +92,12 @@ SUITES = (
         "schemathesis", "requests made from our own /openapi.json", ("schemathesis==4.32.5",), (), kind="schemathesis"
     ),
     Suite(
+        "vllm-entrypoints",
+        "what vLLM's tests of its entrypoints ask of a server, written anew: no package carries those tests",
+        ("openai==3.57.0", "httpx", "jsonschema", *_PYTEST),
+        ("vllm_entrypoints.py",),
+    ),
+    Suite(
         "vendor-specs",
         "OpenAI's and Anthropic's own API descriptions (from a package on PyPI): schemathesis makes bodies from them, "
         "and each answer, refusal and event is checked against them",

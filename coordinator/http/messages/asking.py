@@ -127,7 +127,7 @@ def _fields(body: MessagesBody) -> Fields:
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "stream": bool(body.stream),
-        "stream_options": {"include_usage": True},  # the last events carry it
+        "stream_options": {"include_usage": True} if body.stream else None,  # the last events carry it
         "temperature": body.temperature,
         "top_k": body.top_k,
         "top_p": body.top_p,

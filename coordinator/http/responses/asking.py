@@ -129,7 +129,10 @@ def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
 
 
 def _with_ids(items: Sequence[Fields]) -> list[Fields]:
-    return [item if isinstance(item.get("id"), str) else {"id": f"item_{at}", **item} for at, item in enumerate(items)]
+    return [
+        item if isinstance(item.get("id"), str) else {"id": None, **item} | {"id": f"item_{at}"}
+        for at, item in enumerate(items)
+    ]
 
 
 def _fields(body: ResponsesBody) -> Fields:
@@ -139,7 +142,7 @@ def _fields(body: ResponsesBody) -> Fields:
         "top_p": body.top_p,
         "max_tokens": body.max_output_tokens,
         "stream": bool(body.stream),
-        "stream_options": {"include_usage": True},  # the last event carries it
+        "stream_options": {"include_usage": True} if body.stream else None,  # the last event carries it
         "tools": _tools(body.tools or []),
         "tool_choice": body.tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,

@@ -298,6 +298,16 @@ def test_whether_a_call_was_cut(syntax: Syntax, text: str, is_cut: bool) -> None
     assert reader.has_cut_call is is_cut
 
 
+@pytest.mark.parametrize("syntax", SYNTAXES, ids=lambda syntax: syntax.label)
+def test_a_required_call_that_is_cut_leaks_nothing(syntax: Syntax) -> None:
+    whole = write_calls(syntax, XY)
+    for n_chars in range(1, len(whole)):
+        reading = CallReading(syntax=syntax, types=types_of(XY), is_required=True)
+        reader = AnswerReader(None, is_thinking=False, calls=reading)
+        parts = reader.push(whole[:n_chars]).with_more(reader.finish(is_cut=True))
+        assert parts.text == "", whole[:n_chars]
+
+
 def test_an_answer_that_ends_inside_a_call_has_told_what_there_was() -> None:
     reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=HERMES))
     (call,) = reader.push('<tool_call>\n{"name": "other", "arguments": {"x": "y').calls

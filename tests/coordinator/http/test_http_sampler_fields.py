@@ -136,6 +136,14 @@ async def test_tokens_in_the_form_of_vllm(tokenizer: Tokenizer) -> None:
             told = {"count": len(ids), "max_model_len": 512, "tokens": ids}
             assert await reply.json() == told | {"token_strs": [tokenizer.decode([token]) for token in ids]}
         messages = [{"role": "user", "content": "go"}]
+        tools = [{"type": "function", "function": {"name": "level", "parameters": {"type": "object"}}}]
+        started = [*messages, {"role": "assistant", "content": "So"}]
+        for chat in ({"messages": messages, "tools": tools}, {"messages": started, "continue_final_message": True}):
+            async with session.post("/tokenize", json=chat) as reply:
+                found = (await reply.json())["tokens"]
+            chat |= {"return_token_ids": True, "max_tokens": 1}
+            async with session.post("/v1/chat/completions", json=chat) as reply:
+                assert found == (await reply.json())["prompt_token_ids"], "the prompt that such a chat has"
         async with session.post("/tokenize", json={"messages": messages, "add_generation_prompt": False}) as reply:
             found = await reply.json()
             assert tokenizer.decode(found["tokens"]) == "<|im_start|>user\ngo<|im_end|>\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relayline.coordinator.http.bodies import ChatBody
@@ -69,6 +69,7 @@ def check(read: Any, raw: bytes) -> None:
 
 
 @settings(max_examples=60)
+@example(body={"input": [{"role": "user", "content": "a", "id": None}]})
 @given(body=BODY | JSON)
 @pytest.mark.parametrize("read", [responses.read, messages.read, messages.read_counted])
 def test_no_json_body_is_an_unforeseen_error(read: Any, body: object) -> None:

@@ -78,8 +78,8 @@ class Stage(Part):
     threads, where no stage there says anything else and there are as many cores as threads; any: it may run on all."""
     memory_gib: Annotated[float, Field(gt=0, le=1e5)] | None = None
     """Memory that this stage may use, in GiB: the planner stays below it, containers are limited to it. With device
-    gpu the planner takes it for the GPU's memory. Without it the planner counts the memory of this machine, and of its
-    GPUs, for local stages."""
+    gpu it is the GPU's memory: the planner stays below it there, and containers are not limited. Without it the planner
+    counts the memory of this machine, and of its GPUs, for local stages."""
     layers: Layers = "auto"
     """`auto`: decided by the planner. Or [first, end): two integers, the second is not included."""
     metrics_port: Port = 0
@@ -134,6 +134,11 @@ class Stage(Part):
         if self.device == "cpu":
             return 0
         return -1 if self.gpu_layers is None else self.gpu_layers
+
+    @property
+    def container_memory_gib(self) -> float | None:
+        """Memory limit of its container, in GiB; None for none: on a GPU `memory_gib` is that one's memory."""
+        return None if self.n_gpus else self.memory_gib
 
     @property
     def named_devices(self) -> tuple[str, ...]:

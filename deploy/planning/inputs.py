@@ -4,7 +4,7 @@ The sources of a host's speed, best first:
 
 * A calibration file of that host.
 * Numbers that the manifest declares.
-* The host's own measurement when it joined (deploy.planning.known_hosts).
+* The host's own measurement when it joined (deploy.planning.known_hosts), bounded where it was busy then.
 * A measurement of this very model on this machine (`relayline plan --measure`).
 * An estimate from this machine's memory bandwidth and arithmetic. Other hosts count as equal to this machine then.
 """
@@ -29,6 +29,7 @@ from relayline.deploy.machine import facts as machine
 from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.manifest.stage import Link as StageLink
+from relayline.deploy.planning.busy import bounded
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
 from relayline.deploy.planning.offload import GpuFact, offloads_of
@@ -140,6 +141,11 @@ def instance_of(
                 offload=offload,
             )
         )
+    busy = [host.name for host in hosts if host.name in known and known[host.name].is_doubtful]
+    if busy:
+        by_cores = zip(manifest.stages, threads, strict=True)
+        estimates = {stage.name: _estimated(stage, n_threads, bytes_per_weight) for stage, n_threads in by_cores}
+        hosts = bounded(hosts, busy, estimates)
     links = _links(manifest, known)
     hosts = [dataclasses.replace(host, link=link) for host, link in zip(hosts, links[1:], strict=True)]
     coordinator = machines.get("localhost") if is_local(manifest.spec.coordinator.host) else None

@@ -11,11 +11,12 @@ from relayline.coordinator.planner.instance import Host, Instance
 from relayline.coordinator.planner.memory import GIB
 from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.search import Edges
+from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
 FULL = 0.9  # of what it may use, from which on a stage's memory is what limits its layers
-MEASURED = ("measured", "calibrated")
+MEASURED = ("measured", "calibrated", BOUNDED)
 
 
 def equal_cuts(instance: Instance) -> tuple[int, ...] | None:
@@ -122,7 +123,12 @@ def _why(stage: Mapping[str, Any]) -> str:
     parts.append(f"{memory}, which is what limits it" if stage["is_full"] else memory)
     if stage.get("round_trip_ms") is not None:
         parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
-    if stage.get("is_doubtful"):
+    if stage["speed_source"] == BOUNDED:
+        parts.append(
+            f"too busy to be measured: it counts as {BUSY_SLOWER_MAX:g} times slower than its cores suggest, and the "
+            "next start measures it again"
+        )
+    elif stage.get("is_doubtful"):
         parts.append("busy when it was measured: the next start measures it again")
     if stage["speed_source"] == "estimated":
         parts.append("its speed is only estimated")

@@ -242,7 +242,7 @@ def stage_service(
         "stop_grace_period": f"{inside.STAGE_GRACE_S}s",
         "cpuset": stage.kept_cores or None,
         "labels": {**pipeline.manifest.metadata.labels, **stage.labels},
-        "deploy": _resources(stage.memory_gib, threads=stage.threads, gpus=gpus),
+        "deploy": _resources(stage.container_memory_gib, threads=stage.threads, gpus=gpus),
     }
     return without_none(service)
 

@@ -212,6 +212,8 @@ def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
     for stage in manifest.stages:
         if in_kubernetes and stage.memory_gib is None:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")
+        if stage.n_gpus and stage.memory_gib is not None:
+            found.append(f"stage {stage.name!r}: memoryGib is its GPU's memory; the container's own is not limited")
         if in_kubernetes and stage.threads == 0:
             found.append(f"stage {stage.name!r} has no threads, so it takes every core of its node but asks for one")
         if in_kubernetes and stage.kept_cores:

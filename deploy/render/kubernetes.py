@@ -293,7 +293,7 @@ def _stage_set(pipeline: Inside, stage: Stage) -> Mapping:
     name = pipeline.manifest.name
     own = {"relayline.dev/stage": stage.name}
     args = pipeline.stage_command(join=pipeline.coordinator_host, name=stage.name, advertise=pipeline.stage_host(stage))
-    need = pods.Need(stage.threads, stage.memory_gib, stage.n_gpus)
+    need = pods.Need(stage.threads, stage.container_memory_gib, stage.n_gpus)
     pod = pods.stage_spec(pipeline, args, need, process=stage.name, state=None)
     pod = pods.on_nodes(pod, stage, pipeline)
     return {

@@ -87,7 +87,7 @@ def _secret_lines(pipeline: Inside) -> list[str]:
 def _worker_set(pipeline: Inside) -> Mapping:
     manifest = pipeline.manifest
     stages, storage = manifest.stages, manifest.spec.deployment.storage
-    memories = [stage.memory_gib for stage in stages if stage.memory_gib is not None]
+    memories = [gib for stage in stages if (gib := stage.container_memory_gib) is not None]
     need = pods.Need(
         threads=max(stage.threads for stage in stages),
         memory_gib=max(memories) if len(memories) == len(stages) else None,

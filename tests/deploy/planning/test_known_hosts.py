@@ -19,6 +19,7 @@ from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.survey import told_of, unknown_hosts, wants_survey
 from relayline.deploy.manifest import Manifest, parse_manifest
+from relayline.deploy.planning.busy import BUSY_SLOWER_MAX
 from relayline.deploy.planning.inputs import best_for, instance_of, load_of, shape_of
 from relayline.deploy.planning.known_hosts import (
     CALL_NS,
@@ -89,6 +90,42 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_told() -> None:
     assert f"layers {first}-{facts.n_layers - 1}" in lines[2]
     assert "0.4 ms and 800 Mbit/s from here" in lines[1]
     assert "equal shares would make" in lines[-1]
+
+
+def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
+    """Measured under a load of 20, a host once seemed 3,124 times slower than its twin, and got one layer of all."""
+    quiet, busy = report("laptop", 1.0), dataclasses.replace(report("server", 3_124.0), is_doubtful=True)
+    facts = inspect_model(DEMO_MODEL)
+    known = remember_hosts(manifest(), DEMO_MODEL, [quiet, busy])
+    instance = instance_of(manifest(), facts, known=known)
+    assert instance.hosts[0].speed.source == "measured"
+    assert instance.hosts[1].speed.layer_ns(8) == pytest.approx(BUSY_SLOWER_MAX * instance.hosts[0].speed.layer_ns(8))
+    said = told(instance, best_for(instance).edges, known)
+    assert said["from"] == "measured"
+    assert [stage["relative_speed"] for stage in said["stages"]] == [BUSY_SLOWER_MAX, 1.0]
+    (line,) = [line for line in lines_of(said) if "server" in line and "layers" in line]
+    assert "too busy to be measured: it counts as 4 times slower than its cores suggest, and the next start" in line
+    assert unknown_hosts(manifest(), DEMO_MODEL) == ["server"]
+
+
+@pytest.mark.parametrize(
+    ("laptop", "server", "cores", "counts"),
+    [
+        (1.0, 3.0, 4, 3.0),  # within the bound it is believed
+        (100.0, 1_000.0, 4, 4.0),  # both busy: beside the quicker one
+        (1.0, 1_000.0, 1, 4.0 * 4),  # a quarter of the cores
+    ],
+)
+def test_a_busy_host_counts_by_its_cores_beside_the_others(
+    laptop: float, server: float, cores: int, counts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayline.deploy.machine.facts.bandwidth_bytes_per_s", lambda n_threads: n_threads * 1e9)
+    monkeypatch.setattr("relayline.deploy.machine.facts.flops", lambda n_threads: n_threads * 1e12)
+    reports = [report("laptop", laptop), report("server", server, cores=cores)]
+    known = remember_hosts(manifest(), DEMO_MODEL, [dataclasses.replace(one, is_doubtful=True) for one in reports])
+    instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=known)
+    first, second = (host.speed.layer_ns(8) for host in instance.hosts)
+    assert second / first == pytest.approx(counts)
 
 
 def test_a_host_without_room_is_said_to_be_full() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,6 +268,17 @@ def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
     sets = of_kind(render(parsed(text), "kubernetes", "m.yaml"), "StatefulSet")
     limits = [s["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] for s in sets]
     assert sorted(each.get("nvidia.com/gpu", "0") for each in limits)[-2:] == ["2", "3"]
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes", "leaderworkerset"])
+def test_the_memory_of_a_gpu_limits_no_container(target: str) -> None:
+    """A process whose weights are on a card of 22 GiB may need more of the host's memory, or far less."""
+    card, host = "device: gpu, memoryGib: 22", "memoryGib: 3"
+    on_card = parsed(with_stages(f"name: a, {card}", f"name: b, {card}"))
+    assert not re.search(r"22528(m|Mi)\b", "".join(render(on_card, target).values()))
+    assert "stage 'a': memoryGib is its GPU's memory" in notes(on_card, in_kubernetes=target != "compose")[0]
+    beside = parsed(with_stages(f"name: a, {host}", f"name: b, {host}"))
+    assert re.search(r"3072(m|Mi)\b", "".join(render(beside, target).values())), "on the processor it is the limit"
 
 
 def test_kubernetes_pods_end_after_the_drain_and_own_nothing() -> None:

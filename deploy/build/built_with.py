@@ -38,12 +38,12 @@ def told(kernels: str) -> str:
 def trouble(mark: Path, kernels: str) -> str:
     """Return the difference of the wheel that left this mark; empty if there is none."""
     if not mark.is_file():
-        return "the installed llama.cpp was not built by this tree"
+        return "the installed llama.cpp was not built from this source tree"
     found, wanted = mark.read_text().splitlines(), told(kernels).splitlines()
     if found == wanted:
         return ""
     if found[:1] != wanted[:1] and found[:1] in (["kernels ON"], ["kernels OFF"]):
-        return f"the installed llama.cpp was built with {found[0]}, and {wanted[0]} is asked for"
+        return f"the installed llama.cpp was built with {found[0]}, not with {wanted[0]}"
     names = sorted({line.partition(" ")[0] for line in {*found} ^ {*wanted}})
     return f"the installed llama.cpp was built from other files: {', '.join(names)}"
 

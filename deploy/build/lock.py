@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
-HEADER = "# The versions that were tried. Made by `make lock`; `LATEST=1 make setup` takes the newest.\n"
+HEADER = "# The tested versions. Made by `make lock`; `LATEST=1 make setup` takes the newest.\n"
 NOT_OURS = {"relayline", "pip", "setuptools"}
 
 

@@ -154,7 +154,7 @@ async def _run_script(
     try:
         async for event in stream:
             if len(event.logits) != 4 * n_vocab:
-                raise ProtocolError(f"{len(event.logits)} bytes of logits came for a vocabulary of {n_vocab}")
+                raise ProtocolError(f"{len(event.logits)} bytes of logits do not fit a vocabulary of {n_vocab}")
             logits[len(tokens)] = np.frombuffer(event.logits, "<f4")
             tokens.append(event.token)
             on_token()

@@ -138,7 +138,7 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
     model = open_model(path)
     facts = facts_of(model)
     if "relayline.stage_index" in model.entries:
-        raise ModelFileError(f"{path}: is one stage of a split already; give the model it was cut from")
+        raise ModelFileError(f"{path}: is already one stage of a split; give the whole model")
     check_support(facts, experimental=experimental)
     return facts
 

@@ -115,11 +115,11 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
     if not differs.layers and not differs.others and not differs.added:
         click.echo(f"{name} already runs as the manifest says; nothing to change")
     for stage in differs.added:
-        click.echo(f"stages[{stage.name}] on {stage.host}: joins while it serves, and gets layers")
+        click.echo(f"stages[{stage.name}] on {stage.host}: joins while the pipeline serves, and gets layers")
     for change in differs.layers:
         click.echo(f"{change}: moves while it serves")
     for change in differs.others:
-        click.echo(f"{name}: {change}: {restarts}" if restarts else f"{change}: takes a new start")
+        click.echo(f"{name}: {change}: {restarts}" if restarts else f"{change}: needs a new start")
 
 
 def _show_plan(what: Launch, *, as_json: bool) -> None:
@@ -132,5 +132,5 @@ def _show_plan(what: Launch, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"event": "plan", **report.as_json(plan)}))
     else:
-        click.echo(f"{what.manifest.name} does not run; it would be started so:")
+        click.echo(f"{what.manifest.name} does not run; it would start like this:")
         report.show(plan, Console())

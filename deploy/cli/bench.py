@@ -45,7 +45,7 @@ def _counts(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]
     if not counts or min(counts) < 1:
         raise click.BadParameter(f"{text!r} is not a list of stream counts such as 1,4,16")
     if max(counts) > STREAMS_MAX:
-        raise click.BadParameter(f"{max(counts)} streams are more than the {STREAMS_MAX} that one load can have")
+        raise click.BadParameter(f"{max(counts)} streams are too many; one load can have {STREAMS_MAX}")
     return counts
 
 
@@ -95,7 +95,7 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
     not.
     """
     if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
-        raise UsageError("--streams and --rounds belong to the load without --rate; with --rate give --requests")
+        raise UsageError("--streams and --rounds do not go with --rate; give --requests instead")
     if not given["rate"] and is_given("requests"):
         raise UsageError("--requests needs --rate; without --rate give --rounds")
     summaries = asyncio.run(_measure(base_url(url), given))
@@ -132,8 +132,8 @@ def verdict(summaries: list[tuple[str, load.Summary]]) -> str:
         )
     first, last = summaries[0][1].decode_tok_s, summaries[-1][1].decode_tok_s
     if len(summaries) > 1 and last < NOISE_SHARE * first:
-        return f"{summaries[-1][0]} streams get fewer tokens a second together than {summaries[0][0]}: find out why."
-    return "nothing to worry about: every answer came whole, and tokens come faster than people read."
+        return f"{summaries[-1][0]} streams together get fewer tokens a second than {summaries[0][0]}: find out why."
+    return "nothing to worry about: every answer was complete, and tokens come faster than people read."
 
 
 def _is_whole(summary: load.Summary) -> bool:

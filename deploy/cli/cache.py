@@ -41,7 +41,7 @@ def cache_command(kind: str | None, directory: Path | None, clear: bool, unused_
     in that directory are listed.
     """
     if directory is not None and kind not in (None, "artifacts"):
-        raise UsageError(f"--cache is a directory of artifacts; it has no {kind}")
+        raise UsageError(f"--cache names a directory of artifacts; it has no {kind}")
     entries = _entries(kind, directory)
     if unused_days:
         since_s = datetime.datetime.now(datetime.UTC).timestamp() - unused_days * DAY_S

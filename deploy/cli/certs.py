@@ -45,7 +45,7 @@ def _addresses(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
         try:
             ipaddress.ip_address(text.strip("[]"))
         except ValueError:
-            raise click.BadParameter(f"{text!r} is no IP address; a name is given with --dns") from None
+            raise click.BadParameter(f"{text!r} is not an IP address; give a name with --dns") from None
     return given
 
 
@@ -107,9 +107,9 @@ def invite_command(directory: Path, host: str, stage: str) -> None:
     from relayline.deploy.launch.invitations import can_sign, invite
 
     if not NAME.fullmatch(stage):
-        raise UsageError(f"--stage {stage!r} is no stage's name: lower-case letters, digits and dashes")
+        raise UsageError(f"--stage {stage!r} is not a stage's name: use lower-case letters, digits and dashes")
     if not can_sign(directory):
-        raise UsageError(f"{directory} holds no CA with its key ({CA_KEY_FILE}); `relayline certs init` makes one")
+        raise UsageError(f"{directory} has no CA with its key ({CA_KEY_FILE}); `relayline certs init` makes one")
     click.echo(str(invite(directory, stage, host)))
 
 
@@ -135,7 +135,7 @@ def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool
     where = credential_host(host) if host else ""
     if not (directory / CA_KEY_FILE).exists() and (directory / TOKEN_FILE).exists():
         if role is not Role.STAGE or not where:
-            raise UsageError(f"{directory} has no CA but join tokens of stages; give --stage NAME and --host HOST")
+            raise UsageError(f"{directory} has no CA, only join tokens of stages; give --stage NAME and --host HOST")
         revoke_token(directory, Identity(Role.STAGE, where, name))
         click.echo(f"revoked the join token of stage {name} on {where}")
         return
@@ -146,7 +146,7 @@ def revoke_command(directory: Path, coordinator: bool, stage: str, monitor: bool
     done = revoke(directory, wanted, _now())
     click.echo(f"revoked: {', '.join(done.identities)}")
     click.echo(f"crl.pem and revoked are now in {', '.join(map(str, done.written))}")
-    click.echo("bring both to the coordinator's --tls directory if that is elsewhere; no process needs a restart")
+    click.echo("copy both to the coordinator's --tls directory if that is elsewhere; no process needs a restart")
     if role in (None, Role.COORDINATOR) and any(text.startswith(Role.COORDINATOR.value) for text in done.identities):
         click.echo("a coordinator's join token cannot be revoked: for links without TLS make a new directory with init")
 

@@ -88,7 +88,7 @@ def key_headers(api_key: str) -> dict[str, str]:
     """Return the headers with a key, none without one. Raises UsageError for a text that cannot be a key."""
     api_key = api_key.strip()
     if not all("!" <= char <= "~" for char in api_key):
-        raise UsageError("the API key has characters other than printable ASCII; no server has such a key")
+        raise UsageError("the API key has characters other than printable ASCII; no valid key has those")
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
@@ -154,17 +154,19 @@ class Coordinator:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(error, aiohttp.ClientConnectorCertificateError):
-                text = "its certificate is not trusted here; name the CA's file in SSL_CERT_FILE"
+                text = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"
                 raise StartError(f"{self.url}: {text} ({error.certificate_error})") from error
             # The system's message is clearer than aiohttp's sentence about it.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
             reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__
-            raise StartError(f"{self.url} does not answer ({reason}); give the coordinator's with --url") from error
+            raise StartError(
+                f"{self.url} does not answer ({reason}); give the coordinator's address with --url"
+            ) from error
         found = parsed(body)
         if response.status in KEY_STATUSES or (response.status >= 400 and found is not None):
             raise StartError(refusal(f"{self.url}{path}", response.status, found))
         if not isinstance(found, dict) or not found.keys() >= set(wanted):
-            raise StartError(f"{self.url}{path} is not a relayline coordinator's")
+            raise StartError(f"{self.url}{path} is not served by a relayline coordinator")
         return found
 
 

@@ -60,7 +60,7 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
 def _status_text(facts: dict[str, Any]) -> str:
     head = f"{facts['name']}: {facts['phase']}"
     if facts["phase"] == Phase.DEAD:
-        head += " (its supervisor ended without a word; `relayline up` starts it again)"
+        head += " (its supervisor ended unexpectedly; `relayline up` starts it again)"
     if facts["phase_s"] is not None:
         head += f" for {_duration(facts['phase_s'])}"
     if facts["uptime_s"] is not None:

@@ -37,7 +37,7 @@ def drain_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) ->
     found = asyncio.run(_put(url, api_key, host, is_drained=True, tell=not as_json))
     move = found["move"]
     if host in found["stages"]:
-        problem = move["problem"] if move is not None else "another change came between"
+        problem = move["problem"] if move is not None else "another change came first"
         raise StartError(f"{host} is not drained, and nothing has changed: {problem}")
     if as_json:
         click.echo(json.dumps(found, indent=2))
@@ -66,9 +66,9 @@ def uncordon_command(host: str, as_json: bool, url: str, api_key: str, **_: Any)
     elif host in found["stages"]:
         click.echo(f"{host} is not drained; it holds layers")
     elif found["hosts"][host]["here"]:
-        click.echo(f"{host} is offered layers again")
+        click.echo(f"{host} may hold layers again")
     else:
-        click.echo(f"{host} is offered layers again as soon as it is there")
+        click.echo(f"{host} may hold layers again as soon as it is back")
 
 
 async def _put(url: str, api_key: str, host: str, *, is_drained: bool, tell: bool) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def init_command(model: Path | None, output: Path, force: bool) -> None:
         with output.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UsageError(f"{output} is there already; give --force to replace it, or another --output") from None
+        raise UsageError(f"{output} already exists; give --force to replace it, or another --output") from None
     except OSError as error:
         if error.errno == errno.ENOSPC and not force:
             output.unlink(missing_ok=True)  # half of it

@@ -63,7 +63,7 @@ def join_command(**given: Any) -> None:
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
     joined = _joined(given, given["state"] or joined_dir())
     if given["enrol_only"]:
-        click.echo(f"this host can join as {joined.file.name} now: relayline join {joined.file.enrol}")
+        click.echo(f"this host can now join as {joined.file.name}: relayline join {joined.file.enrol}")
         return
     if given["cores"]:
         keep_to(given["cores"])
@@ -80,7 +80,7 @@ def _joined(given: dict[str, Any], root: Path) -> Joined:
     if given["token"]:
         token = read_token(given["token"])
         if given["name"] not in ("", token.name):
-            raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave --name away")
+            raise UsageError(f"the token is for stage {token.name}, not for {given['name']}; leave out --name")
         host, port = given["address"]
         return enrol(host, port, token, root, given["advertise"])
     address = address_of(*given["address"]) if given["address"] is not None else ""
@@ -102,7 +102,7 @@ def chosen(root: Path, name: str = "", address: str = "") -> Joined:
     if fits:
         raise UsageError(f"this host has joined as {known}; name one of them")
     raise UsageError(
-        f"this host has joined no such pipeline (it has joined {known}); give the whole line that `relayline up` "
+        f"this host has not joined that pipeline (it has joined {known}); give the whole line that `relayline up` "
         "printed: relayline join HOST:PORT TOKEN"
     )
 

@@ -98,12 +98,12 @@ def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | No
     if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
         raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
     if (given["join_listen"] is None) == (given["stages"] is None):
-        raise UsageError("give --stages with every address, or --join-listen to let stages join; one of them")
+        raise UsageError("give either --stages with every address, or --join-listen to let stages join")
     if given["join_listen"] is None:
         if given["spares"]:
-            raise UsageError("--spares names stages that join; it needs --join-listen")
+            raise UsageError("--spares is for stages that join; it needs --join-listen")
         if engine_flags := _explicit(given, ENGINE_FLAGS):
-            raise UsageError(f"{engine_flags[0]} tells stages that join; it needs --join-listen")
+            raise UsageError(f"{engine_flags[0]} is for stages that join; it needs --join-listen")
         return None
     engine = from_parameters(EngineSettings, given)
     names = given_names(given) or default_names(n_stages)
@@ -169,7 +169,7 @@ def member_event(place: Place) -> dict[str, Any]:
 def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig | None:
     """Return what to join, None with an artifact of one's own. Raises UsageError for both, neither or a stray flag."""
     if (given["coordinator"] is None) == (given["artifact"] is None):
-        raise UsageError("give --artifact FILE, or --join HOST:PORT --name NAME to be given one; one of them")
+        raise UsageError("give either --artifact FILE, or --join HOST:PORT --name NAME to get one")
     if given["coordinator"] is None:
         for flag in _explicit(given, ("name", "cache", "advertise", "always_fetch")):
             raise UsageError(f"{flag} belongs to --join")

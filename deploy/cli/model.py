@@ -107,10 +107,10 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     each = max(facts.state_bytes_per_lane)
     total = _size(sum(facts.state_bytes_per_lane))
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
-    drafts = "--rewind-rows N, each as much again" if facts.rewinds_states else "none: its states cannot be taken back"
+    drafts = "--rewind-rows N, each as much again" if facts.rewinds_states else "none: its states cannot be rewound"
     return {
         "layer kinds": told,
-        "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes unless you say",
+        "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes by default",
         "drafts": drafts,
     }
 
@@ -138,7 +138,7 @@ def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
     width, n_hashed = facts.sidebands.layer_inputs, facts.sidebands.hash_layers
     told = {}
     if width:
-        told["beside rows"] = f"{width} values for each layer that is still to come, made on stage 0"
+        told["beside rows"] = f"{width} values for each later layer, made on stage 0"
     if n_hashed:
         told["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
     return told
@@ -149,7 +149,11 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "model": facts.model_name,
         "architecture": facts.architecture + ("" if facts.supported else " (not supported)"),
         "layers": str(facts.n_layers)
-        + (f" and {facts.n_prediction_layers} for prediction, left out" if facts.n_prediction_layers else ""),
+        + (
+            f" and {facts.n_prediction_layers} for multi-token prediction, left out"
+            if facts.n_prediction_layers
+            else ""
+        ),
         "width": _width_of(facts),
         **_sidebands_of(facts),
         "heads": f"{_runs(facts.n_heads)}, key/value heads {_runs(facts.n_kv_heads)}",
@@ -260,5 +264,5 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
         table.add_row(str(stage.index), layers, _size(stage.size_bytes), stage.file)
     console = Console()
     console.print(table)
-    state = "already there, nothing written" if unchanged else "written"
+    state = "already there; nothing written" if unchanged else "written"
     console.print(_plain(f"{out_dir}: {len(pipeline.stages)} stages {state}"), soft_wrap=True)

@@ -53,10 +53,10 @@ def moved_text(found: dict[str, Any]) -> str:
     move = found["move"]
     if move["state"] != "done":
         return _layers(found)
-    kept = f"; {', '.join(move['keep'])} kept what was loaded" if move["keep"] else ""
+    kept = f"; {', '.join(move['keep'])} kept its layers" if move["keep"] else ""
     times = f"in {move['took_s']:.1f} s, of which requests paused {move['paused_s']:.2f} s"
     n_kept, n_again = move.get("kept_tokens", 0), move.get("replayed_tokens", 0)
-    tokens = f"; running requests keep {n_kept:,} tokens and read {n_again:,} again" if n_kept or n_again else ""
+    tokens = f"; running requests kept {n_kept:,} tokens and recomputed {n_again:,}" if n_kept or n_again else ""
     return f"{_layers(found)}: moved {times}{kept}{tokens}"
 
 
@@ -87,5 +87,5 @@ async def followed(
         await asyncio.sleep(LOOK_EVERY_S)
         found = await coordinator.get(PATH, wanted)
     if move["number"] != number:
-        raise UsageError("another change of layers has begun meanwhile; look with `relayline move`")
+        raise UsageError("meanwhile another change of layers has begun; see `relayline move`")
     return found

@@ -34,7 +34,7 @@ class Address(click.ParamType[tuple[str, int]]):
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host and not host.startswith(("unix:", "unix-abstract:")):
-            self.fail(f"{value!r} is not HOST:PORT; an IPv6 host goes into brackets, as in [::1]:8080", param, ctx)
+            self.fail(f"{value!r} is not HOST:PORT; write an IPv6 host in brackets, as in [::1]:8080", param, ctx)
         return host, int(port)
 
 
@@ -166,7 +166,7 @@ def check_draft(serving: ServingSettings, policy: str) -> None:
     if serving.draft > 0 and policy != "auto" and not by_hand:
         flag = entry_of(ServingSettings, "draft").flag
         needed = entry_of(EngineSettings, "policy").flag
-        raise UsageError(f"{flag} {serving.draft} needs {needed} auto: with {policy} nothing is drafted")
+        raise UsageError(f"{flag} {serving.draft} needs {needed} auto: with {policy} there are no drafts")
 
 
 def parse_cuts(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:

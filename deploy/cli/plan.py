@@ -71,7 +71,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
             raise UsageError(
                 "--hosts belongs to a MODEL"
                 if hosts
-                else "--compare looks at one pipeline: give its manifest, and --url http://GATEWAY/pipelines/NAME"
+                else "--compare is for one pipeline: give its manifest, and --url http://GATEWAY/pipelines/NAME"
             )
         plan_one = functools.partial(make_plan, n_streams=streams, measure=measure, quiet=as_json)
         plan_gateway_manifest(gateway, plan_one, as_json=as_json)
@@ -96,7 +96,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     has_rate = any(figure.unit == "tok/s" for figure in figures)
     if why and (seconds or not has_rate):
         advice = "; repeat it while the same streams run, or give --bench the output of `relayline bench URL --json`"
-        click.echo(f"no tok/s from these looks: {why}{'' if has_rate else advice}", err=as_json)
+        click.echo(f"no tok/s from these readings: {why}{'' if has_rate else advice}", err=as_json)
 
 
 def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:

@@ -43,12 +43,12 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
     if "estimated" in sources:
         names = ", ".join(host.name for host in instance.hosts if host.speed.source == "estimated")
         notes.append(
-            f"the speed of {names} is only estimated; `relayline plan --measure` measures this machine, and `relayline "
-            "up` has other hosts measure themselves when they join"
+            f"the speed of {names} is an estimate; `relayline plan --measure` measures this machine, and "
+            "`relayline up` other hosts when they join"
         )
     unknown = [host.name for host in instance.hosts if host.memory_bytes is None and host.machine.memory_bytes is None]
     if unknown:
-        notes.append(f"nothing is known of the memory of {', '.join(unknown)}; give memoryGib to have it checked")
+        notes.append(f"the memory of {', '.join(unknown)} is unknown; give memoryGib so that it is checked")
     if facts.ctx_train and manifest.engine.ctx_tokens > facts.ctx_train:
         notes.append(f"the model was trained for {facts.ctx_train} tokens, the context has more")
     notes += lowered_lanes(manifest, facts)
@@ -59,7 +59,7 @@ def notes_of(manifest: Manifest, instance: Instance, facts: ModelFacts) -> tuple
     crowded = [machine.name for machine, n_threads in threads.items() if n_threads > machine.cores]
     if crowded:
         names = ", ".join(crowded)
-        notes.append(f"the stages on {names} have more threads than it has cores and take turns")
+        notes.append(f"the stages on {names} have more threads than there are cores, so they take turns")
     return tuple(notes)
 
 

@@ -161,7 +161,7 @@ def on_stage_idle(given: dict[str, Any]) -> Callable[[], None]:
     """Return what prints the line of a stage that stands by without layers."""
 
     def on_idle() -> None:
-        text = f"{given['name']} stands by without layers; the coordinator gives it some when they are needed"
+        text = f"{given['name']} stands by without layers; the coordinator gives it some when needed"
         announce({"event": "idle", "role": "stage", "name": given["name"]}, text, as_json=given["as_json"])
 
     return on_idle

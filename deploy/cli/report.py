@@ -60,7 +60,7 @@ async def collect(url: str, api_key: str, seconds: float) -> tuple[dict[str, Any
         live = answers[LIVE] = await coordinator.get(LIVE, ("look", "state", "now_us", "zero_unix_ms"))
         state = live["state"]
         if not isinstance(state, dict) or not isinstance(state.get("requests"), list):
-            raise StartError(f"{coordinator.url}{LIVE} is not a relayline coordinator's")
+            raise StartError(f"{coordinator.url}{LIVE} is not served by a relayline coordinator")
         try:
             answers[PLAN] = await coordinator.get(PLAN, ("plans",))
         except RelaylineError:

@@ -74,7 +74,7 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
         raise StartError(f"{unit.path} cannot be written: {error.strerror}; {remedy}") from error
     for command in unit.enable:
         _run(command)
-    click.echo(f"installed {unit.path}; stage {joined.file.name} runs, and starts with this system")
+    click.echo(f"installed {unit.path}; stage {joined.file.name} runs now, and at every start of this system")
     click.echo(f"its log: {unit.logs}")
     if unit.advice:
         click.echo(unit.advice)
@@ -132,7 +132,7 @@ def _unit(joined: Joined, *, is_system: bool, state: Path | None, join_flags: tu
         return launchd_unit(joined.file.name, command, home(), is_system=is_system, user=user, user_id=os.getuid())
     if shutil.which("systemctl") is None:
         raise UsageError(
-            "this system has no systemctl; start `relayline join` from what starts your services, with the command "
+            "this system has no systemctl; let your service manager run `relayline join`, with the command "
             f"{' '.join(command)}"
         )
     text = f"relayline stage {joined.file.name} of the pipeline at {joined.file.coordinator}"

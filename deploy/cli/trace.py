@@ -86,7 +86,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         n_chunks = len(stream["chunks"])
         console.print(f"  prompt sent in {n_chunks} chunk{'s' * (n_chunks != 1)}, {n_rows} rows")
     if stream.get("drafted_tokens"):  # a server of before drafts does not say
-        console.print(f"  {stream['drafted_tokens']} tokens drafted, {stream['accepted_tokens']} of them right")
+        console.print(f"  {stream['drafted_tokens']} draft tokens, {stream['accepted_tokens']} of them accepted")
     for event in stream["events"]:
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
         console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")

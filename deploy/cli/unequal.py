@@ -14,11 +14,12 @@ def unequal_line(described: dict[str, Any]) -> str:
     stage = described["stages"][found["slowest"]]
     cut = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
     name = stage.get("name") or f"stage {found['slowest']}"
-    said = f"{name} holds the others up for {found['for_s']:.0f} s: layers {cut} would give {found['gain']:.0%} more"
+    slow = f"{name} has slowed the pipeline down for {found['for_s']:.0f} s"
+    said = f"{slow}: layers {cut} would give {found['gain']:.0%} more"
     cuts = ",".join(str(start) for start, _ in found["layers"][1:])
     wait_s = found.get("moves_in_s")
     return f"{said}; " + (
-        f"relayline move --cuts {cuts}" if wait_s is None else f"layers move by themselves{_when(wait_s)}"
+        f"relayline move --cuts {cuts}" if wait_s is None else f"layers move automatically{_when(wait_s)}"
     )
 
 
@@ -27,7 +28,7 @@ def idle_line(described: dict[str, Any]) -> str:
     said = [f"{entry['name']} ({entry['state']})" for entry in described.get("idle") or ()]
     parts = [f"without layers: {', '.join(said)}"] if said else []
     parts += [
-        f"others take over the layers of {stage['name']} in {stage['takeover_in_s']:.0f} s"
+        f"other stages take over the layers of {stage['name']} in {stage['takeover_in_s']:.0f} s"
         for stage in described["stages"]
         if stage.get("takeover_in_s") is not None
     ]

@@ -32,7 +32,7 @@ def look_model(manifest: Manifest) -> list[Finding]:
     """Look whether the model is there, can be read and split, and is the one that the manifest names."""
     path = manifest.model_path
     if path is None:
-        return [ok("model", f"{manifest.spec.model.hf}, loaded from the hub when it is needed")]
+        return [ok("model", f"{manifest.spec.model.hf}, downloaded from the hub when needed")]
     try:
         facts = inspect_model(path)
     except (RelaylineError, OSError) as error:
@@ -44,9 +44,7 @@ def look_model(manifest: Manifest) -> list[Finding]:
         found = sha256_of(path, afresh=True)
         if found != manifest.spec.model.sha256:
             findings.append(
-                failure(
-                    "model sha256", f"{path.name} has {found}", "it is another file than the manifest's: load it again"
-                )
+                failure("model sha256", f"{path.name} has {found}", "it is not the manifest's file: download it again")
             )
         else:
             findings.append(ok("model sha256", "as in the manifest"))
@@ -73,7 +71,7 @@ def look_split(directory: Path | None, *, deep: bool = False) -> list[Finding]:
             findings.append(
                 failure("artifacts", str(error), f"remove {directory}; the next start splits the model again")
             )
-    return findings or [ok("artifacts", f"{len(file.stages) + 1} files in {directory} have their sha256")]
+    return findings or [ok("artifacts", f"{len(file.stages) + 1} files in {directory} have the right sha256")]
 
 
 def look_caches(splits: Path, fetched: Path) -> list[Finding]:

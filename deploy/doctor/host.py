@@ -115,7 +115,7 @@ def judge_clock(year: int, resolution_s: float, *, monotonic: bool) -> Finding:
     """Judge wall clock and monotonic clock."""
     if not monotonic:
         return failure(
-            "clock", "the monotonic clock runs backwards", "this machine cannot measure time; mend its clock"
+            "clock", "the monotonic clock runs backwards", "this machine cannot measure time; repair its clock"
         )
     if year < WALL_CLOCK_MIN_YEAR:
         return failure("clock", f"the clock says {year}", "set it (NTP): certificates are not valid at that time")

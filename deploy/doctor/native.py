@@ -159,10 +159,10 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
     if gpu:
         findings.append(ok("gpu offload", "supported by this build"))
     elif wants_gpu:
-        text = "not supported by this build, but the manifest has a stage here on a GPU"
+        text = "not supported by this build, but the manifest has a GPU stage on this machine"
         findings.append(failure("gpu offload", text, WITH_GPU))
     else:
-        findings.append(ok("gpu offload", "not in this build; no stage here asks for it"))
+        findings.append(ok("gpu offload", "not in this build, and no stage here needs it"))
     return findings
 
 
@@ -172,15 +172,15 @@ def judge_kernels(kernels: str | None, *, left_out: bool, could_have: bool) -> F
     `left_out`: the build was made without them on purpose. `could_have`: they would speed up steps of this build.
     """
     if kernels:
-        return ok("kernels", f"relayline's are in: {kernels.replace(' ', ', ')}")
+        return ok("kernels", f"relayline's are compiled in: {kernels.replace(' ', ', ')}")
     if kernels is not None:
-        return ok("kernels", "relayline's are in and not used: RELAYLINE_KERNELS=off")
+        return ok("kernels", "relayline's are compiled in but not used: RELAYLINE_KERNELS=off")
     if left_out:
-        return ok("kernels", "llama.cpp's own; it was built with RELAYLINE_KERNELS=off")
+        return ok("kernels", "only llama.cpp's own; it was built with RELAYLINE_KERNELS=off")
     if could_have:
-        text = "llama.cpp was built without relayline's: steps of many rows take longer"
+        text = "llama.cpp was built without relayline's kernels: steps of many rows take longer"
         return warning("kernels", text, REBUILD)
-    return ok("kernels", "llama.cpp's own; this build has no use for relayline's")
+    return ok("kernels", "only llama.cpp's own; relayline's do not help this build")
 
 
 def judge_devices(found: Sequence[tuple[str, str, int, int]], asked: Mapping[str, str]) -> list[Finding]:
@@ -197,7 +197,9 @@ def judge_devices(found: Sequence[tuple[str, str, int, int]], asked: Mapping[str
     missing = [name for name in asked if name not in {name for name, *_ in found}]
     if missing:
         text = f"stage {asked[missing[0]]!r} asks for {missing[0]}; here are {text}"
-        return [failure("devices", text, "name devices of this list, and see that CUDA_VISIBLE_DEVICES hides none")]
+        return [
+            failure("devices", text, "use names from this list, and check that CUDA_VISIBLE_DEVICES hides no device")
+        ]
     return [ok("devices", text)]
 
 

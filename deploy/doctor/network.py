@@ -31,7 +31,7 @@ SEE_LOG = "see its log"
 _REMEDIES: dict[str, str] = {
     Phase.LOADING: "it waits for stages; `relayline status` names them",
     Phase.RECOVERING: "a stage was lost just now; `relayline status` names it",
-    Phase.UNREACHABLE: "a stage is not heard any more; start it again where it has ended",
+    Phase.UNREACHABLE: "a stage gives no sign of life; start it again if it has ended",
     Phase.DRAINING: "it was told to end; start it again with `relayline up`",
 }
 OTLP_PORTS = {"http": 4318, "https": 4318, "grpc": 4317, "": 4317}
@@ -90,11 +90,11 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
             _, writer = await asyncio.open_connection(str(address), port)
     except ConnectionRefusedError:
         return [warning(check, f"{where} answers, but nothing listens on port {port} ({what})",
-                        f"well if {what} has not been started yet")]  # fmt: skip
+                        f"ignore this if {what} has not been started yet")]  # fmt: skip
     except (OSError, TimeoutError) as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         return [failure(check, f"{where} port {port} ({what}) cannot be reached: {why}",
-                        f"is the machine up? does a firewall hold back port {port}?")]  # fmt: skip
+                        f"is the machine up? does a firewall block port {port}?")]  # fmt: skip
     writer.close()
     return [ok(check, f"{where} port {port} ({what}) can be reached")]
 
@@ -117,7 +117,9 @@ async def look_stage(name: str, address: str, host: str, security: LinkSecurity)
         return [failure(check, f"{address} did not answer within {DESCRIBE_TIMEOUT_S:.0f} s", "see its log")]
     except RelaylineError as error:
         return [
-            failure(check, error.message.splitlines()[0], "run the same version, and material of one CA, on both ends")
+            failure(
+                check, error.message.splitlines()[0], "run the same version, with certificates of one CA, on both ends"
+            )
         ]
     finally:
         if client is not None:
@@ -138,7 +140,7 @@ def judge_version(check: str, theirs: str, ours: str) -> Finding:
 def judge_stage_clock(check: str, first: pb.StatusResponse, second: pb.StatusResponse) -> Finding:
     """Hold two readings of a stage's monotonic clock together, taken one after the other."""
     if second.now_ns <= first.now_ns or second.uptime_ns < first.uptime_ns:
-        return failure(f"{check} clock", "its monotonic clock does not advance", "mend the clock of that machine")
+        return failure(f"{check} clock", "its monotonic clock does not advance", "repair the clock of that machine")
     return ok(f"{check} clock", f"advances; the stage has been up for {second.uptime_ns / 1e9:.0f} s")
 
 
@@ -177,7 +179,7 @@ def judge_wall_clocks(apart_s: float) -> Finding:
     """Judge how far this machine's clock is from the coordinator's."""
     text = f"{abs(apart_s):.0f} s between this machine and the coordinator"
     if abs(apart_s) > CLOCK_APART_MAX_S:
-        return warning("wall clocks", text, "set both by NTP: certificates and traces need one time")
+        return warning("wall clocks", text, "set both clocks by NTP: certificates and traces need the same time")
     return ok("wall clocks", text)
 
 

@@ -107,7 +107,7 @@ async def _examine(probe: Probe) -> list[Finding]:
                 return findings
             return await in_daemon(probe.look)  # type: ignore[arg-type]
     except TimeoutError:
-        return [warning(probe.check, f"not known after {probe.timeout_s:.0f} s", "look again with a longer --timeout")]
+        return [warning(probe.check, f"not known after {probe.timeout_s:.0f} s", "try again with a longer --timeout")]
     except RelaylineError as error:
         return [failure(probe.check, error.message.splitlines()[0], "")]
     except OSError as error:

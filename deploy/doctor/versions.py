@@ -28,15 +28,15 @@ def requirements(lines: Iterable[str]) -> list[str]:
 def judge_versions(tried: Mapping[str, str], installed: Mapping[str, str]) -> Finding:
     """Hold the installed versions of what relayline needs against the tried ones."""
     other = [
-        f"{name} {version} (tried: {tried[name]})"
+        f"{name} {version} (tested: {tried[name]})"
         for name, version in sorted(installed.items())
         if name in tried and version != tried[name]
     ]
     if not other:
-        return ok("versions", f"{len(installed)} dependencies have the versions that were tried")
+        return ok("versions", f"{len(installed)} dependencies have the tested versions")
     found = ", ".join(other[:NAMED_MAX]) + (f" and {len(other) - NAMED_MAX} more" if len(other) > NAMED_MAX else "")
     return warning(
-        "versions", found, "should something be odd, install the tried ones: `make setup` in the source tree"
+        "versions", found, "if something behaves oddly, install the tested ones: `make setup` in the source tree"
     )
 
 

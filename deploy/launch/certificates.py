@@ -63,7 +63,7 @@ def init_authority(directory: Path, name: str, now: datetime.datetime) -> x509.C
     for file in (CA_FILE, CA_KEY_FILE, TOKEN_FILE):
         if (directory / file).exists():
             raise UsageError(
-                f"{directory / file} exists; a new CA would cut off every host that has certificates of it"
+                f"{directory / file} exists; a new CA would shut out every host with certificates of this one"
             )
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} CA")])
@@ -226,12 +226,12 @@ def revoke(directory: Path, wanted: Callable[[Identity], bool], now: datetime.da
     chosen = [record for record in records if wanted(record.identity)]
     if not chosen:
         known = ", ".join(sorted({str(record.identity) for record in records}))
-        raise UsageError(f"{directory} has issued no such credential that is still valid; it has: {known or 'none'}")
+        raise UsageError(f"{directory} has issued no such credential that is still valid; valid are: {known or 'none'}")
     before = revoked_serials(directory)
     fresh = [record for record in chosen if record.serial not in before]
     identities = tuple(dict.fromkeys(str(record.identity) for record in fresh))
     if not fresh:
-        raise UsageError(f"revoked already: {', '.join(dict.fromkeys(str(record.identity) for record in chosen))}")
+        raise UsageError(f"already revoked: {', '.join(dict.fromkeys(str(record.identity) for record in chosen))}")
     serials = [record.serial for record in records if record.serial in before or record in fresh]
     pem = _signed_list(authority, authority_key, serials, _crl_number(directory) + 1, now)
     if len(pem) > CRL_BYTES_MAX:
@@ -282,7 +282,7 @@ def _records(directory: Path) -> list[_Record]:
                 raise ValueError(uri)
             found.append(_Record(int(serial, 16), datetime.datetime.fromisoformat(ends), identity))
         except ValueError as error:
-            raise UsageError(f"{path}:{number}: this is no line of `relayline certs issue`") from error
+            raise UsageError(f"{path}:{number}: not a line that `relayline certs issue` wrote") from error
     return found
 
 
@@ -330,9 +330,7 @@ def _copy_lists(directory: Path, out: Path) -> None:
 def _load_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     path = directory / CA_KEY_FILE
     if not path.exists():
-        raise UsageError(
-            f"{path} is missing: this is not where the CA lives; `relayline certs init {directory}` makes one"
-        )
+        raise UsageError(f"{path} is missing, so the CA is not here; `relayline certs init {directory}` makes one")
     cert = read_certificate(directory / CA_FILE)
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)

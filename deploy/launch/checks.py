@@ -28,7 +28,7 @@ def check_names(manifest: Manifest) -> None:
     """Raise UsageError for a stage with the name that a process of every launch has."""
     taken = next((stage.name for stage in manifest.members if stage.name in (SUPERVISOR, COORDINATOR)), None)
     if taken is not None:
-        raise UsageError(f"no stage can be named {taken!r}: the logs of that name are the launch's own; rename it")
+        raise UsageError(f"no stage can be named {taken!r}: relayline's own logs have that name; rename the stage")
 
 
 def check_ports(manifest: Manifest) -> None:

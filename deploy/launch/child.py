@@ -124,7 +124,7 @@ class Child:
             except OSError:
                 continue  # who was shown the lines has gone, as a terminal that was closed; the child works on
             except Exception:
-                log.exception("a line of %s was not taken", self.name)
+                log.exception("a line of %s could not be handled", self.name)
 
     def _take_line(self, text: str, *, is_stdout: bool) -> None:
         if is_stdout and text.startswith('{"event": ') and self._take_event(json.loads(text)):

@@ -181,7 +181,7 @@ def _process(record: ProcessRecord, live: dict[str, Any] | None, *, is_supervise
         entry["state"] = live["state"]
         entry["detail"] = entry["detail"] if live.get("here", True) else "not here"
     elif live is not None and live.get("takeover_in_s") is not None:
-        entry["detail"] = f"others take over its layers in {live['takeover_in_s']:.0f} s"
+        entry["detail"] = f"other stages take over its layers in {live['takeover_in_s']:.0f} s"
     return entry
 
 

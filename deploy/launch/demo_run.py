@@ -143,7 +143,7 @@ async def demo(*, keep: bool, directory: StateDir | None = None) -> None:
 def main() -> None:
     """Parse --keep and run."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="go on serving until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="keep serving until Ctrl-C")
     arguments = parser.parse_args()
     logs.setup("demo", as_json=False)
     try:

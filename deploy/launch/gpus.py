@@ -57,7 +57,7 @@ def offloaded(flags: StageFlags, gpus: Sequence[Gpu], model: ModelShape, load: L
             return flags
         is_whole = n_fit == model.n_layers
         flags = dataclasses.replace(flags, gpu_layers=-1 if is_whole else n_fit)
-        what = "all layers" if is_whole else f"{n_fit} of {model.n_layers} layers, which is what fits,"
+        what = "all layers" if is_whole else f"{n_fit} of {model.n_layers} layers, as many as fit,"
         log.info("%s go to %s; --gpu-layers 0 leaves them to the processor", what, names)
     return dataclasses.replace(flags, n_stages=1) if asked is None else flags
 

@@ -69,10 +69,10 @@ def chosen_file(names: Sequence[str], quant: str, where: str) -> str:
     if found:
         raise ModelFileError(f"{where}: several files are {quant or USUAL}; name one as {where}/FILE: {_listed(found)}")
     known = ", ".join(sorted(name for name in by_quant if name))
-    asked = f"it has no {quant}" if quant else f"it has no {USUAL}, which would be taken"
+    asked = f"it has no {quant}" if quant else f"it has no {USUAL}, the default"
     if not known:
         raise ModelFileError(f"{where}: {asked}; name a file as {where}/FILE: {_listed(models)}")
-    raise ModelFileError(f"{where}: {asked}; name one of {known} behind a colon")
+    raise ModelFileError(f"{where}: {asked}; name one of {known} after a colon")
 
 
 def _why_none(names: Sequence[str], where: str) -> str:
@@ -82,7 +82,7 @@ def _why_none(names: Sequence[str], where: str) -> str:
             f"-GGUF), or convert it with llama.cpp's convert_hf_to_gguf.py"
         )
     if any(name.lower().endswith(".gguf") for name in names):
-        return f"{where}: it holds parts of models only (a projector, adapter or matrix); name the model's repository"
+        return f"{where}: it holds only parts of models (a projector, adapter or matrix); name the model's repository"
     return f"{where}: it holds no .gguf file"
 
 

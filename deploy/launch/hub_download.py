@@ -76,7 +76,7 @@ def _fill(partial: BinaryIO, facts: Any, headers: dict[str, str], name: str) -> 
     os.fsync(partial.fileno())
     if _SHA256.fullmatch(facts.etag) and _sha256_of(Path(partial.name)) != facts.etag:
         os.unlink(partial.name)
-        raise ModelFileError(f"{name}: came damaged: its sha256 is not the hub's; load it again")
+        raise ModelFileError(f"{name}: damaged on the way: its sha256 is not the hub's; download it again")
 
 
 def _sha256_of(path: Path) -> str:

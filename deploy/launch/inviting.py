@@ -45,8 +45,8 @@ def fresh_line(launched: Launched, name: str, host: str = "") -> str:
         host = stage.host
     elif stage is not None or not host:
         remote = ", ".join(stage.name for stage in manifest.members if not stage.is_local) or "none"
-        more = "" if stage is not None else "; for one more give its address too: --host ADDRESS"
-        raise UsageError(f"{pipeline} has no stage {name!r} on another host; those are: {remote}{more}")
+        more = "" if stage is not None else "; for a new stage give its address too: --host ADDRESS"
+        raise UsageError(f"{pipeline} has no stage {name!r} on another host; its stages there: {remote}{more}")
     authority = authority_of(manifest)
     if authority is None or not address:
         raise UsageError(

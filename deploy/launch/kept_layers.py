@@ -48,7 +48,7 @@ def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
             partial.write_bytes(msgspec.json.encode(kept))
             partial.replace(path)
         except OSError as error:
-            log.warning("the moved layers are not kept: %s: %s; a restart goes back to those of before", path, error)
+            log.warning("the moved layers cannot be saved: %s: %s; a restart goes back to the old ones", path, error)
 
     return keep
 
@@ -82,7 +82,7 @@ def kept_split(
     cuts = ",".join(map(str, state.cuts)) or "none"
     if names and (gone := set(state.stages) - {*names, *state.added}):
         log.warning(
-            "the moved layers %s cannot be served again: %s is no stage any more", cuts, ", ".join(sorted(gone))
+            "the moved layers %s cannot be served again: %s is not a stage any more", cuts, ", ".join(sorted(gone))
         )
         return base, None
     if state.cuts == load_pipeline(base, stages_here=False).cuts:
@@ -92,5 +92,5 @@ def kept_split(
     except RelaylineError as error:
         log.warning("the moved layers %s cannot be served again: %s", cuts, error.message)
         return base, None
-    log.info("going on with moved layers", extra={"fields": {"cuts": cuts, "stages": ",".join(state.stages)}})
+    log.info("continuing with the moved layers", extra={"fields": {"cuts": cuts, "stages": ",".join(state.stages)}})
     return directory, state

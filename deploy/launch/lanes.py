@@ -38,7 +38,7 @@ def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
     if manifest.engine.n_lanes != n_lanes or n_lanes >= n_usual:
         return []
     state_mib = sum(_states(manifest, facts)) / MIB
-    return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} unless a setting says more"]
+    return [f"each lane keeps a state of {state_mib:,.0f} MiB, so there are {n_lanes} lanes unless a setting says more"]
 
 
 def _states(manifest: Manifest, facts: ModelFacts) -> list[int]:

@@ -34,7 +34,7 @@ def mender(model: Path, directory: Path, file: PipelineFile) -> Mend:
         fault = await asyncio.to_thread(_fault, directory, file)
         if not fault:
             return True
-        log.warning("%s; splitting %s anew", fault, model.name)
+        log.warning("%s; splitting %s again", fault, model.name)
         problem = await asyncio.to_thread(_changed, model, file) or await _split(model, directory, file)
         problem = problem or await asyncio.to_thread(_fault, directory, file)
         if problem:
@@ -73,7 +73,7 @@ def _fault(directory: Path, file: PipelineFile) -> str:
         found = load_pipeline(directory)
     except ArtifactError as error:
         return error.message
-    return "" if found.stages == file.stages else f"{directory} holds other slices than those that are served"
+    return "" if found.stages == file.stages else f"{directory} holds other slices than the stages have"
 
 
 def _changed(model: Path, file: PipelineFile) -> str:

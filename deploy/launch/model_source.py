@@ -72,7 +72,7 @@ def parse_reference(reference: str) -> HubFile:
     named = _REPOSITORY.fullmatch(reference)
     if named is None or found is not None or named[1].endswith(".gguf"):
         raise UsageError(
-            f"{reference!r} is no model on the hub; write hf://ORG/REPO/FILE.gguf, hf://ORG/REPO or hf://ORG/REPO:QUANT"
+            f"{reference!r} is not a model on the hub; write hf://ORG/REPO/FILE.gguf, hf://ORG/REPO or hf://ORG/REPO:QUANT"
         )
     return HubFile(named[1], "", named[3] or "", named[2] or "")
 
@@ -113,7 +113,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
     for folder in folders:
         if name := projector_among(path.name for path in folder.glob("*.gguf")):
             return folder / name
-    raise ModelFileError(f"{model.parent}: no projector (mmproj*.gguf) beside the model; name one with --mmproj")
+    raise ModelFileError(f"{model.parent}: no projector (mmproj*.gguf) next to the model; name one with --mmproj")
 
 
 def projector_of(reference: str) -> str:
@@ -155,7 +155,7 @@ def _only_model(files: list[Path], where: str, others: list[Path]) -> Path:
             f"{where}: holds safetensors files; take a GGUF of the model, or make one with llama.cpp's "
             f"convert_hf_to_gguf.py"
         )
-    raise ModelFileError(f"{where}: no .gguf file of a model there")
+    raise ModelFileError(f"{where}: has no .gguf file of a model")
 
 
 def _check(path: Path, sha256: str) -> None:
@@ -167,9 +167,7 @@ def _check(path: Path, sha256: str) -> None:
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read: {error.strerror}") from error
     if found != sha256:
-        raise ModelFileError(
-            f"{path}: its sha256 is {found}, not {sha256} as asked for; it is another file, or damaged"
-        )
+        raise ModelFileError(f"{path}: its sha256 is {found}, not {sha256}; it is another file, or damaged")
 
 
 def _from_hub(model: HubFile) -> Path:
@@ -248,7 +246,7 @@ def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoRe
 
     where = f"{SCHEME}{model.repo}/{file}".rstrip("/")
     if isinstance(error, errors.GatedRepoError):
-        text = f"{where}: access is granted by its authors only; ask on its page, then set HF_TOKEN"
+        text = f"{where}: its authors must grant access; ask on its page, then set HF_TOKEN"
     elif isinstance(error, errors.RepositoryNotFoundError):
         text = f"{where}: there is no such repository, or it is private; check the name, or set HF_TOKEN"
     elif isinstance(error, errors.RevisionNotFoundError):
@@ -260,7 +258,7 @@ def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoRe
     elif isinstance(error, errors.HFValidationError):
         raise UsageError(f"{where}: {_first_line(error)}") from error
     else:
-        text = f"{where}: cannot be loaded: {_first_line(error)}"
+        text = f"{where}: cannot be downloaded: {_first_line(error)}"
     raise ModelFileError(text) from error
 
 

@@ -31,7 +31,7 @@ def with_projector(manifest: Manifest, reference: str = "") -> Manifest:
         log.info("projector: %s", path)
         return override(manifest, {entry_of(ServingSettings, "mmproj").place: str(path)})
     if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
-        log.info("images are not served; the repository has a projector for them, %s: --mmproj auto", name)
+        log.info("images are not served; the repository has a projector, %s; --mmproj auto uses it", name)
     return manifest
 
 
@@ -63,7 +63,5 @@ def _of_split(directory: Path) -> Path:
     if name := projector_among(path.name for path in directory.glob("*.gguf")):
         return (directory / name).absolute()
     flag = entry_of(ServingSettings, "mmproj").flag
-    text = (
-        f"{directory} holds no projector (mmproj*.gguf); say --model FILE, beside which one is, or name the projector"
-    )
+    text = f"{directory} holds no projector (mmproj*.gguf); name it, or give --model FILE with a projector next to it"
     raise UsageError(f"{flag} {AUTO_PROJECTOR}: {text}")

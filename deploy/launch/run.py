@@ -166,7 +166,7 @@ def launch(
         before = directory.load()
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
-            log.warning("the last run did not end properly; %d processes of it were still there", n_ended)
+            log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
         with headers_read_once():
             plan, mend = plan_of(what, directory)
         if (said := plan_event(what.manifest, directory.plan)) is not None:

@@ -222,7 +222,7 @@ def find_running(state_dir: Path | None, asked: str = "") -> list[tuple[StateDir
         except UsageError as error:
             if state_dir is not None or path.name == asked:
                 raise
-            click.echo(f"relayline: warning: {path.name} is left out: {' '.join(error.message.split())}", err=True)
+            click.echo(f"relayline: warning: {path.name} is ignored: {' '.join(error.message.split())}", err=True)
             continue
         if state is not None:
             found.append((directory, state))

@@ -33,7 +33,7 @@ def _ready_line(event: dict[str, Any]) -> str:
     if reached is None or reached:
         return f"ready: {reached or event['url']}/v1\n{try_it}"
     port = event["url"].rpartition(":")[2]
-    return f"ready: {event['url']}/v1 (for this machine alone; `--http 0.0.0.0:{port}` lets other hosts in)\n{try_it}"
+    return f"ready: {event['url']}/v1 (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)\n{try_it}"
 
 
 def curl_of(event: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ def check_spares(spares: Sequence[Stage]) -> None:
     """Raise ValueError for a spare that is given layers: it takes those of another stage."""
     for spare in spares:
         if spare.layer_range is not None:
-            raise ValueError(f"spare {spare.name!r} takes the layers of the stage that it stands in for; leave out its")
+            raise ValueError(f"spare {spare.name!r} gets the layers of the stage that it replaces; leave out its")
 
 
 def check_layers(stages: Sequence[Stage]) -> None:

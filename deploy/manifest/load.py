@@ -141,7 +141,7 @@ def _complaint(error: ErrorDetails, document: Document, root: type[Part]) -> Com
 _WRONG_VALUES = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
-    "int_parsing_size": "must be a whole number of usual size",
+    "int_parsing_size": "must be a smaller whole number",
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "bool_type": "must be true or false",
@@ -201,8 +201,8 @@ def _unknown_key(path: tuple[str | int, ...], root: type[Part]) -> str:
         return f"{said}; did you mean {near}?"
     elsewhere = places_of(key, root)
     if elsewhere:
-        return f"{said}; it belongs into {' or '.join(elsewhere)}"
-    return f"{said}; it knows {', '.join(known)}"
+        return f"{said}; it belongs to {' or '.join(elsewhere)}"
+    return f"{said}; known keys are {', '.join(known)}"
 
 
 def _nearest(word: str, known: list[str]) -> str | None:

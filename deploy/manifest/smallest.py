@@ -67,7 +67,7 @@ def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifes
     asked = len(flags.cuts) + 1 if flags.cuts is not None else flags.n_stages
     if listed and asked not in (None, len(manifest.stages)):
         raise UsageError(
-            f"the manifest lists {len(manifest.stages)} stages, the flags ask for {asked}; change the manifest"
+            f"the manifest lists {len(manifest.stages)} stages, but the flags ask for {asked}; change the manifest"
         )
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     if listed or asked is None:
@@ -102,7 +102,7 @@ def with_hosts(manifest: Manifest, hosts: Sequence[str]) -> Manifest:
         return Manifest.model_validate(data).with_directory(manifest.directory)
     except ValueError as error:
         raise UsageError(
-            f"--hosts {','.join(hosts)}: give names or addresses without ports, with commas between"
+            f"--hosts {','.join(hosts)}: give names or addresses without ports, separated by commas"
         ) from error
 
 

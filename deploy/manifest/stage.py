@@ -105,7 +105,9 @@ class Stage(Part):
     @classmethod
     def _is_a_range(cls, layers: Literal["auto"] | tuple[int, int]) -> Literal["auto"] | tuple[int, int]:
         if layers != "auto" and layers[0] >= layers[1]:
-            raise ValueError(f"[{layers[0]}, {layers[1]}] holds no layer: the end is not included, write [first, end)")
+            raise ValueError(
+                f"[{layers[0]}, {layers[1]}] holds no layer: the end is not included, so write [first, last + 1]"
+            )
         return layers
 
     @property

@@ -63,7 +63,7 @@ class Document:
 def read_document(data: bytes) -> Document:
     """Parse one YAML document. Raises only TextError, for any bytes."""
     if len(data) > TEXT_BYTES_MAX:
-        raise TextError(Complaint(1, f"the file has {len(data)} bytes; a manifest may have {TEXT_BYTES_MAX}"))
+        raise TextError(Complaint(1, f"the file has {len(data)} bytes; a manifest may have at most {TEXT_BYTES_MAX}"))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -199,7 +199,7 @@ class _Builder:
         return _number(text)
 
 
-_HALF_CHARACTER = "an escape stands for half a character (a surrogate)"
+_HALF_CHARACTER = "an escape is half a character (a surrogate)"
 
 
 def _is_text(text: str) -> bool:

@@ -49,7 +49,7 @@ def compare(
     found = after.get("stages", [])
     cut = tuple(tuple(stage["layers"]) for stage in found)
     if cut != plan.best.edges:
-        raise StartError(f"the running pipeline has the layers {_told(cut)}, this plan {_told(plan.best.edges)}")
+        raise StartError(f"the running pipeline has layers {_told(cut)}, this plan {_told(plan.best.edges)}")
     if not all(stage.get("steps") for stage in found):
         raise StartError("the running pipeline has not decoded anything yet; send it some requests first")
     figures = [figure for index, stage in enumerate(found) for figure in _of_stage(plan, index, stage)]
@@ -63,10 +63,10 @@ def compare(
 def why_no_rate(plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_s: float) -> str:
     """Return in one line why two looks at GET /v1/pipeline give no tokens per second; "" where they do."""
     if wall_s <= 0 or not before:
-        return "there was only one look"
+        return "there was only one reading"
     first, last = before["running"], after["running"]
     if first != last:
-        return f"the streams changed: {first} ran at the first look, {last} at the last"
+        return f"the streams changed: {first} ran at the first reading, {last} at the last"
     n_tokens = _generated(before, after)
     if n_tokens < 0:
         return "the coordinator was restarted between the two readings"
@@ -142,10 +142,10 @@ def verdict(figures: list[Comparison]) -> str:
     if abs(worst.ratio - 1) <= FINE_SHARE:
         return f"nothing to worry about: everything is within {FINE_SHARE:.0%} of the plan."
     if not is_slow:
-        return f"nothing to worry about, though the plan is too careful: {off}; `plan --measure` makes it exact."
+        return f"nothing to worry about, but the plan is too careful: {off}; `plan --measure` makes it exact."
     if abs(worst.ratio - 1) <= WORRY_SHARE:
         return f"no need to worry yet: {off}, which a busy machine explains; `plan --measure` makes the plan exact."
-    return f"worry: {off}. Look for what else runs there, for too many threads, or measure with `plan --measure`."
+    return f"worry: {off}. Look for other programs there or for too many threads, or measure with `plan --measure`."
 
 
 def show(figures: list[Comparison], console: Console) -> None:

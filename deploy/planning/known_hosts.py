@@ -125,7 +125,7 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
         except FileNotFoundError:
             continue
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("what was known of %s cannot be read: %s; it is measured again", stage.host, error)
+            log.warning("the measurements of %s cannot be read: %s; it is measured again", stage.host, error)
             continue
         if known.version == VERSION:
             found[stage.name] = known
@@ -150,7 +150,7 @@ def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport
         try:
             _store(_path(manifest, stage, key), kept)
         except OSError as error:
-            log.warning("what %s told is not kept: %s; the next start measures it again", stage.name, error)
+            log.warning("the report of %s cannot be saved: %s; the next start measures it again", stage.name, error)
     return found
 
 
@@ -166,7 +166,7 @@ def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) 
             try:
                 _store(_path(manifest, stage, key), msgspec.structs.replace(known, served=(_kept(sample),)))
             except OSError as error:
-                log.warning("what %s measured is not kept: %s", stage.name, error)
+                log.warning("the measurements of %s cannot be saved: %s", stage.name, error)
 
 
 def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:

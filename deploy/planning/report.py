@@ -241,15 +241,15 @@ def _lines(plan: Plan) -> list[str]:
     tokens = min(PROMPT_TOKENS, load.ctx_tokens - 1)
     lines = [
         f"room: {load.n_lanes} streams of {load.ctx_tokens:,} tokens, {kv_cells(load):,} cells in every stage's cache",
-        f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s when nothing else runs",
+        f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s if nothing else runs",
         f"bytes per token: {links}",
     ]
     for variant in plan.variants:
         lines.append(
-            f"one more machine like that of {variant.like} ({variant.why}), after {variant.after}: "
+            f"one more machine like {variant.like}'s ({variant.why}), after {variant.after}: "
             f"{variant.tokens_per_s:.1f} tok/s at {load.streams} streams ({round(variant.gain, 2) + 0.0:+.0%})"
         )
     lines += plan.advice
     if not plan.best.is_exact:
-        lines.append("note: too many ways to cut for an exact search; this is the best split that a wide one found")
+        lines.append("note: there are too many ways to cut for an exact search; this is the best split of a wide one")
     return [*lines, *(f"note: {note}" for note in plan.notes)]

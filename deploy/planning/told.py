@@ -108,9 +108,9 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
     equal, rate = planned["equal_tok_s"], planned["tok_s"]
     line = f"  about {rate:.4g} tok/s at {planned['streams']} streams"
     if equal:
-        line += f"; equal shares would make {equal:.4g}"
+        line += f"; equal shares would give {equal:.4g}"
     if planned["limit"]:
-        line += f"; what limits is {planned['limit']}"
+        line += f"; the limit is {planned['limit']}"
     return [*lines, line]
 
 
@@ -120,7 +120,7 @@ def _why(stage: Mapping[str, Any]) -> str:
         parts.append(f"{stage['cores']} core{'s' * (stage['cores'] != 1)}")
     used, limit = stage["memory_bytes"] / GIB, stage["memory_limit_bytes"]
     memory = f"{used:.2f} GiB" if limit is None else f"{used:.2f} of {limit / GIB:.2f} GiB"
-    parts.append(f"{memory}, which is what limits it" if stage["is_full"] else memory)
+    parts.append(f"{memory}, which is its limit" if stage["is_full"] else memory)
     if stage.get("round_trip_ms") is not None:
         parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
     if stage["speed_source"] == BOUNDED:
@@ -131,7 +131,7 @@ def _why(stage: Mapping[str, Any]) -> str:
     elif stage.get("is_doubtful"):
         parts.append("busy when it was measured: the next start measures it again")
     if stage["speed_source"] == "estimated":
-        parts.append("its speed is only estimated")
+        parts.append("its speed is an estimate")
     return ", ".join(parts)
 
 

@@ -207,14 +207,17 @@ def test_refusals_are_one_line_on_both_sides(split: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("stage",), "give --artifact FILE, or --join"),
+        (("stage",), "give either --artifact FILE, or --join"),
         (("stage", "--artifact", "x", "--join", "127.0.0.1:1"), "one of them"),
         (("stage", "--join", "127.0.0.1:1"), "needs --name"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--ctx", "64"), "--ctx is set by the coordinator"),
         (("stage", "--artifact", "x", "--name", "a"), "--name belongs to --join"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--advertise", "h:1"), "is not a host"),
         (("serve", "--pipeline", "SPLIT"), "give --stages"),
-        (("serve", "--pipeline", "SPLIT", "--stages", "127.0.0.1:1", "--lanes", "4"), "--lanes tells stages that join"),
+        (
+            ("serve", "--pipeline", "SPLIT", "--stages", "127.0.0.1:1", "--lanes", "4"),
+            "--lanes is for stages that join",
+        ),
         (("serve", "--pipeline", "SPLIT", "--join-listen", "127.0.0.1:0", "--names", "a,b"), "2 names were given"),
         (("serve", "--pipeline", "SPLIT", "--join-listen", "127.0.0.1:0", "--names", "A,b,c"), "DNS label"),
     ],

@@ -115,7 +115,7 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
         assert now["move"]["paused_s"] < PAUSE_MAX_S
         # A step that takes longer than the switch waits for is computed again.
         assert now["move"]["replayed_tokens"] < now["move"]["kept_tokens"]
-        assert "; running requests keep " in said
+        assert "; running requests kept " in said
         old, new = ([entry["instance_id"] for entry in seen["stages"]] for seen in (before, after))
         assert [one == other for one, other in zip(old, new, strict=True)] == [True, False, False]
         assert [entry["restarts"] for entry in after["stages"]] == [0, 0, 0], "a switch is no restart"

@@ -95,7 +95,7 @@ export function planView() {
         fact("Prompt chunk", count(plan.chunk_rows), "rows"),
       );
       const unequal = state.imbalance;
-      say(warning, unequal ? `${stageName(state.stages[unequal.slowest])} holds the others up for ${unequal.for_s.toFixed(0)} s: layers ${unequal.layers.map(layers).join(", ")} would give ${percent(unequal.gain)} more tokens.` : "");
+      say(warning, unequal ? `${stageName(state.stages[unequal.slowest])} has slowed the pipeline down for ${unequal.for_s.toFixed(0)} s: layers ${unequal.layers.map(layers).join(", ")} would give ${percent(unequal.gain)} more tokens.` : "");
       const away = state.stages.filter((stage) => typeof stage.takeover_in_s === "number").map((stage) => `Others take over the layers of ${stageName(stage)} in ${stage.takeover_in_s.toFixed(0)} s.`);
       const without = (state.idle || []).map((entry) => `${entry.name} (${entry.state})`);
       say(idle, [...away, ...(without.length ? [`Without layers: ${without.join(", ")}.`] : [])].join(" "));

@@ -33,7 +33,7 @@ class FakeEncoder(Encoder):
     """An encoder that a test can hold: six rows of each image, of the image's last byte."""
 
     def __init__(self) -> None:
-        self.n_embd, self.identity = 4, b"fake"
+        self.n_embd, self.identity, self.are_mutual = 4, b"fake", False
         self.asked: Counter[tuple[bytes, int]] = Counter()
         self.may_go = threading.Event()
         self.may_go.set()

@@ -100,11 +100,14 @@ async def test_stages_that_are_not_here_are_no_attempt(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("moves_in_s", "end"),
-    [(None, "relayline move --cuts 6"), (90.0, "layers move by themselves in 90 s"),
-     (0.0, "layers move by themselves now")],
+    [(None, "relayline move --cuts 6"), (90.0, "layers move automatically in 90 s"),
+     (0.0, "layers move automatically now")],
 )  # fmt: skip
 def test_the_line_for_people_says_who_moves_layers(moves_in_s: float | None, end: str) -> None:
     found: dict[str, Any] = FOUND.describe(75 * S) | {"moves_in_s": moves_in_s}
     described = {"imbalance": found, "stages": [{"name": "desk"}, {"name": "laptop"}]}
-    assert unequal_line(described) == f"laptop holds the others up for 75 s: layers 0-5, 6-7 would give 50% more; {end}"
+    assert (
+        unequal_line(described)
+        == f"laptop has slowed the pipeline down for 75 s: layers 0-5, 6-7 would give 50% more; {end}"
+    )
     assert unequal_line({"imbalance": None, "stages": []}) == ""

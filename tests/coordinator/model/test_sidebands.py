@@ -50,7 +50,7 @@ def test_each_boundary_says_what_is_beside_its_rows(tmp_path: Path) -> None:
     hello = hello_of(pb.ConfigureRequest(wire_dtype=pb.DTYPE_F16), stages[0])
     check_fit(hello, stages[1])
     hello.n_embd = N_EMBD
-    with pytest.raises(HandshakeError, match=f"width {N_EMBD} here {N_EMBD + beside[1]}"):
+    with pytest.raises(HandshakeError, match=f"width is {N_EMBD}, here {N_EMBD + beside[1]}"):
         check_fit(hello, stages[1])
 
 
@@ -112,7 +112,7 @@ def test_inspect_tells_what_is_beside_rows(name: str, tmp_path: Path) -> None:
     if name == E2B:
         assert told["layer_inputs"] == INPUT_WIDTH
         assert told["row_widths"][:2] == [N_EMBD + EACH, N_EMBD + EACH - INPUT_WIDTH]
-        assert "beside rows 32 values for each layer that is still to come, made on stage 0" in text
+        assert "beside rows 32 values for each later layer, made on stage 0" in text
         assert f"up to {N_EMBD + EACH - INPUT_WIDTH} in rows between stages" in text
         assert "of it also the head" in text
     else:
@@ -190,5 +190,5 @@ def test_an_artifact_that_has_no_place_for_what_is_beside_rows_is_refused(tmp_pa
     content = bytearray(path.read_bytes())
     content[offset : offset + 4] = (INPUT_WIDTH - 1).to_bytes(4, "little")
     path.write_bytes(content)
-    with pytest.raises(ArtifactError, match="rows in have 320 values, not 64 and 248 beside them; split the model"):
+    with pytest.raises(ArtifactError, match="rows in have 320 values, not 64 and 248 more; split the model"):
         open_artifact(path)

@@ -318,7 +318,7 @@ def test_a_stage_is_not_a_model(
     model = make_tiny("llama", tmp_path / "model.gguf", n_layers=2)
     pipeline = split_model(model, tmp_path / "split", cuts=(1,))
     code, line = refused([str(tmp_path / "split" / pipeline.stages[0].file)], monkeypatch, capsys)
-    assert (code, "is one stage of a split already" in line) == (1, True), line
+    assert (code, "is already one stage of a split" in line) == (1, True), line
 
 
 def test_no_model_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,13 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
     refused_here(2, "stage", "--artifact", split / "stage-0.gguf", "--kv-type", "q3", says="q8_0")
     refused_here(2, "serve", "--pipeline", split, "--stages", "127.0.0.1:1", "--http", "127.0.0.1:0", says="2 stages")
     refused_here(
-        2, "serve", "--pipeline", split, "--mmproj", "auto", says="holds no projector (mmproj*.gguf); say --model"
+        2,
+        "serve",
+        "--pipeline",
+        split,
+        "--mmproj",
+        "auto",
+        says="holds no projector (mmproj*.gguf); name it, or give --model",
     )
     refused_here(2, "nonsense", says="nonsense")
     for n_tokens in ("32", "-1", "x", "٣"):
@@ -162,10 +168,10 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
         "1",
         "--rounds",
         "2",
-        says="--streams and --rounds belong to the load without --rate",
+        says="--streams and --rounds do not go with --rate",
     )
     refused_here(
-        2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds belong to"
+        2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds do not go with"
     )
     refused_here(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
     # It has nothing to do with a measurement, and was taken without a word.
@@ -173,7 +179,7 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
 
 
 def test_numbers_that_are_none_or_no_machine_has(model: Path) -> None:
-    refused(2, "bench", "http://127.0.0.1:1", "--streams", "999999999", says="more than the 10000")
+    refused(2, "bench", "http://127.0.0.1:1", "--streams", "999999999", says="too many; one load can have 10000")
     refused(2, "bench", "http://127.0.0.1:1", "--prompt-tokens", "99999999999999999999", says="--prompt-tokens")
     for command, flag in (("top", "--interval"), ("doctor", "--timeout"), ("down", "--timeout")):
         refused(2, command, flag, "nan", says="'nan' is not a number")

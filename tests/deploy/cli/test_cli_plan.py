@@ -219,12 +219,12 @@ def test_a_comparison_puts_measurement_beside_prediction(model: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "last", "wall_s", "why"),
     [
-        ({"running": 2}, {"running": 3, "generated": 90}, 2.0, "2 ran at the first look, 3 at the last"),
+        ({"running": 2}, {"running": 3, "generated": 90}, 2.0, "2 ran at the first reading, 3 at the last"),
         ({"generated": 90}, {"generated": 20}, 2.0, "was restarted"),
         ({}, {}, 2.0, "no stream decoded during the 2.0 s"),
         ({"running": 0}, {"running": 0, "generated": 90}, 2.0, "no stream decoded"),
         ({"running": 3}, {"running": 3, "generated": 90}, 2.0, "predicts nothing for 3 streams (--streams 3 does)"),
-        ({}, {"generated": 90}, 0.0, "only one look"),
+        ({}, {"generated": 90}, 0.0, "only one reading"),
     ],
 )
 def test_looks_that_give_no_rate_say_why(
@@ -273,7 +273,9 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
         idle = relayline("plan", path, "--compare", "--url", url, "--seconds", "0.1")
         assert idle.returncode == 0, idle.stderr
         said = " ".join(idle.stdout.split())
-        assert re.search(r"no tok/s from these looks: no stream decoded during the \d+\.\d s from start to end", said)
+        assert re.search(
+            r"no tok/s from these readings: no stream decoded during the \d+\.\d s from start to end", said
+        )
     finally:
         up.stop()
     gone = relayline("plan", path, *arguments)

@@ -71,7 +71,7 @@ def test_a_trace_answers_where_when_with_whom_and_why() -> None:
     assert "queue 3.0 ms  prefill 20.0 ms  decode 12.3 s" in text
     assert "first token after 23.0 ms  between tokens mean 5.0 ms, p95 9.0 ms, max 11.0 ms" in text
     assert "drafted" not in text
-    assert "\n  9 tokens drafted, 4 of them right\n" in shown(lived(drafted_tokens=9, accepted_tokens=4))
+    assert "\n  9 draft tokens, 4 of them accepted\n" in shown(lived(drafted_tokens=9, accepted_tokens=4))
     assert "paused at 90.0 ms: stage 1 is gone [lost]" in text  # brackets are no markup
     assert "1 prefill and 40 decode steps of 3.5 rows (max 8), waited 3.0 ms (max 0.90 ms)" in text
     assert "stage 1 does not answer" in text
@@ -157,7 +157,7 @@ def test_a_cut_that_would_be_faster_is_a_line() -> None:
     after = described(10**9, 30) | {"imbalance": {"slowest": 0, "layers": [[0, 2], [2, 4]], "gain": 0.314, "for_s": 75}}
     out = io.StringIO()
     Console(file=out, width=100).print(frame("http://h", after, rates(described(0, 0), after)))
-    assert "stage 0 holds the others up for 75 s: layers 0-1, 2-3 would give 31% more" in out.getvalue()
+    assert "stage 0 has slowed the pipeline down for 75 s: layers 0-1, 2-3 would give 31% more" in out.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -291,7 +291,9 @@ def test_another_server_is_one_line(command: str, body: str) -> None:
         seen = relayline(*LOOKERS[command], url)
     assert seen.returncode == 1
     (line,) = seen.stderr.splitlines()
-    assert "is not a relayline coordinator's" in line or "does not answer as an OpenAI-compatible server" in line
+    assert (
+        "is not served by a relayline coordinator" in line or "does not answer as an OpenAI-compatible server" in line
+    )
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -31,7 +31,7 @@ def refusal(*arguments: str | Path) -> str:
 def test_a_token_is_for_the_stage_that_it_names(tmp_path: Path) -> None:
     token = new_token("old", b"a CA")
     said = refusal("127.0.0.1:1", str(token), "--name", "server", "--state", tmp_path)
-    assert said == "the token is for stage old, not for server; leave --name away"
+    assert said == "the token is for stage old, not for server; leave out --name"
     assert "not one of a join line" in refusal("127.0.0.1:1", "nonsense", "--state", tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -45,7 +45,7 @@ def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:
     assert chosen(tmp_path, "older").file.enrol == "10.0.0.9:50049"
     assert chosen(tmp_path, address="10.0.0.1:50049").file.name == "old"
     assert chosen(tmp_path, address="10.0.0.1:50050").file.name == "old", "where stages join is the same coordinator"
-    assert "has joined no such pipeline" in refusal("10.0.0.7:50049", "--state", tmp_path)
+    assert "has not joined that pipeline" in refusal("10.0.0.7:50049", "--state", tmp_path)
 
 
 def test_a_membership_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def summary(n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0,
         ([("1", summary()), ("4", summary(n_complete=3))], "worry: not every request was answered in full with 4"),
         ([("1", summary(p50=500.0))], "with 1 streams a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(p99=900.0))], "with 4 streams one token in a hundred takes 10 times"),
-        ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams get fewer tokens a second together than 1"),
+        ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams together get fewer tokens a second than 1"),
     ],
 )
 def test_a_bench_ends_with_a_verdict(summaries: list[tuple[str, Summary]], says: str) -> None:
@@ -233,8 +233,8 @@ def test_a_bench_ends_with_a_verdict(summaries: list[tuple[str, Summary]], says:
     ("unit", "ratio", "says"),
     [
         ("ms", 1.1, "nothing to worry about: everything is within 15%"),
-        ("ms", 0.5, "nothing to worry about, though the plan is too careful"),
-        ("tok/s", 2.0, "nothing to worry about, though the plan is too careful"),
+        ("ms", 0.5, "nothing to worry about, but the plan is too careful"),
+        ("tok/s", 2.0, "nothing to worry about, but the plan is too careful"),
         ("ms", 1.4, "no need to worry yet"),
         ("tok/s", 0.7, "no need to worry yet"),
         ("ms", 3.0, "worry: a step is 3.00 times the plan's"),

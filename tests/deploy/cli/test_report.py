@@ -64,7 +64,7 @@ def test_paths_are_those_that_the_page_asks_for(given: str) -> None:
 
 async def test_no_report_of_what_is_no_coordinator(tokenizer: Tokenizer) -> None:
     async with served(tokenizer) as world:
-        with pytest.raises(StartError, match="not a relayline coordinator"):
+        with pytest.raises(StartError, match="not served by a relayline coordinator"):
             await report.collect(f"{world.url}/v1/models?", "", 1.0)
 
 

@@ -205,12 +205,12 @@ V3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
 @pytest.mark.parametrize(
     ("facts", "outcome", "text"),
     [
-        (llama(), OK, "relayline's are in: q4_0, attention"),
+        (llama(), OK, "relayline's are compiled in: q4_0, attention"),
         (llama(kernels=""), OK, "not used: RELAYLINE_KERNELS=off"),
         (llama(system=V3, kernels=None), WARNING, "steps of many rows take longer"),
         (llama(system=V3, kernels=None, left_out=True), OK, "built with RELAYLINE_KERNELS=off"),
-        (llama(system=V3, kernels=None, gpu=True), OK, "no use for relayline's"),
-        (llama(system="CPU : AVX = 1 |", kernels=None), OK, "no use for relayline's"),
+        (llama(system=V3, kernels=None, gpu=True), OK, "relayline's do not help this build"),
+        (llama(system="CPU : AVX = 1 |", kernels=None), OK, "relayline's do not help this build"),
     ],
 )
 def test_which_kernels_are_in(facts: Any, outcome: Outcome, text: str) -> None:
@@ -301,7 +301,7 @@ def test_what_a_manifest_will_need(model: Path, tmp_path: Path, monkeypatch: pyt
 PHASES = {
     Phase.LOADING: "it waits for stages",
     Phase.RECOVERING: "a stage was lost just now",
-    Phase.UNREACHABLE: "a stage is not heard any more",
+    Phase.UNREACHABLE: "a stage gives no sign of life",
     Phase.DRAINING: "it was told to end",
 }
 APART = "  stages: [{name: a}, {name: b, host: box.test}]\n  coordinator: {host: head.test}\n"

@@ -20,14 +20,14 @@ def test_the_tried_versions_are_fine() -> None:
 def test_others_are_named_with_what_was_tried() -> None:
     finding = versions.judge_versions(TRIED, {"numpy": "2.5.0", "grpcio": "1.85.1"})
     assert finding.outcome is Outcome.WARNING
-    assert finding.found == "numpy 2.5.0 (tried: 2.4.6)"
+    assert finding.found == "numpy 2.5.0 (tested: 2.4.6)"
     assert "make setup" in finding.remedy
 
 
 def test_many_others_stay_one_line() -> None:
     tried = {f"package-{number:02}": "1" for number in range(20)}
     finding = versions.judge_versions(tried, dict.fromkeys(tried, "2"))
-    assert finding.found.count("tried") == versions.NAMED_MAX
+    assert finding.found.count("tested") == versions.NAMED_MAX
     assert finding.found.endswith("and 12 more")
 
 

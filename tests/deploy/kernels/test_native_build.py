@@ -402,7 +402,7 @@ def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_pa
     assert named == {"build/llama_minimal.cmake"} | {name for name in kernels if "__" not in name}
     mark.write_text(mark.read_text().replace("kernels/switch.cpp ", "kernels/switch.cpp 0"))
     assert built_with.trouble(mark, "ON").endswith("built from other files: kernels/switch.cpp")
-    assert "not built by this tree" in built_with.trouble(tmp_path / "none", "ON")
+    assert "not built from this source tree" in built_with.trouble(tmp_path / "none", "ON")
 
 
 PRODUCTS_OF_A_PROCESS = """

@@ -53,4 +53,4 @@ async def test_a_child_is_not_held_up_by_who_shows_its_lines(
         await child.stop(0)
     assert child.exit_code == 3
     assert child.cause_of_death().startswith("stage-0 ended with exit code 3: xxx"), "the last lines are kept"
-    assert ("was not taken" in caplog.text) is (kind is RuntimeError)
+    assert ("could not be handled" in caplog.text) is (kind is RuntimeError)

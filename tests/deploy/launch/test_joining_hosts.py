@@ -118,7 +118,9 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
     assert words[:3] == ["relayline", "join", "10.0.0.9:50049"]
     assert read_token(words[3]).name == "old"
     for name in ("mini", "nobody"):
-        with pytest.raises(UsageError, match=rf"no stage '{name}' on another host; those are: desk, server, old"):
+        with pytest.raises(
+            UsageError, match=rf"no stage '{name}' on another host; its stages there: desk, server, old"
+        ):
             fresh_line(Launched(directory, state), name)
     ended = LaunchState(STATE_VERSION, "four", "four.yaml", Phase.STOPPED, me.pid, me.start_ticks - 1)
     with pytest.raises(UsageError, match="four does not run"):

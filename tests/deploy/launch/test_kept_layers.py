@@ -67,7 +67,7 @@ def test_layers_of_a_stage_that_is_none_any_more_are_told_and_left(
     keep(PoolState((3,), ("a", "gone")))
     with caplog.at_level(logging.WARNING):
         assert kept_split(kept, base, DEMO, ("a", "b")) == (base, None)
-    assert "gone is no stage any more" in caplog.text
+    assert "gone is not a stage any more" in caplog.text
 
 
 def test_one_stage_may_hold_all_that_two_were_to(base: Path, tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_full_disk_is_told(base: Path, tmp_path: Path, caplog: pytest.LogCaptu
     keep = keeper(tmp_path / "file" / "layers.json", base)
     assert keep is not None
     keep(PoolState((3,), ("a", "b")))
-    assert "the moved layers are not kept" in caplog.text
+    assert "the moved layers cannot be saved" in caplog.text

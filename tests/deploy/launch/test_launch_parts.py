@@ -86,7 +86,7 @@ def draft_of_serve(*arguments: str | Path) -> int:
 
 
 def test_drafts_by_number_need_the_policy_that_makes_them() -> None:
-    with pytest.raises(UsageError, match="--draft 4 needs --policy auto: with drain nothing is drafted"):
+    with pytest.raises(UsageError, match="--draft 4 needs --policy auto: with drain there are no drafts"):
         draft_of_serve("--policy", "drain", "--draft", "4")
     assert draft_of_serve("--policy", "single", "--draft", "off") == 0
     assert draft_of_serve("--policy", "drain", "--groups", "2", "--draft", "4") == 4
@@ -369,7 +369,7 @@ def test_lines_for_people() -> None:
     assert rest[0] == "try it:"
     assert "http://127.0.0.1:8080/v1/chat/completions" in rest[1]
     alone = line_of(served | {"clients": ""}, as_json=False).splitlines()[0]
-    assert alone.endswith("/v1 (for this machine alone; `--http 0.0.0.0:8080` lets other hosts in)")
+    assert alone.endswith("/v1 (only for this machine; `--http 0.0.0.0:8080` lets other hosts in)")
     everywhere = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "http://10.0.0.9:8080", "model": "m"}
     assert line_of(everywhere, as_json=False).splitlines()[0] == "ready: http://10.0.0.9:8080/v1"
     assert line_of(ready, as_json=True).startswith('{"event": "process"')

@@ -122,7 +122,7 @@ def test_a_token_is_sent(hub: Hub, tmp_path: Path) -> None:
     assert "private" in text
     assert "HF_TOKEN" in text
     hub.gated = True
-    assert "granted by its authors" in load(hub.url, tmp_path / "gated", "hf://org/repo/model.gguf")[1]
+    assert "its authors must grant access" in load(hub.url, tmp_path / "gated", "hf://org/repo/model.gguf")[1]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_directory_a_pattern_and_any_shard_lead_to_the_first_file(
     # A folder of this name is meant before a repository of the hub.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "repo").mkdir(parents=True)
-    with pytest.raises(ModelFileError, match=r"org/repo: no \.gguf file"):
+    with pytest.raises(ModelFileError, match=r"org/repo: has no \.gguf file"):
         resolve_model("org/repo")
 
 
@@ -216,7 +216,7 @@ def test_a_repository_is_enough(hub: Hub, tmp_path: Path) -> None:
     assert (code, Path(usual).name) == (0, "m-Q4_K_M.gguf")
     assert Path(load(hub.url, tmp_path, "hf://org/many:q8_0")[1]).read_bytes() == b"GGUF 8"
     code, text = load(hub.url, tmp_path, "org/many:Q2_K")
-    assert (code, text) == (3, "ModelFileError: hf://org/many: it has no Q2_K; name one of Q4_K_M, Q8_0 behind a colon")
+    assert (code, text) == (3, "ModelFileError: hf://org/many: it has no Q2_K; name one of Q4_K_M, Q8_0 after a colon")
     assert "it holds safetensors and no GGUF; take a repository" in load(hub.url, tmp_path, "org/hf")[1]
     assert "no such repository" in load(hub.url, tmp_path, "org/none")[1]
     # Without the network what is here is enough.
@@ -242,9 +242,9 @@ def test_a_quantisation_leads_to_one_file(names: list[str], quant: str, expected
 @pytest.mark.parametrize(
     ("names", "quant", "says"),
     [
-        (["a-Q4_0.gguf", "a-Q8_0.gguf"], "", "it has no Q4_K_M, which would be taken; name one of Q4_0, Q8_0"),
+        (["a-Q4_0.gguf", "a-Q8_0.gguf"], "", "it has no Q4_K_M, the default; name one of Q4_0, Q8_0"),
         (["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0", "several files are Q8_0; name one as hf://o/n/FILE: a-Q8_0.gguf, b-"),
-        (["mmproj-F16.gguf"], "", "it holds parts of models only"),
+        (["mmproj-F16.gguf"], "", "it holds only parts of models"),
         (["README.md"], "", r"it holds no \.gguf file"),
     ],
 )

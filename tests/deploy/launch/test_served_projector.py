@@ -49,7 +49,9 @@ def test_a_manifest_names_the_model(files: Path) -> None:
 
 
 def test_without_one_a_line_says_what_to_do(files: Path) -> None:
-    with pytest.raises(UsageError, match=r"--mmproj auto: .*bare holds no projector .* say --model FILE") as caught:
+    with pytest.raises(
+        UsageError, match=r"--mmproj auto: .*bare holds no projector .* name it, or give --model FILE"
+    ) as caught:
         chosen(files, directory="bare")
     assert "\n" not in str(caught.value)
     (files / "bare" / "m.gguf").write_bytes(b"GGUF")

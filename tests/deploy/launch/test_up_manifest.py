@@ -237,7 +237,7 @@ def test_up_of_what_runs_changes_nothing_or_says_what_takes_a_new_start(home: Pa
     assert (same.returncode, same.stdout) == (0, "served already runs as the manifest says; nothing to change\n")
     other = relayline("up", home / "served.yaml", "--lanes", "4")
     assert other.returncode == 1
-    assert other.stdout == "context.lanes: 8 -> 4: takes a new start\n"
+    assert other.stdout == "context.lanes: 8 -> 4: needs a new start\n"
     assert "served runs, and nothing was changed: context.lanes cannot change while it serves" in other.stderr
     assert relayline("up", home / "served.yaml", "--lanes", "4", "--dry-run").returncode == 0
 

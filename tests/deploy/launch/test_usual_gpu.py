@@ -86,7 +86,7 @@ def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixtur
         small = Gpu("CUDA0", "small", GPU_RESERVE_BYTES_MIN + need - 1)
         flags = offloaded(StageFlags(), [small], model, load)
         assert (flags.n_stages, flags.gpu_layers) == (1, n_layers - 1)
-        assert f"{n_layers - 1} of {n_layers} layers, which is what fits," in caplog.text
+        assert f"{n_layers - 1} of {n_layers} layers, as many as fit," in caplog.text
         assert offloaded(StageFlags(n_stages=2), [small], model, load) == StageFlags(n_stages=2)
         assert "does not fit on CUDA0 (small)" in caplog.text
 

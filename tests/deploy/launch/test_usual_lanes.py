@@ -42,7 +42,7 @@ def test_a_model_with_large_states_gets_fewer_lanes(model: Path) -> None:
     assert (usual.engine.n_lanes, lowered.engine.n_lanes) == (32, 5)
     plan = make_plan(lowered)
     assert plan.instance.load.n_lanes == 5
-    assert any("so there are 5 unless a setting says more" in note for note in plan.notes)
+    assert any("so there are 5 lanes unless a setting says more" in note for note in plan.notes)
     assert (needed_memory_bytes(lowered) or 0) < (needed_memory_bytes(usual) or 0)
 
 
@@ -70,7 +70,7 @@ def test_earlier_states_are_memory_of_every_lane(model: Path) -> None:
 
 def test_inspect_says_whether_drafts_can_be_had(model: Path, tmp_path: Path) -> None:
     other = make_tiny("granitehybrid", tmp_path / "other.gguf")
-    for path, can, line in ((model, True, "--rewind-rows N"), (other, False, "cannot be taken back")):
+    for path, can, line in ((model, True, "--rewind-rows N"), (other, False, "cannot be rewound")):
         told = CliRunner().invoke(inspect_command, [str(path)])
         assert line in told.output
         told = CliRunner().invoke(inspect_command, [str(path), "--json"])
@@ -90,4 +90,4 @@ def test_a_model_that_is_not_here_or_attends_alone_changes_nothing(tmp_path: Pat
 def test_inspect_tells_the_number(model: Path) -> None:
     assert json.loads(CliRunner().invoke(inspect_command, [str(model), "--json"]).stdout)["usual_lanes"] == 5
     text = " ".join(CliRunner().invoke(inspect_command, [str(model)]).stdout.split())
-    assert "5 lanes unless you say" in text
+    assert "5 lanes by default" in text

@@ -103,7 +103,7 @@ def test_install_status_and_uninstall(asked: Path) -> None:
     unit = Path(os.environ["HOME"], ".config/systemd/user/relayline-old.service")
     assert service("status").exit_code == 1
     done = service("install", "--", "--threads", "4")
-    assert "stage old runs, and starts with this system" in done.output
+    assert "stage old runs now, and at every start of this system" in done.output
     assert "loginctl enable-linger" in done.output
     (start,) = (line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
     words = shlex.split(start)
@@ -129,7 +129,7 @@ def test_a_dry_run_changes_nothing(asked: Path) -> None:
 
 
 def test_mistakes_are_told_before_anything_is_installed(asked: Path) -> None:
-    with pytest.raises(UsageError, match=r"has joined no such pipeline \(it has joined old at 10\.0\.0\.1:50049\)"):
+    with pytest.raises(UsageError, match=r"has not joined that pipeline \(it has joined old at 10\.0\.0\.1:50049\)"):
         service("install", "new")
     wrong = service("install", "--", "--thread-count", "4")
     assert (wrong.exit_code, "--thread-count" in wrong.output) == (2, True)

@@ -47,9 +47,7 @@ def test_init_writes_a_manifest_that_loads_and_never_overwrites(tmp_path: Path) 
     before = out.read_bytes()
     again = relayline("init", "--output", out)
     assert again.returncode == 2
-    assert (
-        again.stderr == f"relayline: error: {out} is there already; give --force to replace it, or another --output\n"
-    )
+    assert again.stderr == f"relayline: error: {out} already exists; give --force to replace it, or another --output\n"
     assert out.read_bytes() == before
     assert relayline("init", "--output", out, "--force").returncode == 0
     assert load_manifest(out).model_path == tmp_path / "model.gguf"

@@ -60,7 +60,7 @@ def test_flags_leave_stages_of_other_hosts_alone() -> None:
     text = MANIFEST.replace(b"m.gguf}", b"m.gguf}, stages: [{name: a}, {name: b, host: box, threads: 7}]")
     manifest = parse_manifest(text, "text")
     assert [stage.threads for stage in with_stages(manifest, StageFlags(n_threads=2), 0).stages] == [2, 7]
-    with pytest.raises(UsageError, match="the manifest lists 2 stages, the flags ask for 3"):
+    with pytest.raises(UsageError, match="the manifest lists 2 stages, but the flags ask for 3"):
         with_stages(manifest, StageFlags(n_stages=3), 0)
 
 

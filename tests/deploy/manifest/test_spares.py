@@ -53,7 +53,7 @@ def test_they_join_behind_the_stages_and_hold_no_layers(tmp_path: Path) -> None:
     ("spare", "layers", "words"),
     [
         ("laptop", "", r"spec.spares\[0\].name: stage name 'laptop' is taken"),
-        ("old", "layers: [0, 3]", "spare 'old' takes the layers of the stage that it stands in for"),
+        ("old", "layers: [0, 3]", "spare 'old' gets the layers of the stage that it replaces"),
     ],
 )
 def test_what_cannot_be_one_is_said(tmp_path: Path, spare: str, layers: str, words: str) -> None:

@@ -89,7 +89,7 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_told() -> None:
     assert lines[0] == "planned from measured hosts: laptop 1.0x, server 4.0x"
     assert f"layers {first}-{facts.n_layers - 1}" in lines[2]
     assert "0.4 ms and 800 Mbit/s from here" in lines[1]
-    assert "equal shares would make" in lines[-1]
+    assert "equal shares would give" in lines[-1]
 
 
 def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
@@ -139,7 +139,7 @@ def test_a_host_without_room_is_said_to_be_full() -> None:
     roomy = remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     free = best_for(instance_of(manifest(), inspect_model(DEMO_MODEL), known=roomy))
     assert (free.edges[0], best.edges[0]) == ((0, 1), (0, facts.n_layers // 2)), "it leaves layers to the laptop"
-    assert "which is what limits it" in lines_of(told(instance, best.edges, known))[2]
+    assert "which is its limit" in lines_of(told(instance, best.edges, known))[2]
 
 
 def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:

@@ -165,7 +165,7 @@ def test_what_it_may_not_be_is_refused_with_one_line(said: dict[str, object]) ->
         "--flux -1 is outside 0..40",
         "--flux 'much' is not a whole number",
         "high.yaml:4: spec.batching.flux: must be at most 40, not 41",
-        "--flux tells stages that join; it needs --join-listen",
+        "--flux is for stages that join; it needs --join-listen",
         "--flux is set by the coordinator when a stage joins; give it to `relayline serve`",
         "--flux 41 is outside 0..40",
     ]

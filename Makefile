@@ -45,7 +45,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup rebuild anew demo test test-quick test-nightly test-plain test-store simulate check conformance check-native proto reference docs lock bench wheel clean
+.PHONY: help setup rebuild anew demo test test-quick test-nightly test-plain test-kernels-off test-store simulate check conformance check-native proto reference docs lock bench wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -88,6 +88,9 @@ test-nightly: setup ## the cases of large grids that the other targets leave out
 test-plain: ## what runs llama.cpp, against one without relayline's kernels, which it compiles in build/plain
 	@$(MAKE) --no-print-directory VENV=$(PLAIN) RELAYLINE_KERNELS=off setup
 	@$(PLAIN)/bin/python $(PYTEST_ARGS) $(NATIVE_TESTS)
+
+test-kernels-off: setup ## a part of what runs llama.cpp again, with relayline's kernels left unused
+	@RELAYLINE_KERNELS=off $(PYTEST) -m "kernels and not nightly" $(NATIVE_TESTS) tests/coordinator
 
 test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
 	@$(BIN)/python -m pytest -m mlflow

@@ -19,6 +19,8 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.kv_layout import LAYOUTS
 
+pytestmark = pytest.mark.kernels
+
 N_LANES, N_TOKENS = 4, 90
 Logits = npt.NDArray[np.float32]
 Place = tuple[int, int]  # lane and position

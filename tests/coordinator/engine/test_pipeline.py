@@ -40,6 +40,8 @@ from tests.support.fleet import (
     whole_fixture,
 )
 
+pytestmark = pytest.mark.kernels
+
 LENGTHS = (5, 1, 40, 17, 3, 64, 90, 11)
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
 

@@ -38,6 +38,8 @@ from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import N_EMBD, Value
 from tests.support.tiny_wide import WIDE, WIDE_STATES
 
+pytestmark = pytest.mark.kernels
+
 # All caches and copies of them are made alike but for these: layers of several widths, without cells, with an indexer,
 # and with positions on several axes, in a table and in a bias.
 ODD_CELLS = ["gemma4", "gemma4:e2b", "deci", "openelm", "minimax-m3", "laguna", "qwen3vl", "gpt2", "jais"]

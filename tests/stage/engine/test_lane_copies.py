@@ -19,6 +19,8 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import PositionGapError
 from tests.support.tiny_models import make_tiny
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = TinyShape(n_heads=2)  # a head is as wide as a block of q8_0
 N_LANES, CTX_TOKENS, ALONE = 4, 64, 4
 OTHER_SHAPE = 3e-2  # as in test_native.py

@@ -34,6 +34,8 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.kv_layout import LAYOUTS
 from relayline.wire.settings.table import EngineSettings
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = TinyShape()
 N_LANES, CTX_TOKENS, MAX_ROWS = 4, 64, 96
 # Logits have a standard deviation near 2. Steps of the same shape give the same bits; other shapes move the last bits,
@@ -480,7 +482,7 @@ def test_a_stage_without_the_named_tensor_is_refused_at_load(
             super().__init__("layer_output" + tensor_name[5:], destination)
 
     monkeypatch.setattr("relayline.stage.engine.native.RowCapture", Misnamed)
-    with pytest.raises(NativeError, match="layer_output-1 gave 0 floats where 64 were expected"):
+    with pytest.raises(NativeError, match="layer_output-1 gave 0 floats instead of 64"):
         NativeEngine(config_of(stages[0]))
 
 

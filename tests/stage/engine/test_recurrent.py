@@ -26,6 +26,8 @@ from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES
 
+pytestmark = pytest.mark.kernels
+
 N_LANES, CTX, MAX_ROWS = 4, 64, 64
 # How far rows of a lane may differ in deviations, where other rows or cells lie beside them. llama.cpp's own flash
 # attention adds up in half precision and in the order of the cells: a row that lies before its lane's others differs by

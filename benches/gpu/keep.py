@@ -16,7 +16,9 @@ from benches.tables import RESULTS
 COMMAND = "python -m benches.gpu --minutes 10"
 SERVED = {
     "one-stage": "one stage over HTTP",
+    "one-stage-waits": "one stage that waits for the coordinator (`--run-ahead off`)",
     "one-stage-host": "one stage, sampled by the processor",
+    "one-stage-per-lane": "the same with cells of its own for each lane",
     "unsplit": "unsplit `llama-server`",
     "two-stages": "two stages on that GPU",
     "rpc": "llama.cpp RPC, two workers on that GPU",
@@ -25,6 +27,7 @@ QUOTIENTS = (
     ("engine", "bare", "engine / `llama-batched-bench`", ""),
     ("one-stage", "bare", "one stage / `llama-batched-bench`", "0.95 / 0.92 / 0.9 / 0.9"),
     ("one-stage", "unsplit", "one stage / unsplit `llama-server`", ""),
+    ("one-stage", "one-stage-waits", "one stage / the same that waits for the coordinator", ""),
     ("one-stage", "one-stage-host", "one stage / the same, sampled by the processor", ""),
     ("two-stages", "one-stage", "two stages / one", "0.9"),
     ("two-stages", "rpc", "two stages / llama.cpp RPC", ""),

@@ -34,6 +34,7 @@ from relayline.deploy.launch.splits import split_for
 CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0
 DEVICE_SAMPLES, HOST_SAMPLES = ("--device-sampling", "on"), ("--device-sampling", "off")
+WAITS, PER_LANE = ("--run-ahead", "off"), ("--kv-layout", "per-lane")
 PROFILE_S = 2
 
 
@@ -221,13 +222,16 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
     parts_of: list[tuple[str, float, Callable[[], Awaitable[Any]]]] = [
         ("engine", 40, short.engine),
         ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1, *DEVICE_SAMPLES))),
+        ("one-stage-waits", 45, streams(lambda: short.relayline("waits", 1, *DEVICE_SAMPLES, *WAITS))),
+        ("one-stage-per-lane", 45, streams(lambda: short.relayline("per-lane", 1, *HOST_SAMPLES, *PER_LANE))),
         ("one-stage-host", 45, streams(lambda: short.relayline("one-stage-host", 1, *HOST_SAMPLES))),
         ("one-stage-profiled", 45, lambda: short.streams(short.relayline("profiled", 1), profiled="one-stage")),
         ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2))),
         ("certify", CERTIFY_S, short.certify),
     ]
     if short.peers:
-        parts_of[4:4] = [("unsplit", 30, streams(short.unsplit))]
+        at = len(parts_of) - 2
+        parts_of[at:at] = [("unsplit", 30, streams(short.unsplit))]
         parts_of.append(("rpc", 45, streams(short.rpc)))
     for name, needs_s, part in parts_of:
         if not only or name in only:

@@ -13,14 +13,17 @@ engines in one process (vLLM's async scheduling, SGLang's overlap scheduler).
 A wrong row costs a part of a step. A stream whose frames are often others than expected, as with drafts, sits out for
 some frames after each miss: 2, 4 and up to SIT_OUT_MAX.
 
-Logits of rows ahead last until the next decode. Where other rows need one first, rows ahead that nobody has asked for
-yet are computed once more in it (they *ride*), if this keeps the step as small as the one that brought the others.
+Logits of rows ahead last until the next decode. Where other rows need one first, two kinds of rows *ride* along. Rows
+ahead that nobody has asked for yet are computed once more, up to RIDES_MAX times. And beside rows of a prompt, streams
+that this very step has answered go on. Beside other decode rows they do not: those are streams of the same group that
+were not computed ahead, and the coordinator waits for both. If one half of a group is a step ahead of the other for
+ever, nothing is gained. So all wait for that one decode, and the next rows of the whole group are computed together.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -33,6 +36,7 @@ from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import Flag
 
 SIT_OUT_MAX = 64
+RIDES_MAX = 4  # times that a row is computed once more
 AHEAD = "computed_ahead"  # why a step of such rows took no more
 
 _Key = tuple[int, int]  # QueuedFrame.session_key
@@ -46,7 +50,8 @@ class _Stream:
     token: int = 0
     epoch: int = 0
     is_due: bool = False  # its token has left, and its next frame has not come
-    sits_out: int = 1  # frames until its rows are computed ahead again
+    n_rides: int = 0  # times that this next row was computed once more
+    sits_out: int = 0  # frames until its rows are computed ahead again
     penalty: int = 1
 
     @property
@@ -65,6 +70,12 @@ class _Stream:
             self.sits_out -= 1
         else:
             self.penalty = max(1, self.penalty - 1)
+
+    def rides_again(self) -> None:
+        """Its row will be computed once more, which is a miss in the end: its frame may be long in coming."""
+        self.n_rides += 1
+        if self.n_rides > RIDES_MAX:
+            self.missed()
 
     def missed(self) -> None:
         """Sit out for a while."""
@@ -92,6 +103,7 @@ class RunAhead:
         self._streams: dict[_Key, _Stream] = {}  # bounded by the lanes: see `_forget_closed`
         self._computed: _Computed | None = None
         self._asked: dict[int, list[Placed]] = {}  # rows of steps that were split off, by the identity of the step
+        self._answered: list[_Key] = []  # the streams that the present step has answered from rows ahead
         self._rows_asked = 0  # of the largest step of decode rows that the coordinator has made lately
         self.n_used = self.n_dropped = 0  # rows computed ahead, by what became of them
 
@@ -110,7 +122,7 @@ class RunAhead:
 
     def next_step(self, now_ns: int) -> Step | None:
         """Return the rows that the streams will probably ask for, None if there are none."""
-        frames = self._frames(self._room(0), now_ns, ())
+        frames = self._frames(self._streams, self._room(0), now_ns)
         return Step([], frames, AHEAD, now_ns, 0, 0) if frames else None
 
     def compute(self, step: Step) -> None:
@@ -122,14 +134,12 @@ class RunAhead:
         """Take every lane back to where the coordinator knows it. For work that looks at lanes, and before a decode."""
         computed, self._computed = self._computed, None
         if computed is not None:
-            self._drop(computed.rows.items())
+            self._drop(computed.rows.values())
 
-    def _drop(self, rows: Iterable[tuple[_Key, Placed]]) -> None:
-        for key, item in rows:
-            self.n_dropped += 1
+    def _drop(self, rows: Collection[Placed]) -> None:
+        self.n_dropped += len(rows)
+        for item in rows:
             self._take_back(item.lane)
-            if (stream := self._streams.get(key)) is not None:
-                stream.missed()
 
     def _take_back(self, lane: Lane) -> None:
         """Take a lane back to where the coordinator knows it, if the session still has it."""
@@ -146,14 +156,10 @@ class RunAhead:
         engine = self._executor.engine
         return max(0, min(max(self._rows_max, self._rows_asked), engine.max_rows, engine.max_wanted) - n_rows)
 
-    def _frames(self, room: int, now_ns: int, without: Iterable[_Key]) -> list[QueuedFrame]:
-        """Return the frames of the streams that may run, as the coordinator would send them."""
-        left_out = set(without)
-        due = [
-            (key, stream)
-            for key, stream in self._streams.items()
-            if stream.may_run and key not in left_out and self._fits(key, stream)
-        ][:room]
+    def _frames(self, keys: Iterable[_Key], room: int, now_ns: int) -> list[QueuedFrame]:
+        """Return the frames of those of the streams that may run, as the coordinator would send them."""
+        streams = [(key, self._streams[key]) for key in keys if key in self._streams]
+        due = [(key, stream) for key, stream in streams if stream.may_run and self._fits(key, stream)][:room]
         payload = np.array([[stream.token] for _, stream in due], np.int32)
         return [
             QueuedFrame(
@@ -196,6 +202,7 @@ class RunAhead:
         for frame in step.frames:
             if (stream := self._streams.get(frame.session_key)) is not None:
                 stream.arrived(frame)
+        self._answered = []
         if self._computed is None:
             return [step]
         touched = {frame.session_key for frame in step.controls}
@@ -234,7 +241,7 @@ class RunAhead:
             riders = self._riders(part)
         elif self._computed is not None:
             touched = {frame.session_key for frame in part.controls}
-            self._drop([(key, self._computed.rows.pop(key)) for key in touched & self._computed.rows.keys()])
+            self._drop([self._computed.rows.pop(key) for key in touched & self._computed.rows.keys()])
             if not self._computed.rows:
                 self._computed = None
         result = self._executor.execute(part, riders)
@@ -249,6 +256,7 @@ class RunAhead:
         for item in asked:
             del computed.rows[item.frame.session_key]
         self.n_used += len(asked)
+        self._answered = [item.frame.session_key for item in asked]
         result = self._executor.answer(part, asked, computed.result)
         if not computed.rows:
             self._computed = None
@@ -256,19 +264,19 @@ class RunAhead:
         return result
 
     def _riders(self, part: Step) -> list[QueuedFrame]:
-        """Return what is computed beside a step, so that streams that were answered do not wait for it."""
+        """Return the rows that are computed beside the rows of a step, and take all other rows ahead back."""
         waiting = {} if self._computed is None else self._computed.rows
         self._computed = None
-        for item in waiting.values():
-            self._take_back(item.lane)
-        self.n_dropped += len(waiting)
+        self._drop(waiting.values())
+        again = [key for key in waiting if key in self._streams]
+        for key in again:
+            self._streams[key].rides_again()
+        if any(frame.is_mutual for frame in part.frames):
+            return []
+        going_on = self._answered if any(frame.is_prefill for frame in part.frames) else []
         touched = {frame.session_key for frame in (*part.controls, *part.frames)}
-        is_alone = any(frame.is_mutual for frame in part.frames)
-        riders = self._frames(0 if is_alone else self._room(part.n_rows), part.taken_ns, touched)
-        for key in waiting.keys() - {frame.session_key for frame in riders}:
-            if (stream := self._streams.get(key)) is not None:
-                stream.missed()
-        return riders
+        keys = [key for key in dict.fromkeys([*again, *going_on]) if key not in touched]
+        return self._frames(keys, self._room(part.n_rows), part.taken_ns)
 
     def _expect(self, result: StepResult) -> None:
         """Note what the streams of a step will ask for next."""
@@ -285,7 +293,7 @@ class RunAhead:
                     continue
                 stream = self._streams.setdefault(key, _Stream())
                 stream.position, stream.token, stream.epoch = sample.position, sample.token, frame.epoch
-                stream.is_due = True
+                stream.is_due, stream.n_rides = True, 0
         for frame in result.closed:
             self._streams.pop(frame.session_key, None)
         self._forget_closed()

@@ -107,9 +107,7 @@ class DraftWorld:
         for _ in range(n_times - 1):
             state = self.state
             again = self._executed(frames)
-            assert [(each.samples, each.progress, each.faults) for each in again.outputs] == [
-                (each.samples, each.progress, each.faults) for each in result.outputs
-            ]
+            assert [answers_of(again, key) for key in KEYS] == [answers_of(result, key) for key in KEYS]
             assert self.state == state
         for frame in frames:
             if not frame.is_control:

@@ -41,8 +41,8 @@ def test_plain_streams_say_the_same_and_need_no_decode_of_their_own(kind: str) -
     n_before = len(ahead.engine.steps)
     assert played_plainly(ahead, N_TOKENS) == truth
     assert ahead.said == plain.said
-    # The first frame of each stream behind its prompt is not computed ahead; the last row ahead is never asked for.
-    assert ahead.ahead.n_used == len(KEYS) * (N_TOKENS - 1)
+    # Two streams' first rows were not computed beside the other's: one decode brings all into one step.
+    assert ahead.ahead.n_used == len(KEYS) * N_TOKENS - 2
     assert len(ahead.engine.steps) == n_before + N_TOKENS + 1
     assert ahead.state == plain.state
 
@@ -100,12 +100,12 @@ def test_a_row_ahead_that_nobody_asks_for_leaves_nothing() -> None:
     world = ahead_world()
     for _ in range(3):
         world.run([world.row(key) for key in KEYS])
-    before = [list(lane) for lane in world.engine.lanes]
+    before, n_dropped = [list(lane) for lane in world.engine.lanes], world.ahead.n_dropped
     world.ahead.settle()
     lanes = world.executor.lanes._by_session.values()
     assert [len(world.engine.lanes[lane.index]) for lane in lanes] == [lane.next_position for lane in lanes]
     assert before != world.engine.lanes
-    assert world.ahead.n_dropped == len(KEYS)
+    assert world.ahead.n_dropped == n_dropped + len(KEYS)
     assert not world.ahead.lanes
 
 
@@ -125,14 +125,35 @@ def test_streams_that_were_answered_ride_beside_a_prompt() -> None:
     """One decode for the prompt and the next rows of the others: nobody waits for it longer than before."""
     world = ahead_world()
     for _ in range(3):
-        world.run([world.row(key) for key in KEYS[:2]])
+        world.run([world.row(key) for key in KEYS])
     n_steps = len(world.engine.steps)
     prompt = frame_of(KEYS[2], len(world.history[KEYS[2]]) - 1, [5, 6, 7], Flag.PREFILL | SAMPLE)
     world.run([*(world.row(key) for key in KEYS[:2]), prompt])
     assert [len(step) for step in world.engine.steps[n_steps:]] == [5]
     assert len(world.ahead.lanes) == 2
     world.run([world.row(key) for key in KEYS[:2]])
-    assert len(world.engine.steps) == n_steps + 2
+    assert [len(step) for step in world.engine.steps[n_steps:]] == [5, 2]
+
+
+def test_streams_that_were_answered_wait_for_the_rest_of_their_group() -> None:
+    """Otherwise one half of a group would be a step ahead of the other for ever, and the coordinator waits for both."""
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    world.ahead._streams[KEYS[2]].missed()
+    n_steps = len(world.engine.steps)
+    for _ in range(4):
+        world.run([world.row(key) for key in KEYS])
+    # The last stream sits out once, and has a decode of its own; then all are together.
+    assert [len(step) for step in world.engine.steps[n_steps:]] == [2, 1, 3, 3, 3]
+
+
+def test_a_row_that_is_not_asked_for_does_not_ride_for_ever() -> None:
+    world = ahead_world()
+    for _ in range(12):
+        world.run([world.row(key) for key in KEYS[:2]])
+    assert len(world.engine.steps[-1]) == 2
+    assert world.ahead._streams[KEYS[2]].sits_out
 
 
 def test_streams_with_drafts_sit_out() -> None:
@@ -145,8 +166,7 @@ def test_streams_with_drafts_sit_out() -> None:
         world.run([frame_of(key, at, truth[key][at : at + 2], GUESSES)])
     n_frames = len(world.said[key]) // 2
     assert n_frames > 20
-    assert world.ahead.n_dropped <= 3
-    assert world.ahead._streams[key].penalty <= SIT_OUT_MAX
+    assert 8 <= world.ahead._streams[key].penalty <= SIT_OUT_MAX
 
 
 def test_a_failed_step_ahead_is_no_fault_of_anybody() -> None:
@@ -221,16 +241,16 @@ async def test_the_thread_computes_ahead_while_nothing_waits() -> None:
         tokens = np.array([[1], [2]], np.int32)
         runner.push([control(1, Flag.OPEN), rows_frame(1, 0, tokens, Flag.PREFILL | SAMPLE)])
         position, token = await sampled()
-        for at in range(10):
+        for n_steps in range(2, 12):
+            async with asyncio.timeout(20):
+                while len(engine.steps) < n_steps:
+                    await pause()
             runner.push([rows_frame(1, position, np.array([[token]], np.int32), SAMPLE)])
             position, token = await sampled()
-            async with asyncio.timeout(20):  # behind the first frame that was as expected
-                while len(engine.steps) < 3 + at:
-                    await pause()
         # A call between two steps sees the lane as the coordinator knows it.
         length, expected = await runner.call(lambda: (engine.lane_tokens(0), executor.lanes.of_route(ROUTE)))
         assert length == expected[0].next_position == position
-        assert runner._ahead.n_used == 9
+        assert runner._ahead.n_used == 10
     finally:
         await runner.stop()
     assert not crash.done()

@@ -3,6 +3,10 @@
 A layer's row is a hash of its lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
 in another lane, by another layer or after another history changes the next tokens. It runs below the real StepExecutor,
 in place of stage.engine.native.NativeEngine.
+
+Rows of images have values of their own. Where they attend to each other, each has the sum of all added on its way in; a
+part of an image then has another sum. Where they have places in a grid, the engine notes them with the code that serves
+(stage.engine.lane_places), and refuses to take a lane back to the middle of an image.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.stage.engine.checkpoints import Checkpoints
-from relayline.stage.engine.lane_places import Grid
+from relayline.stage.engine.lane_places import Grid, LanePlaces
 from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
 from relayline.stage.engine.tier import Tier
 from relayline.stage.steps.batcher import Batcher
@@ -45,14 +50,22 @@ def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
     return tuple(row)
 
 
+def value_of(token: int) -> int:
+    """Return what goes into the first layer for a token, or for a row of an image by its number in a history."""
+    return token if token < ROW_TOKEN_MIN else token % N_VOCAB
+
+
 class Truth:
     """The model's tokens for one history."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
+    def __init__(self, tokens: Sequence[int], *, are_mutual: bool = False) -> None:
+        """`are_mutual`: rows of its image, if it has one, attend to each other."""
         self._hashes = (0,) * N_LAYERS
         self.token = 0
+        image = [value_of(token) for token in tokens if token >= ROW_TOKEN_MIN]
         for token in tokens:
-            self.feed(token)
+            value = value_of(token)
+            self.feed((value + sum(image)) % _MODULUS if are_mutual and token >= ROW_TOKEN_MIN else value)
 
     def feed(self, token: int) -> int:
         """Append one token; returns the next one."""
@@ -89,12 +102,16 @@ class ModelEngine:
         self._checkpoints = Checkpoints() if keeps_state else None
         self._layers, self._empty = layers, (0,) * len(layers)
         self._tokens: dict[int, int] = {}
+        self._places = LanePlaces(n_lanes)
 
     def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
         """Compute rows. `is_mutual`: each depends on all of them."""
         self._tokens.clear()
         values = self.input_rows[:n_rows, 0].tolist()
-        if is_mutual:
+        self._places.note(grids)
+        if is_mutual and set(self.seq_ids[:n_rows].tolist()) != {int(self.seq_ids[0])}:
+            raise Violation(f"layers {self._layers}: rows that attend to each other are in a step with others")
+        if is_mutual and not self._layers.start:
             values = [(value + sum(values)) % _MODULUS for value in values]
         lanes, positions = self.seq_ids[:n_rows].tolist(), self.positions[:n_rows].tolist()
         for row, (value, index, position) in enumerate(zip(values, lanes, positions, strict=True)):
@@ -130,8 +147,16 @@ class ModelEngine:
 
     def check_rewind(self, lane: int, position: int) -> None:
         """Raise PositionGapError if the lane cannot be rewound."""
+        self._places.check_cut(lane, position)
         if not self._can_rewind(lane, position):
             raise PositionGapError(f"lane {lane} has no checkpoint at {position}")
+
+    def _cut(self, lane: int, position: int) -> None:
+        try:
+            self._places.check_cut(lane, position)
+        except PositionGapError as error:
+            raise Violation(f"layers {self._layers}: {error.message}, and nobody has asked") from None
+        self._places.cut(lane, position)
 
     def _can_rewind(self, lane: int, position: int) -> bool:
         if self._checkpoints is None or not 0 < position < len(self.lanes[lane]):
@@ -144,6 +169,7 @@ class ModelEngine:
             raise Violation(
                 f"layers {self._layers}: lane {lane} is taken back to {position}, where it has no checkpoint"
             )
+        self._cut(lane, position)
         del self.lanes[lane][position:]
         if self._checkpoints is not None:
             self._checkpoints.drop_beyond(lane, position)
@@ -152,6 +178,8 @@ class ModelEngine:
         """Copy the first rows of a lane."""
         if not self._can_rewind(source_lane, n_tokens):
             raise Violation(f"layers {self._layers}: a copy of {n_tokens} rows, where the source has no checkpoint")
+        self._places.copy(source_lane, target_lane)
+        self._cut(target_lane, n_tokens)
         self.lanes[target_lane] = self.lanes[source_lane][:n_tokens]
         if self._checkpoints is not None:
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
@@ -165,7 +193,8 @@ class ModelEngine:
         """Return a lane's contents, as stage.engine.saved_lanes.SavedLanes does."""
         rows = self.lanes[lane]
         marks = self._checkpoints.positions(lane) if self._checkpoints is not None else []
-        numbers = [len(self._layers), len(rows), *marks, -1, *(value for row in rows for value in row)]
+        images = self._places.saved(lane).tolist()
+        numbers = [len(self._layers), len(rows), *marks, -1, *images, -1, *(value for row in rows for value in row)]
         return np.array(numbers, np.int32).view(np.uint8)
 
     def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int:
@@ -179,7 +208,9 @@ class ModelEngine:
         if self._checkpoints is not None:
             for mark in numbers[:end]:
                 self._checkpoints.add(lane, mark, np.zeros(1, np.uint8))
-        values = numbers[end + 1 :]
+        first = numbers.index(-1, end + 1)
+        self._places.put_back(lane, np.array(numbers[end + 1 : first], np.int64))
+        values = numbers[first + 1 :]
         self.lanes[lane] = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
         return int(n_rows)
 
@@ -189,8 +220,8 @@ class ModelEngine:
 
     def cells(self, lane: int) -> list[LayerCells]:
         """Return a lane's contents by layer, as stage.engine.saved_lanes.SavedLanes does."""
-        if self._checkpoints is not None:
-            raise NativeError("a recurrent state cannot be taken apart")
+        if self._checkpoints is not None or self._places.holds_images(lane):
+            raise NativeError("a recurrent state, or an image in a grid, cannot be taken apart")
         values = np.array(self.lanes[lane], np.int32).T
         return [LayerCells(CELLS, (np.array(column).view(np.uint8).reshape(1, -1, 4),)) for column in values]
 

@@ -6,17 +6,34 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
 from relayline.coordinator.engine.pool import STEADY_S
+from relayline.coordinator.images.encoded import row_numbers
 from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.sessions.generation import ImageRows
 from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
-from relayline.deploy.testing.cluster.model import N_VOCAB
+from relayline.deploy.testing.cluster.model import N_VOCAB, WIDTH, value_of
 
 START_NS = 100 * MS  # until the first fault
 COMES_BACK_NS = 400 * MS  # between two repetitions of a fault
 TAKEOVER_NS = 3 * S  # after which other stages take over the layers of an absent one
+IMAGES_SHARE = 0.35  # of histories with images
+IMAGE_SIDES = ((4, 3), (2, 5), (1, 1), (5, 4))
 STEADY_NS = round(STEADY_S * S)
 TROUBLE_NS = 2 * S  # from the start, in which faults and clients begin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Image:
+    """Where an image stands in a prompt, and its sides in rows."""
+
+    start: int
+    width: int
+    height: int
+    are_mutual: bool
+    """Its rows attend to each other; else they have places in a grid."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +50,19 @@ class Wish:
     """The client predicts the answer, with every fourth token wrong."""
     kills_stage: int | None
     """The request's rows crash this stage."""
+    image: Image | None = None
+    """The image whose rows are in its prompt."""
+
+    @property
+    def images(self) -> tuple[ImageRows, ...]:
+        """The rows of its image."""
+        if self.image is None:
+            return ()
+        start, n_rows = self.image.start, self.image.width * self.image.height
+        rows = np.zeros((n_rows, WIDTH), np.float32)
+        rows[:, 0] = [value_of(token) for token in self.prompt[start : start + n_rows]]
+        grid = None if self.image.are_mutual else (self.image.width, self.image.height)
+        return (ImageRows(start, rows, self.image.are_mutual, grid),)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +151,8 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
     wishes = [
         _wish(rng, n_coordinators, common, n_stages, is_poison=has_poison and number == 1) for number in range(n_wishes)
     ]
+    keeps_state = random.Random(f"{seed} state").random() < 0.3
+    wishes = _with_images(random.Random(f"{seed} images"), wishes, common, keeps_state=keeps_state)
     if rng.random() < 0.3:  # another client has the same prompt
         wishes.append(dataclasses.replace(wishes[0], at_ns=wishes[0].at_ns + 50 * MS, leaves_after=None))
     n_troubles = rng.choice((0, 1)) if has_poison else rng.choice((0, 1, 1, 2, 2, 3, 5))
@@ -135,7 +167,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
         waiting_max=rng.choice((2, 8, 8)),
         share=rng.random() < 0.5,
         delay_ns=rng.choice((MS // 10, MS, 10 * MS)),
-        keeps_state=random.Random(f"{seed} state").random() < 0.3,
+        keeps_state=keeps_state,
         tier_bytes=random.Random(f"{seed} tier").choice((0, 4_000, 1_000_000)),
         tier_survives=random.Random(f"{seed} disk").random() < 0.5,
         has_slow_calls=rng.random() < 0.4,
@@ -159,6 +191,27 @@ def _wish(rng: random.Random, n_coordinators: int, common: tuple[int, ...], n_st
         is_predicted=rng.random() < 0.5,
         kills_stage=rng.randrange(n_stages) if is_poison else None,
     )
+
+
+def _with_images(rng: random.Random, wishes: list[Wish], common: tuple[int, ...], *, keeps_state: bool) -> list[Wish]:
+    """Put images into prompts, in some histories. There are two images, so that prompts with one begin alike."""
+    if rng.random() >= IMAGES_SHARE:
+        return wishes
+    are_mutual = rng.random() < 0.4 and not keeps_state
+    sides = [rng.choice(IMAGE_SIDES) for _ in range(2)]
+    found = []
+    for wish in wishes:
+        which = rng.randrange(3)
+        if which == len(sides):
+            found.append(wish)
+            continue
+        width, height = sides[which]
+        begins_alike = wish.prompt[: len(common)] == common
+        start = PREFIX_TOKENS_MIN - 4 if begins_alike else rng.randrange(len(wish.prompt))
+        numbers = row_numbers(bytes([which]), width * height)
+        prompt = (*wish.prompt[:start], *numbers, *wish.prompt[start:])
+        found.append(dataclasses.replace(wish, prompt=prompt, image=Image(start, width, height, are_mutual)))
+    return found
 
 
 def _trouble(rng: random.Random, n_stages: int, kinds: Sequence[str]) -> Trouble:

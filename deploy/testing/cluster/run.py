@@ -172,11 +172,13 @@ class Cluster:
         self._n_to_come -= 1
         prediction: tuple[int, ...] = ()
         if wish.is_predicted and self.plan.schedule.draft:
-            answer = Truth(wish.prompt).answer(wish.max_tokens)
+            answer = truth_of(wish).answer(wish.max_tokens)
             prediction = tuple((token + (at % 4 == 3)) % N_VOCAB for at, token in enumerate(answer))
         sampling = SamplingParams(temperature=0.0)
-        request = GenerationRequest(f"r{number}", wish.prompt, wish.max_tokens, sampling, prediction=prediction)
-        client = Client(request, Truth(wish.prompt), wish.leaves_after)
+        request = GenerationRequest(
+            f"r{number}", wish.prompt, wish.max_tokens, sampling, prediction=prediction, images=wish.images
+        )
+        client = Client(request, truth_of(wish), wish.leaves_after)
         coordinator.open(client)
         if wish.kills_stage is not None and client.session_id is not None:
             self.excuses.poisoned.add(request.request_id)
@@ -315,3 +317,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def truth_of(wish: Wish) -> Truth:
+    """Return the model's tokens behind a client's prompt."""
+    return Truth(wish.prompt, are_mutual=wish.image is not None and wish.image.are_mutual)

@@ -14,6 +14,7 @@ from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.sessions.admission import Admission
+from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.readers import Readers
 from relayline.coordinator.sessions.session import Session
@@ -24,6 +25,7 @@ from relayline.deploy.testing.cluster.clock import S, Violation
 from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.plan import CALM, KINDS
 from relayline.deploy.testing.cluster.run import Cluster, simulate_many
+from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps import step
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lanes import LaneTable
@@ -73,6 +75,15 @@ def keeps_rows_ahead(patch: pytest.MonkeyPatch) -> None:
 def takes_any_row_ahead(patch: pytest.MonkeyPatch) -> None:
     """Whatever the coordinator asks for: the rows of a draft have one answer, a repeated row another's."""
     patch.setattr(RunAhead, "_is_same", lambda self, frame, ahead: True)
+
+
+def forgets_that_rows_see_each_other(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(QueuedFrame, "is_mutual", property(lambda self: False))
+
+
+def cuts_images_into_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Also such whose rows see each other."""
+    patch.setattr(GenerationRequest, "mutual_at", lambda self, position: None)
 
 
 def keeps_lanes(patch: pytest.MonkeyPatch) -> None:
@@ -198,6 +209,8 @@ CANARIES = [
     (keeps_rows_ahead, ANY),
     (takes_any_row_ahead, ANY),
     (does_not_forget_rows, ANY),
+    (forgets_that_rows_see_each_other, ANY),
+    (cuts_images_into_chunks, ANY),
     (starts_nobody_again, ANY),
     (leaves_lanes_empty, ANY),
     (counts_ended_sessions, ANY),

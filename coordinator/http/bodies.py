@@ -249,6 +249,8 @@ def decode_body(raw: bytes | bytearray, kind: type[Body]) -> Body:
 
     Raises InvalidRequestError, naming the field in `param` when one is to blame.
     """
+    if not raw:
+        raise InvalidRequestError("the body is empty; send a JSON object")
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from relayline.coordinator.text.places import place_of
 from relayline.wire.common.bounds import IMAGE_BYTES_MAX, IMAGES_PER_REQUEST_MAX
 from relayline.wire.common.errors import InvalidRequestError
 
@@ -77,10 +78,11 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked) -> str:
     for at, part in enumerate(parts):
         where = f"{param}[{at}]"
         if _is_image(part):
+            place = place_of(part) or f"{where}.image_url"
             if len(marked.pictures) == IMAGES_PER_REQUEST_MAX:
-                raise InvalidRequestError(f"{where}: a request has at most {IMAGES_PER_REQUEST_MAX} images", where)
+                raise InvalidRequestError(f"{place}: a request has at most {IMAGES_PER_REQUEST_MAX} images", place)
             text += f"<{marked.mark}-{len(marked.pictures)}>"
-            marked.pictures.append(_picture(part, f"{where}.image_url"))
+            marked.pictures.append(_picture(part, place))
             is_after_text = False
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -94,17 +96,17 @@ def _picture(part: Mapping[str, Any], param: str) -> Picture:
     said = part.get("image_url")
     url = said.get("url") if isinstance(said, Mapping) else said
     if not isinstance(url, str):
-        raise InvalidRequestError(f"{param}.url: must be text", param)
+        raise InvalidRequestError(f"{param}: must be text", param)
     if (head := _HEAD.match(url)) is None:
         text = "an image is sent itself, as data:image/png;base64,...; this server fetches none from elsewhere"
-        raise InvalidRequestError(f"{param}.url: {text}", param)
+        raise InvalidRequestError(f"{param}: {text}", param)
     if len(url) > head.end() + IMAGE_BYTES_MAX * 4 // 3 + 4:
-        raise InvalidRequestError(f"{param}.url: an image has at most {IMAGE_BYTES_MAX} bytes", param)
+        raise InvalidRequestError(f"{param}: an image has at most {IMAGE_BYTES_MAX} bytes", param)
     try:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequestError(f"{param}.url: it is not base64", param) from None
+        raise InvalidRequestError(f"{param}: it is not base64", param) from None
     is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     if not (is_webp or data.startswith(_FORMATS)):
-        raise InvalidRequestError(f"{param}.url: it is no PNG, JPEG, WebP or GIF", param)
+        raise InvalidRequestError(f"{param}: it is no PNG, JPEG, WebP or GIF", param)
     return Picture(data, hashlib.sha256(data).digest(), param)

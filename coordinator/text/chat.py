@@ -24,6 +24,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from relayline.coordinator.text.places import place_of
 from relayline.wire.common.errors import InvalidRequestError, UsageError
 
 Message = Mapping[str, Any]
@@ -261,7 +262,8 @@ def content_text(content: Any, param: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
             text = "only text parts are supported" + (": this model is served without a projector" if is_image else "")
-            raise InvalidRequestError(f"{param}[{at}]: {text}", f"{param}[{at}]")
+            place = place_of(part) or f"{param}[{at}]"
+            raise InvalidRequestError(f"{place}: {text}", place)
         texts.append(part["text"])
     return "\n".join(texts)
 

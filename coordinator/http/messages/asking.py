@@ -24,6 +24,7 @@ from relayline.coordinator.http.inner_form import (
     text_in,
     with_system,
 )
+from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
 
 _CONTINUE = "continue_final_message"
@@ -203,7 +204,7 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
     if kind == "redacted_thinking" and role == "assistant":
         return {}
     if kind == "image" and role == "user":
-        return {"image": _image(block, where)}
+        return {"image": _image(block, where), PLACE: f"{where}.source"}
     if kind == "document":
         source = block.get("source")
         if isinstance(source, Mapping) and source.get("type") == "text":
@@ -225,7 +226,9 @@ def _shown(content: Any, where: str) -> str | list[Fields]:
         return content if isinstance(content, str) else _text(content, where)
 
     def shown(block: Mapping[str, Any], at: str) -> Fields:
-        return {"image": _image(block, at)} if _is_image(block) else {"text": _text([block], where)}
+        if not _is_image(block):
+            return {"text": _text([block], where)}
+        return {"image": _image(block, at), PLACE: f"{at}.source"}
 
     return _joined(each_checked(content, where, shown))
 
@@ -238,7 +241,7 @@ def _part(block: Mapping[str, Any]) -> Fields:
     """Return a text or an image as a part of a chat's message."""
     if "text" in block:
         return {"type": "text", "text": block["text"]}
-    return {"type": "image_url", "image_url": {"url": block["image"]}}
+    return {"type": "image_url", "image_url": {"url": block["image"]}, PLACE: block[PLACE]}
 
 
 def _image(block: Mapping[str, Any], where: str) -> str:

@@ -8,12 +8,13 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.errors import ErrorBody, error_body
+from relayline.coordinator.http.errors import ErrorBody, ErrorDetail, error_body
 from relayline.coordinator.http.middleware import request_id
-from relayline.wire.common.errors import RelaylineError, http_status
+from relayline.wire.common.errors import ContextLengthError, RelaylineError, http_status
 
 PATH, MODELS = "/v1/messages", "/v1/models"
 VERSION = "anthropic-version"  # a header that Anthropic's clients send
+_TOO_LONG = "prompt is too long"  # Anthropic's words, which its clients look for
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -31,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def messages_error(error: RelaylineError, request_id: str) -> bytes:
     """Return the JSON of an error, as a reply or as an event."""
-    return _written(http_status(error), error_body(error).error.message, request_id)
+    return _written(http_status(error), error_body(error).error, request_id)
 
 
 @web.middleware
@@ -44,10 +45,10 @@ async def messages_errors(request: web.Request, handler: Handler) -> web.StreamR
     assert isinstance(response, web.Response)
     if isinstance(response.body, bytes):
         try:
-            message = msgspec.json.decode(response.body, type=ErrorBody).error.message
+            detail = msgspec.json.decode(response.body, type=ErrorBody).error
         except msgspec.DecodeError:
             return response
-        response.body = _written(response.status, message, request_id(request))
+        response.body = _written(response.status, detail, request_id(request))
     return response
 
 
@@ -57,7 +58,10 @@ def _is_of_their_clients(request: web.Request) -> bool:
     return path == PATH or path.startswith(f"{PATH}/") or (is_about_models and VERSION in request.headers)
 
 
-def _written(status: int, message: str, request_id: str) -> bytes:
+def _written(status: int, detail: ErrorDetail, request_id: str) -> bytes:
+    message = detail.message
+    if detail.code == ContextLengthError.label:
+        message = f"{_TOO_LONG}: {message}"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"type": kind, "message": message}
     return shapes.encode({"type": "error", "error": error, "request_id": request_id})

@@ -22,6 +22,7 @@ from relayline.coordinator.http.inner_form import (
     with_system,
 )
 from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served
+from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -238,7 +239,7 @@ def _content(content: Any, where: str) -> str | list[Fields]:
             return {"type": "text", "text": _text([part], where)}
         if part.get("image_url") is None:
             raise InvalidRequestError(f"{at}: send the image itself, as image_url with a data: address", at)
-        return {"type": "image_url", "image_url": {"url": text_in(part, "image_url", at)}}
+        return {"type": "image_url", "image_url": {"url": text_in(part, "image_url", at)}, PLACE: f"{at}.image_url"}
 
     return each_checked(content, where, part_of)
 

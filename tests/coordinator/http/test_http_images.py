@@ -134,6 +134,28 @@ async def test_what_goes_wrong_is_one_line_about_the_field_that_was_sent(tokeniz
     assert not generator.requests
 
 
+async def test_an_image_of_another_dialect_is_named_where_its_client_had_it(tokenizer: Tokenizer) -> None:
+    """System turns, results of tools and turns before it move it in the chat that such a body becomes."""
+    data = base64.b64encode(PNG + b"broken").decode()
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    shown = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "see"}, block]}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
+    message = {"max_tokens": 1, "system": "s", "messages": [call, {"role": "user", "content": [shown]}]}
+    item = {"role": "user", "content": [{"type": "input_text", "text": "see"}, {"type": "input_image"}]}
+    item["content"][1]["image_url"] = f"data:image/png;base64,{data}"  # type: ignore[index]
+    response = {"instructions": "s", "input": [{"role": "assistant", "content": "hm"}, item]}
+    places = {
+        "/v1/messages": "messages[1].content[0].content[1].source",
+        "/v1/responses": "input[1].content[1].image_url",
+    }
+    for encoder, fault in ((FakeEncoder(), "it is no image"), (None, "served without a projector")):
+        async with serving(tokenizer, FakeGenerator(), encoder=encoder) as served:
+            for path, body in (("/v1/messages", message), ("/v1/responses", response)):
+                told = (await post(served, path, body, 400))["error"]["message"]
+                assert told.startswith(f"{places[path]}: "), told
+                assert fault in told
+
+
 async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:
     encoder = FakeEncoder()
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png",

@@ -33,6 +33,11 @@ SEED = 11
 USER = {"role": "user", "content": "hi"}
 
 
+def test_an_empty_body_is_called_empty() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^the body is empty; send a JSON object$"):
+        decode_body(b"", ChatBody)
+
+
 def completion_plan(**fields: object) -> Plan:
     body = decode_body(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody)
     return validation.plan_completion(body, LIMITS, SEED)
@@ -234,7 +239,7 @@ def test_refusals_name_the_field(plan: Callable[..., Plan], fields: dict[str, An
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
-        (b"", "not valid JSON"),
+        (b"", "the body is empty"),
         (b"{", "not valid JSON"),
         (b'{"prompt": "x"} trailing', "not valid JSON"),
         (b'{"prompt": NaN}', "not valid JSON"),

@@ -216,6 +216,9 @@ async def test_tokens_are_counted_without_an_answer(tokenizer: Tokenizer) -> Non
         status, counted = await ask("/count_tokens", messages=long)
         assert status == 200
         assert counted["input_tokens"] > 64
+        status, refused = await ask(messages=long)
+        assert (status, refused["error"]["type"]) == (400, "invalid_request_error")
+        assert refused["error"]["message"].startswith("prompt is too long: This model's maximum context length is 64 t")
 
 
 async def test_thinking_is_off_unless_it_is_asked_for(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,16 @@
+"""Where the body of another dialect had what became a part of a chat's message: errors about the part name it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+PLACE = "place"  # a key beside a part's own: such as "input[0].content[1].image_url"
+_PLACE = re.compile(r"[a-z_.0-9\[\]]{1,100}")
+
+
+def place_of(part: Any) -> str:
+    """Return the place that stands beside a part, "" for none, or for text that is no place."""
+    place = part.get(PLACE) if isinstance(part, Mapping) else None
+    return place if isinstance(place, str) and _PLACE.fullmatch(place) else ""

@@ -178,7 +178,7 @@ def queued_frames(
         if flags & Flag.DRAFTED:
             drafts = view.draft_tokens[n_drafted : n_drafted + n_rows]
             n_drafted += n_rows
-        # By position, which saves 2.3 of 4.0 us a frame, measured by `python -m benches.tricks`.
+        # By position: saves 1.2 of 1.6 us a frame, measured by `python -m benches.tricks`.
         frame = QueuedFrame(
             route_id, session_id, epoch, position, n_rows, flags, argument,
             view.payload if n_rows else None,

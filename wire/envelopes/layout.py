@@ -1,9 +1,9 @@
-"""The canonical layout of an envelope, worked out from the contract in proto/: where each field of it stands.
+"""Derives the canonical layout of an envelope, the offset of each field, from the contract in proto/.
 
-A message whose fields are all of a fixed width, and all there, has a constant size, tags included. So the header of an
-envelope and the record of a frame are read and written at known places. Names, numbers and types of the fields are the
-contract's; this module adds their order, and gives numpy, `struct`, the C readers (`_layout.h`) and the documentation
-their forms of it. `make proto` writes the latter two.
+If all fields of a message have a fixed width and are present, the message has a constant size, tags included. So the
+header of an envelope and the record of a frame are read and written at known offsets. Names, numbers and types of the
+fields come from the contract. This module adds their order and describes the layout once for numpy, `struct`, the C
+readers (`_layout.h`) and the documentation. `make proto` writes the last two.
 """
 
 from __future__ import annotations

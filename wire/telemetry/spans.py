@@ -1,9 +1,9 @@
-"""Spans that are made in one piece after their end, such as a stage's spans of its batches.
+"""Spans that are made in one piece after they have ended, such as a stage's spans of its batches.
 
-With the SDK a span is started, extended and ended, and then exported. Around a step of a tiny model this costs a stage
-more than all its other work. A `FinishedSpan` is a span that any exporter of the SDK takes, made of plain values
-without a look at them; what exporters ask of it as objects is made when they ask. `wire.telemetry.otlp` never does: it
-writes OTLP from the plain values.
+The SDK starts a span, extends it, ends it and then exports it. For a step of a tiny model this takes a stage longer
+than all its other work. A `FinishedSpan` holds plain values, unchecked, and any exporter of the SDK can use it: it
+makes the SDK's objects when an exporter asks for them. `wire.telemetry.otlp` never asks: it writes OTLP from the plain
+values.
 """
 
 from __future__ import annotations

@@ -148,10 +148,9 @@ class StepExecutor:
             self.engine.hidden.want(wanted=self._gives_hidden)
         result.started_ns = time.monotonic_ns()
         try:
-            if computed[0].is_mutual:  # and alone, see stage.steps.batcher
-                self.engine.decode(n_rows, is_mutual=True)
-            elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
-                self.engine.decode(n_rows, grids=grids)
+            frames = result.step.frames
+            if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows stand behind all others
+                self._decode_prompts(n_rows, placed)
             else:
                 self.engine.decode(n_rows)
         except RelaylineError as error:
@@ -165,6 +164,15 @@ class StepExecutor:
         if padding is not None and result.padded_rows:
             self.engine.clear(padding.spare_lane)
         return not result.error
+
+    def _decode_prompts(self, n_rows: int, placed: list[Placed]) -> None:
+        """Run the native decode of a step with prompt rows, which may be those of images."""
+        if placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
+            self.engine.decode(n_rows, is_mutual=True)
+        elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
+            self.engine.decode(n_rows, grids=grids)
+        else:
+            self.engine.decode(n_rows)
 
     def answer(self, step: Step, placed: list[Placed], ahead: StepResult) -> StepResult:
         """Carry out a step whose rows are those of an earlier decode, the engine's last one: sample them.

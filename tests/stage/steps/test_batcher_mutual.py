@@ -85,7 +85,7 @@ def test_the_engine_is_told_the_places_of_rows_in_a_grid_and_they_go_on() -> Non
     executor.execute(step_of(control(1, Flag.OPEN), control(2, Flag.OPEN)))
     executor.execute(step_of(rows_frame(1, 0, 4, Flag.PREFILL), rows_frame(2, 0, 3, Flag.PREFILL)))
     part = dataclasses.replace(rows_frame(1, 4, 5, Flag.PREFILL | Flag.GRID), argument=grid_argument(2, 3, 4))
-    result = executor.execute(step_of(rows_frame(2, 3, 2), part))
+    result = executor.execute(step_of(rows_frame(2, 3, 2), part))  # as the batcher orders them
     lane = next(lane for lane, position in engine.steps[-1] if position == 4 + 4)
     assert engine.grids == [Grid(row=2, n_rows=5, lane=lane, start=2, n_before=2, width=3, height=4)]
     assert result.outputs[0].buffer is not None

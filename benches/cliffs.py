@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benches import machine
 from benches.arguments import numbers
-from benches.contexts import COPIED_TOKENS, fill
+from benches.contexts import COPIED_TOKENS, fill, step_ms
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine import ggml
@@ -63,19 +63,6 @@ class Walk:
         return found
 
 
-def cpu_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]) -> float:
-    """Run one step, undo it, and return its processor time."""
-    n_rows = len(lanes)
-    engine.seq_ids[:n_rows], engine.positions[:n_rows] = lanes, positions
-    engine.input_rows[:n_rows] = 0.01
-    started_ns = time.process_time_ns()
-    engine.decode(n_rows)
-    took_ns = time.process_time_ns() - started_ns
-    for lane in set(lanes):
-        engine.drop_from(lane, min(positions))
-    return took_ns / 1e6
-
-
 def walks(
     artifact: Path, heads: tuple[int, int], contexts: Sequence[int], lanes: int, rows: tuple[Sequence[int], ...]
 ) -> Iterator[Walk]:
@@ -94,7 +81,7 @@ def walks(
                 for _, n in itertools.product(range(REPEATS), counts):
                     own = list(range(n)) if kind == "decode" else [0] * n
                     positions = [COPIED_TOKENS] * n if kind == "decode" else [COPIED_TOKENS + at for at in range(n)]
-                    took_ms = cpu_ms(engine, own, positions)
+                    took_ms = step_ms(engine, own, positions, time.process_time_ns)
                     ms[n] = min(took_ms, ms.get(n, took_ms))
                 yield Walk(*heads, layout, kind, context, ms)
 

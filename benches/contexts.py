@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_ms(engine: NativeEngine, lanes: Sequence[int], positions: Sequence[int]) -> float:
-    """Run one step, undo it, and return its time."""
+def step_ms(
+    engine: NativeEngine,
+    lanes: Sequence[int],
+    positions: Sequence[int],
+    clock_ns: Callable[[], int] = time.monotonic_ns,
+) -> float:
+    """Run one step, undo it, and return its time by a clock."""
     n_rows = len(lanes)
     engine.seq_ids[:n_rows], engine.positions[:n_rows] = lanes, positions
     engine.input_rows[:n_rows] = 0.01
-    started_ns = time.monotonic_ns()
+    started_ns = clock_ns()
     engine.decode(n_rows)
-    took_ns = time.monotonic_ns() - started_ns
+    took_ns = clock_ns() - started_ns
     for lane in set(lanes):
         engine.drop_from(lane, min(positions))
     return took_ns / 1e6

@@ -23,7 +23,7 @@ from relayline.wire.links import rpc
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import LinkSecurity
 from relayline.wire.links.silence import Silence, silent_text
-from relayline.wire.links.trouble import explained
+from relayline.wire.links.trouble import first_call
 from relayline.wire.links.watch import beat, until_silent
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
@@ -68,19 +68,8 @@ class Member:
         """
         peer = f"the coordinator at {address}"
         channel = rpc.open_channel(address, security, Role.COORDINATOR)
-        try:
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
-                call, order = await _introduce(channel, hello, peer)
-        except TimeoutError as error:
-            await channel.close()
-            late = StageLostError(f"{peer} did not answer within {bounds.HANDSHAKE_TIMEOUT_S:.0f} s")
-            raise await explained(late, address, security) from error
-        except StageLostError as error:
-            await channel.close()
-            raise await explained(error, address, security) from error
-        except BaseException:
-            await channel.close()
-            raise
+        async with first_call(channel, address, security, f"{peer} did not answer"):
+            call, order = await _introduce(channel, hello, peer)
         return cls(channel, rpc.open_channel(address, security, Role.COORDINATOR), call, order, peer)
 
     async def report(self, **report: Any) -> None:

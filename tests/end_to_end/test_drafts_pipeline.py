@@ -157,9 +157,7 @@ async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
     async with drafting(artifacts([1, 3]), draft) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 6) for stream in streams))
-        await running.stop(lost)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(lost)
         await running.start(lost)
         rest = await asyncio.gather(*map(tokens_of, streams))
     assert_right(whole, asked, [first + then for first, then in zip(said, rest, strict=True)])
@@ -182,9 +180,7 @@ async def test_links_that_break_under_drafts(
     async with drafting(artifacts([1, 3]), DRAFT_AUTO, kv_layout=kv_layout, proxied=True) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 3) for stream in streams))
-        running.proxies[where].cut()
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.cut(where)
         rest = await asyncio.gather(*map(tokens_of, streams))
     assert_right(whole, asked, [first + then for first, then in zip(said, rest, strict=True)])
     assert launched[Kind.DECODE]

@@ -14,7 +14,7 @@ import aiohttp
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import relayline, running
-from tests.support.gateway_world import until
+from tests.support.gateway_world import TWO_REPLICAS, until
 
 PIPELINE = """apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
@@ -24,15 +24,6 @@ spec:
   stages: 1
   context: {{tokens: 8192, lanes: 4}}
 """
-HOUSE = """apiVersion: relayline.dev/v1alpha1
-kind: Gateway
-metadata: {name: house}
-spec:
-  http: {port: 0}
-  pipelines:
-    - {name: chat, manifest: chat.yaml, replicas: [{stages: [{name: other}]}]}
-"""
-
 CHANGED = """apiVersion: relayline.dev/v1alpha1
 kind: Gateway
 metadata: {name: house}
@@ -101,7 +92,7 @@ async def changed_while_serving(session: aiohttp.ClientSession, model: str, dire
 
 async def test_replicas_share_a_model_keep_its_chats_and_survive_each_other(tmp_path: Path) -> None:
     (tmp_path / "chat.yaml").write_text(PIPELINE.format(model=DEMO))
-    (tmp_path / "house.yaml").write_text(HOUSE)
+    (tmp_path / "house.yaml").write_text(TWO_REPLICAS)
     state = tmp_path / "state"
     with running("up", tmp_path / "house.yaml", "--json", "--state-dir", state) as process:
         url, model = process.event["url"], process.event["model"]

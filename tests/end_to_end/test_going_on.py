@@ -42,10 +42,8 @@ async def rows_of(running: Fleet) -> list[int]:
 
 async def cut(running: Fleet, where: int) -> None:
     """Break what goes through one proxy, and wait until the pipeline is ready again."""
-    running.recovering.clear()
-    running.proxies[where].cut()
+    await running.cut(where)
     async with asyncio.timeout(20):
-        await running.recovering.wait()
         await running.pipeline.ready.wait()
 
 
@@ -134,9 +132,7 @@ async def test_who_left_or_ended_meanwhile_holds_no_lane(artifacts: Artifacts, w
     async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
         streams = [running.pipeline.open(request(prompt, 60)) for prompt in prompts]
         said = await asyncio.gather(*(read(stream, 5) for stream in streams))
-        running.proxies[0].cut()
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.cut(0)
         await streams[0].aclose()
         late = prompt_of(99, 40)
         output = await tokens_of(running.pipeline.open(request(late, 10)))
@@ -155,9 +151,7 @@ async def test_where_everybody_left_meanwhile_nothing_waits_for_the_next_request
     async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
         stream = running.pipeline.open(request(prompt_of(90, 40), 60))
         await read(stream, 5)
-        running.proxies[0].cut()
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.cut(0)
         await stream.aclose()
         async with asyncio.timeout(20):
             await running.pipeline.ready.wait()
@@ -174,9 +168,7 @@ async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
     async with fleet(artifacts([1, 3]), prefix_lanes=None) as running:
         streams = [running.pipeline.open(request(prompt, 40)) for prompt in prompts]
         said = await asyncio.gather(*(read(stream, 5) for stream in streams))
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         await running.start(1)
         rest = await asyncio.gather(*map(tokens_of, streams))
         n_rows = await rows_of(running)

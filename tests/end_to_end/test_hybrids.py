@@ -145,9 +145,7 @@ async def test_a_lost_stage_is_a_pause_and_no_more(lost: int, hybrid: tuple[Spli
     async with fleet(paths, prefix_lanes=2, file=file) as running:
         streams = [running.pipeline.open(request(prompt, 40)) for prompt in prompts]
         before = [await read(stream, 5) for stream in streams]
-        await running.stop(lost)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(lost)
         await running.start(lost)
         after = [await tokens_of(stream) for stream in streams]
     for prompt, begun, rest in zip(prompts, before, after, strict=True):

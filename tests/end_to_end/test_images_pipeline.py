@@ -204,10 +204,7 @@ async def test_a_lost_stage_and_a_lost_link_are_pauses(model: Model) -> None:
         asking = asyncio.create_task(client.answer(*parts, n_tokens=60))
         await _until_running(client)
         await cut(client.running, 0)
-        client.running.recovering.clear()
-        await client.running.stop(0)
-        async with asyncio.timeout(20):
-            await client.running.recovering.wait()
+        await client.running.lose(0)
         await client.running.start(0)
         answer = await asking
     assert len(answer["choices"][0]["token_ids"]) == 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,14 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.wire.common.kv_layout import UNIFIED_ARCHITECTURES
-from tests.support.fleet import CTX, SHAPE, assert_greedy, fleet, prompt_of, read, request, tokens_of
+from tests.support.fleet import (
+    CTX,
+    SHAPE,
+    answers_over_losses,
+    assert_greedy,
+    fleet,
+    prompt_of,
+)
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_models import make_tiny
 
@@ -28,19 +34,7 @@ async def test_answers_go_on_after_each_stage_was_lost(name: str, tmp_path: Path
     layout = "unified" if RECIPES[name].architecture in UNIFIED_ARCHITECTURES else "per-lane"
     prompts = [prompt_of(3, 17), prompt_of(4, 23)]
     async with fleet(paths, kv_layout=layout, file=file) as running:
-        streams = [running.pipeline.open(request(prompt, N_TOKENS)) for prompt in prompts]
-        tokens = [await read(stream, 3) for stream in streams]
-        for lost in range(len(paths)):
-            running.recovering.clear()
-            await running.stop(lost)
-            async with asyncio.timeout(20):
-                await running.recovering.wait()
-            await running.start(lost)
-            for stream, begun in zip(streams, tokens, strict=True):
-                begun += await read(stream, 3)
-        for stream, begun in zip(streams, tokens, strict=True):
-            begun += await tokens_of(stream)
+        tokens = await answers_over_losses(running, prompts, N_TOKENS)
     with ReferenceModel(model, CTX, 1) as whole:
         for prompt, answer in zip(prompts, tokens, strict=True):
-            assert len(answer) == N_TOKENS
             assert_greedy(whole, prompt, answer)

@@ -133,9 +133,7 @@ async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole:
     async with fleet(artifacts([2]), prefix_lanes=2) as running:
         first = await tokens_of(running.pipeline.open(request(prompt, 10)))
         await until_kept(running, 1)
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         await running.start(1)
         async with asyncio.timeout(20):
             await running.pipeline.ready.wait()
@@ -244,9 +242,7 @@ async def test_a_loss_while_some_wait_for_what_others_read(artifacts: Artifacts,
         async with asyncio.timeout(20):
             while (await rows_of(running))[1] < 20:
                 pass
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         await running.start(1)
         outputs = await asyncio.gather(*map(tokens_of, streams))
         stages = (await rows_of(running))[1]

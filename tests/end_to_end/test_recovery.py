@@ -41,9 +41,7 @@ async def test_a_shared_session_goes_on_after_a_loss_for_those_that_stay(
     async with fleet(artifacts([1, 3]), share=True) as running:
         opener, stays = (running.pipeline.open(request(prompt, n_tokens, SEEDED)) for _ in range(2))
         begun = await read(opener, 5)
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         await opener.aclose()
         await running.start(1)
         async with asyncio.timeout(20):
@@ -66,9 +64,7 @@ async def test_a_lost_stage_is_a_pause_and_no_more(lost: int, artifacts: Artifac
         seeded = running.pipeline.open(request(prompt, n_tokens, SEEDED))
         before = [await read(greedy, 5), await read(seeded, 9)]
         epoch = running.pipeline.epoch
-        await running.stop(lost)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(lost)
         assert not running.pipeline.is_ready()
         await running.start(lost)
         after = [await tokens_of(greedy), await tokens_of(seeded)]
@@ -98,9 +94,7 @@ async def test_waiting_requests_survive_a_lost_stage(artifacts: Artifacts, whole
     async with fleet(artifacts([2]), n_lanes=1) as running:
         streams = [running.pipeline.open(request(prompt, 8)) for prompt in prompts]
         first = await read(streams[0], 1)
-        await running.stop(0)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(0)
         await streams[1].aclose()
         await running.start(0)
         outputs = [first + await tokens_of(streams[0]), await tokens_of(streams[2]), await tokens_of(streams[3])]
@@ -117,9 +111,7 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
     async with fleet(artifacts([2]), n_lanes=3, waiting_max=1) as running:
         streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts[:3]]
         begun = [await read(stream, 3) for stream in streams]
-        await running.stop(0)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(0)
         streams.append(running.pipeline.open(request(prompts[3], n_tokens)))  # one at least is there when it is back
         running.n_lanes = 1
         await running.start(0)
@@ -171,9 +163,7 @@ async def test_who_no_longer_fits_a_stage_that_came_back_with_less_context_is_to
         fits, too_long, waits = (running.pipeline.open(request(prompt, n)) for n in (20, 100, 20))
         begun = await read(fits, 3)
         await read(too_long, 3)
-        await running.stop(0)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(0)
         newcomer = running.pipeline.open(request(prompt, 90))
         running.ctx_tokens = 64
         await running.start(0)
@@ -210,9 +200,7 @@ async def test_a_request_that_comes_during_a_pause_begins_after_it(artifacts: Ar
     async with fleet(artifacts([2]), n_lanes=2) as running:
         paused = running.pipeline.open(request(prompts[0], 12))
         begun = await read(paused, 4)
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         newcomers = [running.pipeline.open(request(prompt, 8)) for prompt in prompts[1:]]  # one lane for three
         await running.start(1)
         outputs = await asyncio.gather(tokens_of(paused), *map(tokens_of, newcomers))
@@ -230,9 +218,7 @@ async def test_newcomers_wait_for_a_lost_stage_for_a_while_and_those_who_ran_for
     async with fleet(artifacts([2]), lost_wait_s=1.0) as running:
         paused = running.pipeline.open(request(prompt_of(0, 9), 20))
         begun = await read(paused, 3)
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         newcomer, leaver = (running.pipeline.open(request(prompt_of(n, 9), 3)) for n in (1, 2))
         await leaver.aclose()
         with pytest.raises(NotReadyError, match="unreachable: a stage was lost 1 s ago"):
@@ -288,8 +274,6 @@ async def test_a_stop_during_recovery_ends_requests_at_once(artifacts: Artifacts
     async with fleet(artifacts([2])) as running:
         stream = running.pipeline.open(request(prompt_of(0, 9), 200))
         await read(stream, 1)
-        await running.stop(0)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(0)
     with pytest.raises(NotReadyError, match="shutting down"):
         await read(stream, 200)

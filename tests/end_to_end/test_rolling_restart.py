@@ -12,7 +12,7 @@ import aiohttp
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import relayline, running
-from tests.support.gateway_world import until
+from tests.support.gateway_world import TWO_REPLICAS, until
 
 PIPELINE = """apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
@@ -22,14 +22,6 @@ spec:
   stages: 1
   context: {{tokens: {tokens}, lanes: {lanes}}}
   batching: {{calibrate: false}}
-"""
-HOUSE = """apiVersion: relayline.dev/v1alpha1
-kind: Gateway
-metadata: {name: house}
-spec:
-  http: {port: 0}
-  pipelines:
-    - {name: chat, manifest: chat.yaml, replicas: [{stages: [{name: other}]}]}
 """
 
 
@@ -77,7 +69,7 @@ async def context_of(session: aiohttp.ClientSession, name: str) -> int:
 
 async def test_replicas_take_a_changed_manifest_one_after_the_other(tmp_path: Path) -> None:
     (tmp_path / "chat.yaml").write_text(manifest(512))
-    (tmp_path / "house.yaml").write_text(HOUSE)
+    (tmp_path / "house.yaml").write_text(TWO_REPLICAS)
     state = tmp_path / "state"
     again = ("up", tmp_path / "house.yaml", "--state-dir", state)
     with running("up", tmp_path / "house.yaml", "--json", "--state-dir", state) as process:

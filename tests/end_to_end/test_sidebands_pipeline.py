@@ -13,7 +13,17 @@ from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.reference import ReferenceModel
 from tests.end_to_end.test_going_on import cut
 from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
-from tests.support.fleet import CTX, SHAPE, assert_greedy, fleet, prompt_of, read, request, tokens_of
+from tests.support.fleet import (
+    CTX,
+    SHAPE,
+    answers_over_losses,
+    assert_greedy,
+    fleet,
+    prompt_of,
+    read,
+    request,
+    tokens_of,
+)
 from tests.support.tiny_models import make_tiny
 
 # Each with the layout that its streams go on from anywhere with.
@@ -53,20 +63,8 @@ async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:
     file, paths, whole, layout = served
     prompts = [prompt_of(3, 37), prompt_of(4, 50)]
     async with fleet(paths, kv_layout=layout, file=file) as running:
-        streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts]
-        tokens = [await read(stream, 3) for stream in streams]
-        for lost in range(len(paths)):
-            running.recovering.clear()
-            await running.stop(lost)
-            async with asyncio.timeout(20):
-                await running.recovering.wait()
-            await running.start(lost)
-            for stream, begun in zip(streams, tokens, strict=True):
-                begun += await read(stream, 3)
-        for stream, begun in zip(streams, tokens, strict=True):
-            begun += await tokens_of(stream)
+        tokens = await answers_over_losses(running, prompts, 30)
     for prompt, answer in zip(prompts, tokens, strict=True):
-        assert len(answer) == 30
         assert_greedy(whole, prompt, answer)
 
 

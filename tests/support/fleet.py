@@ -156,6 +156,22 @@ class Fleet:
     async def stop(self, index: int) -> None:
         await self._running.pop(index).aclose()
 
+    async def lose(self, index: int) -> None:
+        """Stop a stage; returns when the pipeline has noticed."""
+        self.recovering.clear()
+        await self.stop(index)
+        await self._noticed()
+
+    async def cut(self, link: int) -> None:
+        """Cut what goes through a proxy; returns when the pipeline has noticed."""
+        self.recovering.clear()
+        self.proxies[link].cut()
+        await self._noticed()
+
+    async def _noticed(self) -> None:
+        async with asyncio.timeout(20):
+            await self.recovering.wait()
+
     async def stop_all(self) -> None:
         for index in list(self._running):
             await self.stop(index)
@@ -253,6 +269,21 @@ async def tokens_of(stream: SessionStream) -> list[int]:
     await stream.aclose()
     assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     return [event.token for event in events]
+
+
+async def answers_over_losses(running: Fleet, prompts: Sequence[Sequence[int]], n_tokens: int) -> list[list[int]]:
+    """Ask for greedy answers while each stage is lost and comes back in turn; return their tokens."""
+    streams = [running.pipeline.open(request(prompt, n_tokens)) for prompt in prompts]
+    tokens = [await read(stream, 3) for stream in streams]
+    for lost in range(len(running.addresses)):
+        await running.lose(lost)
+        await running.start(lost)
+        for stream, begun in zip(streams, tokens, strict=True):
+            begun += await read(stream, 3)
+    for stream, begun in zip(streams, tokens, strict=True):
+        begun += await tokens_of(stream)
+        assert len(begun) == n_tokens
+    return tokens
 
 
 async def read(stream: SessionStream, n_tokens: int) -> list[int]:

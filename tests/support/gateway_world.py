@@ -23,6 +23,15 @@ from tests.support.http_support import FakeGenerator
 from tests.support.polling import pause
 
 N_LANES = 4
+# A gateway's manifest before two pipelines of chat.yaml.
+TWO_REPLICAS = """apiVersion: relayline.dev/v1alpha1
+kind: Gateway
+metadata: {name: house}
+spec:
+  http: {port: 0}
+  pipelines:
+    - {name: chat, manifest: chat.yaml, replicas: [{stages: [{name: other}]}]}
+"""
 
 
 class Replica(FakeGenerator):

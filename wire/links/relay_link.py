@@ -26,7 +26,7 @@ from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.envelopes.parts import parts_of
 from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
-from relayline.wire.links.trouble import explained
+from relayline.wire.links.trouble import first_call
 from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -87,20 +87,8 @@ class RelayLink:
         ProtocolError when something else answers.
         """
         channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)
-        try:
-            async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
-                call, accepted = await _shake_hands(channel, address, hello, shown_pass)
-        except TimeoutError as error:
-            await channel.close()
-            limit_s = bounds.HANDSHAKE_TIMEOUT_S
-            late = StageLostError(f"{address} did not accept the link within {limit_s:.0f} s")
-            raise await explained(late, address, security) from error
-        except StageLostError as error:
-            await channel.close()
-            raise await explained(error, address, security) from error
-        except BaseException:
-            await channel.close()
-            raise
+        async with first_call(channel, address, security, f"{address} did not accept the link"):
+            call, accepted = await _shake_hands(channel, address, hello, shown_pass)
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
         link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, hello.n_embd)
         if is_watched:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
 
+from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError, UnauthenticatedError
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason
 from relayline.wire.links.security import LinkSecurity, host_of
@@ -21,6 +23,30 @@ from relayline.wire.links.tls_probe import knock, probe, said_to_client
 log = logging.getLogger("relayline.security")
 
 NOTE_TIMEOUT_S = 2.0
+
+
+@contextlib.asynccontextmanager
+async def first_call(
+    channel: grpc.aio.Channel, address: str, security: LinkSecurity, missed: str
+) -> AsyncIterator[None]:
+    """Make the first call over a channel to `address` in an async with block; where it fails, close the channel.
+
+    Raises StageLostError where the call is lost, and after HANDSHAKE_TIMEOUT_S; `missed` then says what the other side
+    did not do in time. Raises UnauthenticatedError where that is the reason of a loss. Other errors pass.
+    """
+    try:
+        async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        await channel.close()
+        late = StageLostError(f"{missed} within {bounds.HANDSHAKE_TIMEOUT_S:.0f} s")
+        raise await explained(late, address, security) from error
+    except StageLostError as error:
+        await channel.close()
+        raise await explained(error, address, security) from error
+    except BaseException:
+        await channel.close()
+        raise
 
 
 async def explained(

@@ -66,9 +66,7 @@ async def test_a_stage_that_is_lost_and_comes_back(artifacts: Artifacts, monkeyp
         feed = LiveFeed(pipeline, TelemetryControl(pipeline._observer, lambda: pipeline.stages), {})
         await run(running)
         await look(feed)
-        await running.stop(1)
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(1)
         lost = await look(feed)
         assert lost["state"]["loss"]["stage"] == 1
         assert lost["state"]["phase"] == "recovering"

@@ -46,13 +46,19 @@ def test_a_file_that_makes_no_sense_is_none(base: Path, tmp_path: Path, caplog: 
     assert kept_split(None, base, DEMO) == (base, None)
 
 
+def kept_by(directory: Path, base: Path, state: PoolState) -> Path:
+    """The file in which a coordinator of that split keeps moved layers."""
+    kept = directory / "layers.json"
+    keep = keeper(kept, base)
+    assert keep is not None
+    keep(state)
+    return kept
+
+
 def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = tmp_path / "layers.json"
-    keep = keeper(kept, base)
-    assert keep is not None
-    keep(PoolState((99,), ("a", "b")))
+    kept = kept_by(tmp_path, base, PoolState((99,), ("a", "b")))
     with caplog.at_level(logging.WARNING):
         assert kept_split(kept, base, DEMO) == (base, None)
     assert "the moved layers 99 cannot be served again" in caplog.text
@@ -61,10 +67,7 @@ def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
 def test_layers_of_a_stage_that_is_none_any_more_are_told_and_left(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = tmp_path / "layers.json"
-    keep = keeper(kept, base)
-    assert keep is not None
-    keep(PoolState((3,), ("a", "gone")))
+    kept = kept_by(tmp_path, base, PoolState((3,), ("a", "gone")))
     with caplog.at_level(logging.WARNING):
         assert kept_split(kept, base, DEMO, ("a", "b")) == (base, None)
     assert "gone is not a stage any more" in caplog.text

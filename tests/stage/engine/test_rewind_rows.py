@@ -23,7 +23,7 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.checkpoints import REWINDING_ARCHITECTURES
 from relayline.wire.common.errors import PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, asked_layout, layout_refusal
-from tests.stage.engine.test_recurrent import CLOSE, CTX, N_LANES, Lanes, far
+from tests.stage.engine.test_recurrent import CLOSE, CTX, Lanes, far, loading_once
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES
@@ -37,22 +37,8 @@ FEW = [case for case in CASES if case[0] in ("qwen35", "lfm2", "nemotron_h", "de
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Lanes]]:
-    found: dict[tuple[str, str], Lanes] = {}
-
-    def open_it(name: str, kv_layout: str) -> Lanes:
-        if (name, kv_layout) not in found:
-            directory = tmp_path_factory.mktemp("model")
-            model = make_tiny(name, directory / "model.gguf")
-            split_model(model, directory / "out", cuts=balanced_cuts(inspect_model(model), 2))
-            found[name, kv_layout] = Lanes(directory / "out" / "stage-0.gguf", kv_layout, rewind_rows=N_BACK)
-        lanes = found[name, kv_layout]
-        for lane in range(N_LANES):
-            lanes.engine.clear(lane)
-        return lanes
-
-    yield open_it
-    for lanes in found.values():
-        lanes.engine.close()
+    with loading_once(tmp_path_factory, N_BACK) as open_it:
+        yield open_it
 
 
 @pytest.fixture(params=CASES, ids="-".join)

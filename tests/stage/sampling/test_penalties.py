@@ -197,9 +197,7 @@ async def test_penalised_streams_are_the_unsplit_models_also_after_a_loss(
         streams = [running.pipeline.open(request(prompt, 60, PENALISED)) for prompt in prompts]
         greedy = running.pipeline.open(request(plain, 60))
         said = await asyncio.gather(*(read(stream, 10 + 5 * index) for index, stream in enumerate(streams)))
-        await running.stop(len(cuts))
-        async with asyncio.timeout(20):
-            await running.recovering.wait()
+        await running.lose(len(cuts))
         await running.start(len(cuts))
         rest = await asyncio.gather(*map(tokens_of, streams))
         unpenalised = await tokens_of(greedy)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import DrainPolicy
 from relayline.stage.steps.runner import OUTBOX_STEPS_MAX, Runner, _Bell
@@ -40,6 +41,13 @@ class Harness:
         self.runner.push([control(session_id, Flag.OPEN) for session_id in session_ids])
         await self.result()
 
+    async def blocked_by(self, *frames: QueuedFrame) -> BlockedDecode:
+        """Push frames; returns when their step is in the engine, which waits."""
+        blocked = BlockedDecode(self.engine)
+        self.runner.push([*frames])
+        await reached(blocked.entered)
+        return blocked
+
 
 @contextlib.asynccontextmanager
 async def harness() -> AsyncIterator[Harness]:
@@ -60,9 +68,7 @@ async def reached(event: threading.Event) -> None:
 async def test_frames_pushed_during_a_decode_form_the_next_batch() -> None:
     async with harness() as h:
         await h.open(*range(33))
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0))
         for session_id in range(1, 33):
             h.runner.push([rows_frame(session_id, 0)])
         assert h.runner.snapshot.queued_rows == 32
@@ -79,9 +85,7 @@ async def test_a_look_is_a_value_of_one_moment() -> None:
         await h.open(0, 1)
         before = h.runner.snapshot
         assert (before.lanes_total, before.lanes_used, before.queued_frames, before.running) == (64, 2, 0, None)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([control(2, Flag.OPEN), rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(control(2, Flag.OPEN), rows_frame(0, 0))
         assert len(h.executor.lanes) == 3, "opened by the step that runs"
         h.runner.push([rows_frame(1, 0, 3), rows_frame(1, 3)])
         during = h.runner.snapshot
@@ -102,9 +106,7 @@ async def test_a_look_is_a_value_of_one_moment() -> None:
 async def test_the_event_loop_runs_while_the_engine_is_busy() -> None:
     async with harness() as h:
         await h.open(0)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0))
         turned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(turned.set_result, None)
         await turned  # the loop turns although decode has not returned
@@ -144,9 +146,7 @@ async def test_unsent_results_stop_the_stepping() -> None:
 async def test_a_close_drops_waiting_rows_and_marks_the_session_at_once() -> None:
     async with harness() as h:
         await h.open(0, 1)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0), rows_frame(1, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0), rows_frame(1, 0))
         waiting = [rows_frame(1, 1, 2), rows_frame(1, 3)]
         h.runner.push(waiting)
         assert h.runner.push([control(1, Flag.CLOSE)]) == waiting
@@ -160,9 +160,7 @@ async def test_a_close_drops_waiting_rows_and_marks_the_session_at_once() -> Non
 async def test_dropping_a_route_returns_what_waited() -> None:
     async with harness() as h:
         await h.open(0)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0))
         waiting = [rows_frame(0, 1)]
         h.runner.push(waiting)
         assert h.runner.drop_route(ROUTE) == waiting
@@ -182,9 +180,7 @@ async def test_call_runs_in_the_decode_thread_and_passes_errors_on() -> None:
 async def test_a_caller_that_gave_up_disturbs_nobody() -> None:
     async with harness() as h:
         await h.open(0)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0))
         call = asyncio.create_task(h.runner.call(lambda: "late"))
         await asyncio.sleep(0)
         call.cancel()
@@ -196,9 +192,7 @@ async def test_a_caller_that_gave_up_disturbs_nobody() -> None:
 async def test_stop_ends_a_thread_that_has_work_waiting() -> None:
     async with harness() as h:
         await h.open(0)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, position) for position in range(8)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(*(rows_frame(0, position) for position in range(8)))
         call = asyncio.create_task(h.runner.call(lambda: None))
         await asyncio.sleep(0)
         stop = asyncio.create_task(h.runner.stop())
@@ -271,9 +265,7 @@ async def test_stop_ends_a_thread_whose_outbox_is_full() -> None:
 async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
     async with harness() as h:
         await h.open(0)
-        blocked = BlockedDecode(h.engine)
-        h.runner.push([rows_frame(0, 0)])
-        await reached(blocked.entered)
+        blocked = await h.blocked_by(rows_frame(0, 0))
         call = asyncio.create_task(h.runner.call(lambda: None))
         await asyncio.sleep(0)
         h.engine.fail_next = ZeroDivisionError("a bug")

@@ -359,7 +359,7 @@ async def test_a_name_is_the_credentials_and_belongs_to_its_first_holder(ids: Id
     issue(ids.ca, "box9", [], 30, again, NOW, role=Role.STAGE, stage="box1")
     async with joining(tmp_path / "split", security_of(ids.coordinator)) as address:
         assert await join_refusal(address, security_of(ids.box2), "box1") == (
-            "this credential is of stage box2 on box2; it cannot join as box1"
+            "this credential is for stage box2 on box2; it cannot join as box1"
         )
         assert "refuses this call" in await join_refusal(address, security_of(ids.coordinator), "box1")
         assert "refuses this call" in await join_refusal(address, security_of(ids.monitor), "box1")

@@ -150,7 +150,7 @@ class StepExecutor:
         try:
             frames = result.step.frames
             if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows stand behind all others
-                self._decode_prompts(n_rows, placed)
+                _decode_prompts(self.engine, n_rows, placed)
             else:
                 self.engine.decode(n_rows)
         except RelaylineError as error:
@@ -164,15 +164,6 @@ class StepExecutor:
         if padding is not None and result.padded_rows:
             self.engine.clear(padding.spare_lane)
         return not result.error
-
-    def _decode_prompts(self, n_rows: int, placed: list[Placed]) -> None:
-        """Run the native decode of a step with prompt rows, which may be those of images."""
-        if placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
-            self.engine.decode(n_rows, is_mutual=True)
-        elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
-            self.engine.decode(n_rows, grids=grids)
-        else:
-            self.engine.decode(n_rows)
 
     def answer(self, step: Step, placed: list[Placed], ahead: StepResult) -> StepResult:
         """Carry out a step whose rows are those of an earlier decode, the engine's last one: sample them.
@@ -488,3 +479,13 @@ def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.
     if end - first.row == sum([item.frame.n_rows for item in placed]):
         return output_rows[first.row : end]
     return np.concatenate([output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
+
+
+def _decode_prompts(engine: Engine, n_rows: int, placed: list[Placed]) -> None:
+    """Run the native decode of a step with prompt rows, which may be those of images."""
+    if placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
+        engine.decode(n_rows, is_mutual=True)
+    elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
+        engine.decode(n_rows, grids=grids)
+    else:
+        engine.decode(n_rows)

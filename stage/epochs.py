@@ -1,8 +1,8 @@
 """The epochs of a stage's routes: how one begins, who may link to it, and how it ends. Event loop only.
 
 A coordinator begins an epoch of its route with Configure. The epoch ends when a newer one begins, when its upstream
-neighbour leaves or falls silent, when nobody ever links to it, or when the stage stops. Epochs begin and end under one
-lock, so no two of them meet half-way in the decode thread.
+neighbour leaves or falls silent, when no neighbour ever links to it, or when the stage stops. Epochs begin and end
+under one lock, so no two of them meet half-way in the decode thread.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Epochs:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            # The coordinator has left: nothing stays half begun, and nobody else would end it.
+            # The coordinator has left, so no one else would end what it began.
             self._spawn(self._abandon(request, beginning))
             raise
 
@@ -144,7 +144,7 @@ class Epochs:
             raise HandshakeError("only the last stage has no downstream neighbour")
 
     async def _make_room(self, request: pb.ConfigureRequest) -> None:
-        """End the route's previous epoch, or for a new route, if the table is full, a route that nobody uses."""
+        """End the route's previous epoch. For a new route, if the table is full, end an unused route instead."""
         previous = self.routes.get(request.route_id)
         if previous is not None:
             previous.check_owner(caller())
@@ -195,7 +195,7 @@ class Epochs:
         return True
 
     def _unused(self, route_id: int, epoch: int) -> None:
-        """End an epoch that nobody has linked to: its coordinator gave up, and its link holds a neighbour's route."""
+        """End an epoch without a link: its coordinator gave up, and its own link holds a neighbour's route."""
         route = self.at(route_id, epoch)
         if route is not None and not (route.has_upstream or self._is_closing):
             self._spawn(self._end_later(route))

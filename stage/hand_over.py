@@ -1,8 +1,8 @@
 """The lanes of layers that move, from stage to stage: one planned change, seen from one stage. Event loop only.
 
-The order to prepare names who gives what to whom, each pair with a pass of its own. At the switch the old engine ends
-its epoch and gives; the next one takes, session by session, before it says that it serves. Nothing of this can fail the
-change: what is not here in time is read again. So every error ends in a line of the log.
+The order to prepare names giver, taker and layers; each pair has its own pass. At the switch the old engine ends its
+epoch and gives; the next one takes, session by session, before it says that it serves. None of this can fail the
+change: lanes that are not here in time are recomputed. So every error ends in a line of the log.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class HandOver:
             self._is_given.set()
 
     def close(self) -> None:
-        """Wait for nobody any more."""
+        """Stop waiting."""
         self._is_given.set()
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
     def ended(self, engine: Engine) -> None:
-        """The engine of before has ended its epochs: it gives from now on."""
+        """The old engine has ended its epochs and gives its lanes from now on."""
         if not self._giver.done():
             self._giver.set_result(engine)
 
@@ -91,7 +91,7 @@ class HandOver:
         self._giver = asyncio.get_running_loop().create_future()
 
     async def given(self) -> None:
-        """Wait until every stage has what it was to get, or has given up."""
+        """Wait until every stage has its lanes, or has stopped waiting."""
         await self._is_given.wait()
 
     async def give(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -127,7 +127,7 @@ class HandOver:
     async def take(self, engine: Engine, security: LinkSecurity) -> int:
         """Let a new engine have the lanes of its layers; returns how many it has then.
 
-        Raises RelaylineError as soon as one source fails; what was taken by then stays.
+        Raises RelaylineError as soon as one source fails; lanes taken by then stay.
         """
         n_taken = 0
         try:

@@ -142,7 +142,7 @@ async def accepted(
         raise ProtocolError("no handshake came on this link") from error
     hello = Inbound.hello(first, route)
     check_fit(hello, artifact)
-    return awaited(route.route_id, route.epoch), hello  # another stream may have come meanwhile
+    return awaited(route.route_id, route.epoch), hello  # another stream may have come in the meantime
 
 
 def check_due(view: EnvelopeView, epoch: int, number: int) -> None:

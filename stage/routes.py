@@ -167,7 +167,7 @@ class LeftRoutes:
         self._n_in_use: dict[int, int] = {}  # routes, this one included, when it was left
 
     def left(self, route_id: int, n_in_use: int) -> None:
-        """An epoch of the route has ended now; so many routes, this one included, were in use until then."""
+        """An epoch of the route has ended now. `n_in_use`: routes in use until then, this one included."""
         if timer := self._timers.pop(route_id, None):
             timer.cancel()
         self._timers[route_id] = asyncio.get_running_loop().call_later(self._after_s, self._expired, route_id)

@@ -91,7 +91,7 @@ class Work:
         self.service.renamed(self.facts)
 
     async def end_calls(self, crashed: asyncio.Future[None]) -> None:
-        """End every route. What needs the decode thread is given up once the stage has crashed."""
+        """End every route. Once the stage has crashed, work for the decode thread is dropped."""
         await _unless(crashed, self.service.close)
 
     async def close(self, crashed: asyncio.Future[None]) -> None:
@@ -100,7 +100,7 @@ class Work:
             task.cancel()
         await _unless(crashed, lambda: self._runner.call(self._executor.close))
         for task in self._tasks[1:]:
-            task.cancel()  # not before: a step that hangs as the stage stops is given up too
+            task.cancel()  # not before: a step that hangs while the stage stops must end too
         await self._runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
 
 
@@ -151,7 +151,7 @@ class Served:
         self._work = self._made(facts, executor)
 
     def begin(self, guard: Guard) -> None:
-        """Let calls come, of which `guard` is asked."""
+        """Accept calls that `guard` allows."""
         self._guard = guard
         self._work.begin(guard)
 
@@ -199,7 +199,7 @@ class Served:
     def switch(self, within_s: float = 0.0) -> None:
         """Serve the prepared slice; the old engine frees its memory as its calls end. Raises InternalError.
 
-        Where lanes are to change hands (`expect`) it waits up to within_s for those who take them.
+        If lanes are handed over (`expect`), it waits up to within_s for the stages that take them.
         """
         if self._next is None:
             raise InternalError("no other engine was prepared")
@@ -229,7 +229,8 @@ class Served:
             await rpc.abort(context, error)
 
     async def give_all(self, within_s: float) -> None:
-        """End all calls, and wait up to within_s for those who take lanes: this stage is to hold no layers any more."""
+        """End all calls, since this stage will hold no layers, and wait up to within_s for the stages that take its
+        lanes."""
         await self._work.end_calls(self.crashed)
         await self._give(self._work, within_s)
 
@@ -305,7 +306,7 @@ class Served:
 
 
 def _discarded(loading: asyncio.Task[tuple[StageFacts, StepExecutor]]) -> None:
-    """Close an engine that was loaded for nobody."""
+    """Close an engine that was loaded but is not needed."""
     if not loading.cancelled() and loading.exception() is None:
         loading.result()[1].close()
 

@@ -33,7 +33,7 @@ _INTEGER_MAX, _FACTOR_MAX = 1 << 48, 1e9
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmbeddingSection:
-    """Where stage 0's embedding table lies in the artifact: `rows` rows of `n_embd` values of a ggml type."""
+    """Place of stage 0's embedding table in the artifact: `rows` rows of `n_embd` values of a ggml type."""
 
     offset_bytes: int  # from the start of the file; 32-byte aligned
     type_id: int  # ggml type id
@@ -43,7 +43,7 @@ class EmbeddingSection:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableSection:
-    """Where another table that is looked up by token, or used for it, lies in stage 0's artifact."""
+    """Place of another table in stage 0's artifact, which is looked up by token or used for that."""
 
     offset_bytes: int  # from the start of the file; 32-byte aligned
     type_id: int  # ggml type id

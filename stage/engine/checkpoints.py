@@ -47,7 +47,7 @@ class Checkpoints:
         return sorted(self._of_lane.get(lane, ()))
 
     def state(self, lane: int, position: int) -> State | None:
-        """Return the lane's state at a position, None where there is no checkpoint."""
+        """Return the lane's state at a position, None without a checkpoint there."""
         entry = self._of_lane.get(lane, {}).get(position)
         return None if entry is None else entry.state
 

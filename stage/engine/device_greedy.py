@@ -1,8 +1,8 @@
 """The largest logit of each row, found where the last stage computes: its token travels, and no row of logits does.
 
-llama.cpp copies every row of logits to the host unless the row's lane has a backend sampler. So each lane has one, and
-all of them together add two small operations to the graph: for every row the token of its largest logit, and the sum of
-its logits, which is no finite number where one of them is not. A row that the host needs is fetched alone.
+llama.cpp copies every row of logits to the host unless the row's lane has a backend sampler. So each lane has one. All
+of them together add two small operations to the graph: for every row the token of its largest logit, and the sum of its
+logits, which is not finite if one of them is not. A row that the host needs is fetched alone.
 
 Of equal largest logits the device may name another than the host, which takes the first.
 """

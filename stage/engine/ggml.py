@@ -164,7 +164,7 @@ class Device(NamedTuple):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether weights may go there: it is no processor, and no helper of one."""
+        """Whether weights may go there: it is neither a processor nor a helper of one."""
         return self.kind in (_GPU, _GPU_OF_HOST)
 
     @property

@@ -46,19 +46,20 @@ class HiddenRows:
         self.capture.is_armed = wanted
 
     def note(self, wants: npt.NDArray[np.int8], cut: Cut | None) -> None:
-        """Take note of a step that has run: of which rows logits were wanted, and how it was cut."""
+        """Note about the step that has run which rows wanted logits, and how it was cut."""
         if not self.capture.is_armed:
             self._computed = None
             return
         computed = cut.computed if cut is not None else np.arange(wants.size)
         n_written = self.capture.n_written
-        # Most graphs drop the rows whose logits nobody wants before the norm; some only behind it.
+        # Most graphs drop the rows without wanted logits before the norm, some only after it.
         self._computed = computed if n_written == computed.size else computed[wants[computed] != 0]
         if n_written != self._computed.size:
             self._computed = None
 
     def rows(self, first: int, n_rows: int) -> npt.NDArray[np.float32]:
-        """Return rows [first : first + n_rows) of the last step, all of which wanted logits: a copy, f32 [n, n_embd].
+        """Return rows [first : first + n_rows) of the last step as a copy, f32 [n, n_embd]. All must have wanted
+        logits.
 
         Raises NativeError where this architecture does not give them.
         """
@@ -71,7 +72,7 @@ class HiddenRows:
 
 
 def gives_hidden(engine: Decoding, hidden: HiddenRows) -> bool:
-    """Find out by a step of one row, in which nobody else is, whether this architecture gives hidden rows."""
+    """Find out with a step of one row whether this architecture gives hidden rows."""
     hidden.want(wanted=True)
     engine.decode(1)
     try:

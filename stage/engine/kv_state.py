@@ -1,4 +1,4 @@
-"""Lengthens llama.cpp's saved state of one lane's KV cells into a context that nobody computed. Pure.
+"""Extends llama.cpp's saved state of one lane's KV cells to a long context, without computing it. Pure.
 
 `llama_state_seq_get_data` of llama.cpp 0.3.36's binding writes eight bytes of head, then the output of
 `llama_kv_cache::state_write` for each cache (a model with sliding windows has two). That output is the number of
@@ -45,7 +45,7 @@ class _Reader:
         self.parts: list[bytes] = []
 
     def keep(self, n_bytes: int, n_times: int = 1) -> None:
-        """Take the next bytes over, so many times. Raises ValueError where they end before."""
+        """Copy the next bytes, the given number of times. Raises ValueError where they end before."""
         if self.at + n_bytes > len(self._state):
             raise ValueError("the state ends too early")
         self.parts.append(self._state[self.at : self.at + n_bytes] * n_times)

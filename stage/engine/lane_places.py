@@ -105,7 +105,8 @@ class LanePlaces:
         return number - shift
 
     def cut(self, lane: int, number: int) -> int:
-        """Forget the images of which rows from this number on are dropped; returns the place of the first of these."""
+        """Forget images that have rows from this number on, since those are dropped. Returns the place of the first
+        dropped row."""
         found = self.place(lane, number)
         if lane in self._images:
             kept = [image for image in self._images[lane] if image.start + image.n_held <= number]
@@ -117,7 +118,7 @@ class LanePlaces:
         self._set(target, list(self._images.get(source, ())))
 
     def n_rows(self, lane: int, n_places: int) -> int:
-        """Return how many rows a lane holds that llama.cpp says to hold so many places."""
+        """Return how many rows a lane holds, from the number of places that llama.cpp reports."""
         shift = 0
         for image in self._images.get(lane, ()):
             first = image.start - shift

@@ -5,8 +5,8 @@ cells over from the stages that had them, and no row is computed again. The form
 `stage.engine.kv_state`. So an engine states the `Shape` of its lanes' states from one that it has written itself, and
 everything that does not have that shape to the byte is refused.
 
-Refused too are states whose cells do not stand for the positions 0, 1, 2 and so on: of sliding windows, where cells are
-missing, and of images, which have several at one position.
+It also refuses states whose cells are not at positions 0, 1, 2 and so on: with sliding windows cells are missing, and
+images have several cells at one position.
 """
 
 from __future__ import annotations

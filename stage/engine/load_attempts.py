@@ -70,7 +70,7 @@ def _dead(directory: Path) -> list[Path]:
 
 
 def _hold(note: Path) -> int | None:
-    """Make a note and lock it; returns None where the cache can't be written, which is no reason not to load."""
+    """Make a note and lock it. Returns None if the cache can't be written; that does not prevent loading."""
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

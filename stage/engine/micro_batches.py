@@ -6,7 +6,7 @@ number of rows, in the order of lanes. The first lane of the batch with rows lef
 batch joins if its number is one higher than the last one's. All give as many rows as the shortest has. Hidden rows are
 captured in that order, so this module must know it. A step of decode rows of neighbouring lanes is one micro-batch.
 
-Where some layers have a recurrent state, a unified cache is no exception, but every following lane joins, whatever its
+If some layers have a recurrent state, this is true of a unified cache too, but every following lane joins, whatever its
 number (`llama_memory_hybrid::init_batch`). Where such lanes can be taken back by some rows, the last of these and one
 more stay in one micro-batch: of the lanes that would share it, those before the first that would leave fewer.
 """
@@ -40,8 +40,8 @@ class Cut:
 def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True, n_tail: int = 0) -> Cut:
     """Return how a step whose rows are of these lanes (shape [n_rows]) is run in the fewest micro-batches.
 
-    `sequential`: only lanes of consecutive numbers share a micro-batch. `n_tail`: so many last rows of a lane are never
-    parted; 0 for no such rule.
+    `sequential`: only lanes of consecutive numbers share a micro-batch. `n_tail`: this many last rows of a lane stay
+    together; 0 for no such rule.
 
     Rows of one lane keep their order; a lane's rows need not be neighbours. Of several orders with equally few
     micro-batches, the one that keeps lanes of several rows (prompts) apart from those of one is taken. Do not write to

@@ -34,7 +34,8 @@ def load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) ->
         log.info("weights on devices of their own", extra={"fields": {"device": device, "gib": f"{n_bytes / GIB:.2f}"}})
     rope = choose_rope(params, artifact.long_rope, settings.ctx_tokens)  # held by its name as well
     params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-    # Held by its name until the call is over: llama.cpp calls it after each tensor, and gives up where it says False.
+    # Held by its name until the call is over: llama.cpp calls it after each tensor, and stops loading if it returns
+    # False.
     goes_on = llama.llama_progress_callback(lambda share, _: load.goes_on(WEIGHTS, share))
     params.progress_callback = goes_on
     ggml.LOG.watch()

@@ -202,7 +202,7 @@ class NativeEngine:
     def _check_itself(self, load: Load) -> None:
         """Decode one row and forget it: proves that the output arrives, and touches the weights once."""
         self.input_rows[0] = 0.01
-        with abandonable(self._context, load):  # weights that are mapped are read from the disk meanwhile
+        with abandonable(self._context, load):  # mapped weights are read from the disk here
             self.decode(1)
         row = self.logits(0) if self.is_last else self.output_rows[0]
         if not np.isfinite(row).all():
@@ -295,7 +295,7 @@ class NativeEngine:
         self._states.failed()
         first = np.full(self.config.n_sequences, np.iinfo(np.int32).max, np.int32)
         lanes = self.seq_ids[:n_rows]
-        known = (lanes >= 0) & (lanes < self.config.n_sequences)  # an impossible lane is what may have failed
+        known = (lanes >= 0) & (lanes < self.config.n_sequences)  # the failure may be an impossible lane
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
         for lane in np.unique(lanes[known]).tolist():
             position = max(0, min(int(first[lane]), self.lane_tokens(lane)))
@@ -386,7 +386,7 @@ class NativeEngine:
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, end)
 
     def multiply(self, lane: int, free_lane: int, n_times: int) -> bool:
-        """Make the lane hold its content n_times over, at the same positions: a long context that nobody computed.
+        """Make the lane hold its content n_times, at the same positions: a long context without computing it.
 
         Good for timing steps only. `free_lane` is empty before and after. False where llama.cpp cannot copy cells or
         has no room; some copies may have been made then, or the lane may be empty.
@@ -440,7 +440,8 @@ class NativeEngine:
 
 
 def _run(context: Any, batch: Any, *, is_mutual: bool) -> int:
-    """Return what llama_decode does. `is_mutual`: rows attend to later ones too, by a graph that is built anew."""
+    """Return what llama_decode does. `is_mutual`: rows attend to later ones too; llama.cpp builds another graph for
+    that."""
     if not is_mutual:
         return int(llama.llama_decode(context, batch))
     llama.llama_set_causal_attn(context, False)

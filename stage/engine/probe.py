@@ -1,4 +1,4 @@
-"""Loads artifacts in a process of its own: `python -m relayline.stage.engine.probe [--dry] ARTIFACT...`.
+"""Loads artifacts in a separate process: `python -m relayline.stage.engine.probe [--dry] ARTIFACT...`.
 
 llama.cpp ends the process when one of its assertions fails, and nothing in that process can report it. So the caller
 starts this module and reads its end: exit code 0 if the artifact runs, 1 with one line on stderr if it is refused, a

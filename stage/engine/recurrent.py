@@ -32,7 +32,7 @@ class _RecentRows:
     """
 
     def __init__(self) -> None:
-        self.n_kept = 0  # states that llama.cpp keeps of each lane, beside that of its end
+        self.n_kept = 0  # states that llama.cpp keeps of each lane, besides that of its end
         self._of_lane: dict[int, int] = {}
         self.taken_back: set[int] = set()  # lanes taken back so, with no row since: their state is an earlier one
 
@@ -119,19 +119,19 @@ class RecurrentLanes:
         return lane in self._recent.taken_back
 
     def can_rewind(self, lane: int, position: int, n_tokens: int) -> bool:
-        """Tell whether a lane of so many tokens can be taken back to a position."""
+        """Return whether a lane of n_tokens can be rewound to a position."""
         return self.can_copy(lane, position, n_tokens) or n_tokens - position <= self._recent.count(lane)
 
     def can_copy(self, lane: int, position: int, n_tokens: int) -> bool:
-        """Tell whether another lane can have the first tokens, up to a position, of a lane of so many."""
+        """Return whether the first tokens of a lane of n_tokens, up to a position, can be copied to another lane."""
         return not self.exist or not 0 < position < n_tokens or self._checkpoints.state(lane, position) is not None
 
     def require(self, lane: int, position: int, n_tokens: int) -> None:
-        """Raise PositionGapError where a lane of so many tokens cannot be taken back to a position."""
+        """Raise PositionGapError if a lane of n_tokens cannot be rewound to a position."""
         self._require(lane, position, n_tokens, can=self.can_rewind(lane, position, n_tokens))
 
     def require_copy(self, lane: int, position: int, n_tokens: int) -> None:
-        """Raise PositionGapError where the first tokens of a lane of so many, up to a position, cannot be copied."""
+        """Raise PositionGapError if the first tokens of a lane of n_tokens, up to a position, cannot be copied."""
         self._require(lane, position, n_tokens, can=self.can_copy(lane, position, n_tokens))
 
     def _require(self, lane: int, position: int, n_tokens: int, *, can: bool) -> None:
@@ -143,7 +143,7 @@ class RecurrentLanes:
             )
 
     def checkpoint(self, context: Any, lane: int, n_tokens: int) -> None:
-        """Remember the state of a lane of so many tokens. Raises NativeError where llama.cpp does not give it."""
+        """Remember the state of a lane of n_tokens. Raises NativeError where llama.cpp does not give it."""
         if not self.exist or not n_tokens:
             return
         state = read_recurrent(context, lane)
@@ -152,9 +152,9 @@ class RecurrentLanes:
         self._checkpoints.add(lane, n_tokens, state)
 
     def take_back(self, context: Any, lane: int, position: int, n_tokens: int) -> None:
-        """Give a lane of so many tokens the state of a checkpoint. Only then its KV cells can be cut there.
+        """Set the state of a lane of n_tokens to a checkpoint. Only then its KV cells can be cut there.
 
-        Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError where nobody has it.
+        Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError if there is none.
         """
         if not self.exist:
             return

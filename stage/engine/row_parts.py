@@ -76,7 +76,7 @@ class RowParts:
         column = self._passed.stop
         for entry in self._experts:
             chosen = rows[:, column : column + self._n_used]
-            # A value that is no expert is a row of a test or a measurement; llama.cpp would abort.
+            # A value that is not an expert comes from a test or a measurement; llama.cpp would abort.
             entry.source[:n_rows, : self._n_used] = np.clip(np.nan_to_num(chosen), 0, self._n_experts - 1)
             column += self._n_used
 

@@ -1,9 +1,9 @@
 """Whole lanes as bytes that outlive them: for the tier of what lanes held, see `stage.engine.tier`. Decode thread only.
 
 A saved lane is one array: a head of numbers of 64 bits (see `_head`), llama.cpp's state of the lane, and the
-checkpoints of its recurrent state, where it has one. Where rows have places on several axes, its images stand in the
-head too (see `stage.engine.lane_places`). llama.cpp reads and writes a lane's state in one call, so a copy
-stands between two steps for as long as it takes; see HELD_COPIES_MAX in `stage.engine.lane_state` for times.
+checkpoints of its recurrent state, where it has one. If rows have places on several axes, the head also has the lane's
+images (see `stage.engine.lane_places`). llama.cpp reads and writes a lane's state in one call, so a copy delays the
+next step until it is done; see HELD_COPIES_MAX in `stage.engine.lane_state` for times.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SavedLanes:
         """Copy the cells that a lane uses, at once. False where llama.cpp's copy of all cells is quicker, or needed.
         Where lanes share cells, that is nearly always so.
 
-        Raises NativeError where there is no other copy and llama.cpp does not make this one.
+        Raises NativeError if there is no other copy and llama.cpp does not make this one.
         """
         engine = self._engine
         if self._states.has_cells or self._states.is_taken_back(source_lane):
@@ -154,7 +154,7 @@ class SavedLanes:
         # The target of a pending copy is not filled yet, so it can neither be read nor replaced.
         if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
             return False
-        # llama_kv_cache::state_write leaves out what lies before the window of the next row.
+        # llama_kv_cache::state_write leaves out cells before the window of the next row.
         if 0 < engine.attention.window < n_tokens:
             return False
         return copy_lane(self._context, source_lane, target_lane)

@@ -1,4 +1,4 @@
-"""Rows of a table that lies in an artifact behind the tensors, by token, as numbers.
+"""Reads rows, by token and as numbers, of a table that follows the tensors in an artifact.
 
 Mapped: a row is read when it is first asked for.
 """

@@ -1,8 +1,9 @@
 """States of lanes, kept in host memory and on disk after other streams have taken the lanes. Any thread; never waits.
 
-The coordinator decides what is stored and restored, by a key of the lane's tokens; this module only keeps it. The least
-recently used goes first, from each place by its own bound. A writer thread copies each stored state to the disk. A
-reader thread loads a state that is only on the disk (`begin`), so the decode thread finds bytes in memory, or nothing.
+The coordinator decides which lanes are stored and restored, by a key of their tokens; this module only keeps them. The
+least recently used goes first, from each place by its own bound. A writer thread copies each stored state to the disk.
+A reader thread loads a state that is only on the disk (`begin`), so the decode thread finds bytes in memory, or
+nothing.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class TierDisk:
             self.n_bytes -= known[1]
 
     def read(self, key: int, take: Callable[[int, int, State], None]) -> Future[None] | None:
-        """Read a state in the background and pass it to `take(key, n_tokens, state)`; None where there is none."""
+        """Read a state in the background and pass it to `take(key, n_tokens, state)`; None if there is no file."""
         with self._lock:
             if key not in self._files:
                 return None
@@ -168,7 +168,7 @@ class TierDisk:
 
 
 def _read_head(head: bytes) -> tuple[int, int, int, int] | None:
-    """Return key, tokens, bytes and hash; None where it is no head."""
+    """Return key, tokens, bytes and hash; None if it is not a head."""
     if len(head) != _HEAD.size:
         return None
     magic, key, n_tokens, n_bytes, digest = _HEAD.unpack(head)

@@ -34,7 +34,7 @@ GOODBYE_TIMEOUT_S = 1.0  # for the coordinator to notice that this stage leaves,
 
 
 def failure_of(error: Exception) -> pb.StageFailure:
-    """Return how a stage tells its coordinator of a failure of its own, a bug of ours among them."""
+    """Return how a stage reports its own failure, including a bug of ours, to its coordinator."""
     if isinstance(error, RelaylineError):
         return pb.StageFailure(label=error.label, message=error.message)
     return pb.StageFailure(label=InternalError.label, message=f"{type(error).__name__}: {error}")

@@ -87,7 +87,7 @@ class JoinedStage:
         self._config, self._on_ready, self._adapt, self._on_idle = config, on_ready, adapt, on_idle
         self._hello = introduction(config.name, uuid.uuid4().hex)
         self._member: Member | None = None
-        self._is_planned = False  # whether the coordinator said that it stops: that it is away is no surprise then
+        self._is_planned = False  # whether the coordinator said that it stops; then its absence is expected
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Be a member until `stopping` is set. Raises as `run_joined`."""
@@ -206,7 +206,7 @@ class JoinedStage:
             await changes.drop()
 
     async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
-        """Return the artifact's path; None when stopped, or when the coordinator went away meanwhile."""
+        """Return the artifact's path; None when stopped, or when the coordinator has gone."""
         getting = asyncio.create_task(obtain(member, self._config.cache, load, always_fetch=self._config.always_fetch))
         try:
             await first_of(getting, stop, member.lost)
@@ -305,7 +305,7 @@ class JoinedStage:
             self._member = None
 
     async def _rejoin(self, *interrupts: asyncio.Future[Any]) -> None:
-        """End this membership and begin the next one; there is none if an interrupt is done first."""
+        """End this membership and begin the next one, or none if an interrupt comes first."""
         await self._leave()
         if not any(interrupt.done() for interrupt in interrupts):
             self._member = await self._join(*interrupts)

@@ -42,7 +42,7 @@ class StandBy:
         """Wait for layers; yields the stage that serves them once the coordinator has switched to them.
 
         `member.order` is their order then. Yields None where the membership ends, or this stage is to stop. A stage
-        that joins anew afterwards is told what holds.
+        that joins again afterwards gets the current order.
         """
         try:
             while (order := await self._next()) is not None:
@@ -72,14 +72,14 @@ class StandBy:
         return coming.result()
 
     def _wait(self) -> asyncio.Task[pb.JoinResponse]:
-        """Return what waits for the next order. It is left in place until somebody takes that order."""
+        """Return what waits for the next order. It stays in place until that order is taken."""
         if self._coming is None:
             self._coming = asyncio.create_task(self._member.changes.get())
         return self._coming
 
     @contextlib.asynccontextmanager
     async def _prepared(self, order: pb.JoinResponse) -> AsyncIterator[Served | None]:
-        """Get and load a slice, and open its port; yields None where that was given up, or cannot be."""
+        """Get and load a slice, and open its port. Yields None if that was cancelled or failed."""
         load = Load()
 
         def give_up(_: asyncio.Future[Any]) -> None:

@@ -66,7 +66,7 @@ async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -
     except OSError as error:
         report.failure.label = StartError.label
         report.failure.message = f"{cache}: cannot be written: {error.strerror or error}"
-    if order.link_bytes:  # once more: the others measured their links as well when this one did
+    if order.link_bytes:  # again: the other hosts measured their links at the same time as this one
         round_trips.append(await _round_trip_ns(member, order.link_bytes))
         report.round_trip_ns = min(round_trips)
     report.took_ns = time.monotonic_ns() - began_ns

@@ -74,7 +74,7 @@ class BatchSpans:
         return f"{self._stage_index}:{result.number}"
 
     def finish(self, route_id: int | None = None) -> None:
-        """End the spans of requests of a route, or of all: nobody will close their sessions."""
+        """End the spans of requests of a route, or of all, since their sessions will not be closed."""
         self._requests.finish(route_id)
 
     @staticmethod

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EVENTS_MAX = 128  # what many backends keep of a span's events
 LATEST_MAX = 96  # batches that have an event each
-FOLDED, TOGETHER = 32, 8  # as they become more, so many of the oldest are merged, so many into one event
+FOLDED, TOGETHER = 32, 8  # when there are more, this many of the oldest are merged, this many into one event
 LINKS_MAX = 128  # traces of passes that one span links to, the latest; about two minutes of them
 BAGGAGE_MAX = 16  # entries of a request's baggage that its spans show
 MS = 1e-6

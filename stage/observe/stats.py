@@ -47,7 +47,7 @@ class StageStats:
         self.payload_bytes = {"in": 0, "out": 0}
 
     def step_done(self, result: StepResult) -> None:
-        """Count one step. One of controls alone, or whose frames were all refused, is no native step."""
+        """Count one step. A batch of only controls, or with all frames refused, is not a native step."""
         waits_ns = result.waits_ns
         self.recent_wait_ns.extend(waits_ns)
         for wait_ns in waits_ns:
@@ -67,7 +67,7 @@ class StageStats:
         self.decode_held_ns += len(arrived_ns) * result.held_until_ns - sum(arrived_ns)
         if result.is_ahead:
             self.n_rows_ahead += result.n_rows
-        if result.computed_in:  # an earlier result has told of the decode
+        if result.computed_in:  # an earlier result has counted the decode
             return
         self.steps_by_rows[result.n_rows] += 1
         self.steps_by_sessions[len(waits_ns)] += 1

@@ -63,7 +63,7 @@ class Summaries:
         return ended
 
     def forget(self, route_id: int | None = None) -> None:
-        """Drop the sessions of a route whose epoch ended, or all: nobody will close them."""
+        """Drop the sessions of a route whose epoch ended, or all, since they will not be closed."""
         self._totals = {} if route_id is None else {k: v for k, v in self._totals.items() if k[0] != route_id}
 
     def _end(self, close: QueuedFrame) -> pb.SessionSummary:

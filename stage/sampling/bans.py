@@ -1,7 +1,7 @@
 """The tokens that a session may not generate at a position, whatever their logits are. Pure.
 
-Three rules, each a list of tokens: only the allowed ones; none that is held back before a position (the end of an
-answer with a least length); not the last token of a bad word that has just been generated up to there.
+There are three rules, each a list of tokens. Only the allowed tokens. No token that is held back before a position (the
+end of an answer with min_tokens). Not the last token of a bad word, if the rest of it has just been generated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Bans:
     def apply(self, logits: npt.NDArray[np.float32], position: int, latest: Sequence[int]) -> None:
         """Set the `logits` (f32 [n_vocab]) of tokens that may not be said at `position` to -inf.
 
-        `latest` are the session's own tokens before it, at least `looks_back` of them if there are so many.
+        `latest` are the session's own tokens before it, at least the last `looks_back` ones.
         """
         if self._allowed.size:
             kept = logits[self._allowed]

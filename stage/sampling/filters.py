@@ -3,7 +3,7 @@
 Each filter keeps the likeliest tokens down to some point, in the order (logit descending, token ascending), as
 llama.cpp's chain of the same names does. The noise of a token does not depend on which others are left
 (`stage.sampling.draws`). So the winner of the race among all tokens is the pick if it is kept. If it is not kept, no
-token that ranks behind it is kept either, and the race runs again among the tokens before it. min-p is a floor, applied
+token of lower rank is kept either, and the race runs again among the tokens of higher rank. min-p is a floor, applied
 within the race. top-k comes first and leaves few tokens, which the largest logits of the blocks find. Bounds mostly
 decide whether top-p keeps a winner: they compare the weight of the tokens before it with that of the blocks' largest
 logits. Only if they leave it open are all tokens weighed.

@@ -38,7 +38,7 @@ class Grammars:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
-        # With its vocabulary, so that the number of that is nobody else's.
+        # Kept with its vocabulary, so that no other object can have the vocabulary's id.
         self._ready: collections.OrderedDict[tuple[int, str], tuple[LLTokenizer, Future[LLMatcher]]]
         self._ready = collections.OrderedDict()
         self._reading: collections.OrderedDict[tuple[int, str, bytes], tuple[LLTokenizer, Future[LLMatcher]]]
@@ -136,7 +136,7 @@ class Holds:
     def _holds(self, frame: QueuedFrame) -> bool:
         key = frame.session_key
         grammar = frame.options.grammar if frame.options is not None else ""
-        if grammar and not self._held.get(key):  # otherwise it opens once more, behind the held frames
+        if grammar and not self._held.get(key):  # otherwise it opens again, after the held frames
             self._open(key, grammar, frame.options.said if frame.options is not None else ())
             return False
         if not self._held:
@@ -160,7 +160,7 @@ class Holds:
         loop = asyncio.get_running_loop()
 
         def is_ready(_future: Future[LLMatcher]) -> None:
-            with contextlib.suppress(RuntimeError):  # the stage has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the stage has ended in the meantime
                 loop.call_soon_threadsafe(self._release, frames)
 
         future.add_done_callback(is_ready)

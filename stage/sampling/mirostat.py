@@ -1,8 +1,8 @@
 """Mirostat, versions 1 and 2: which tokens a draw may pick, so that surprise stays near a target. Pure.
 
-As llama.cpp's samplers of these names (Basu et al., 2021). `mu`, the most surprise that a token may have, moves with
-every token that was picked, so it is the one state of a sampler that tokens alone do not tell: each sample says where
-it is now, and the open of a session brings it back. If a position is picked again, the mu before it counts.
+As llama.cpp's samplers of these names (Basu et al., 2021). `mu`, the most surprise that a token may have, changes with
+every token that is picked. It is the only state of a sampler that cannot be derived from tokens. So each sample reports
+it, and the open of a session brings it back. If a position is picked again, the mu before it counts.
 """
 
 from __future__ import annotations

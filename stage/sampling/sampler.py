@@ -64,7 +64,7 @@ class SamplingOptions:
     dry_sequences: tuple[tuple[int, ...], ...] = ()
 
     def number(self, name: str) -> float:
-        """Return a number of the table of sampler fields, its neutral value where nobody has said it."""
+        """Return a number of the table of sampler fields, or its neutral value if it was not given."""
         return self.numbers.get(name, BY_NAME[name].neutral)
 
     def bans(self, n_vocab: int) -> Bans | None:
@@ -158,7 +158,7 @@ class SessionSampler:
         vocabulary: LLTokenizer | None = None,
         read: Sequence[int] = (),
     ) -> None:
-        """`said` are the tokens that the session has been given already, of which without a grammar the latest do.
+        """`said` are the session's tokens so far; without a grammar the latest ones are enough.
 
         `read` are the latest of its prompt, for a repetition penalty.
 

@@ -112,7 +112,7 @@ class StepTimes:
 
     @property
     def are_doubtful(self) -> bool:
-        """Whether several threads never had their cores together: then nobody knows what that would have given."""
+        """Whether several threads never had their cores at the same time: then their speed is unknown."""
         return self.n_threads > 1 and 0 < self.cores_share < UNDISTURBED
 
     def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
@@ -225,7 +225,7 @@ def _guess(engine: NativeEngine, row_ns: float) -> _Context:
 def _beside_context(
     engine: NativeEngine, times: StepTimes, n_rows: int, deadline_s: float, pass_ns: float = 0.0
 ) -> tuple[int, int]:
-    """Return the fastest steps of so many rows of an empty lane and of the long one, whose passes take pass_ns."""
+    """Return the fastest steps of n_rows of an empty lane and of the long one, whose passes take pass_ns."""
     long_lane, free_lane = 0, engine.config.n_sequences - 1
     found: list[tuple[int, int]] = []
     while not found or (len(found) < PASSES and time.monotonic() + pass_ns / 1e9 <= deadline_s):
@@ -258,9 +258,9 @@ def _measure(
 ) -> list[tuple[int, int]]:
     """Walk the ladder again and again until the time is spent; the fastest run of each row count stands.
 
-    Whole passes rather than repeats of one rung: interference then falls on all alike, and the ladder is climbed even
-    on a slow machine, where time runs out within the first pass and the last slope goes on. A rung that does not fit
-    is left out.
+    Whole passes, not repeats of one rung: interference then affects all rungs alike. Even on a slow machine, where time
+    runs out within the first pass, many rungs are measured, and the last slope continues. A rung that does not fit is
+    left out.
     """
     fastest_ns: dict[int, int] = {}
     for _ in range(passes):
@@ -330,7 +330,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
     try:
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
-        return fresh_curves(engine, cache_dir, load)  # not measured yet, or a file nobody can use
+        return fresh_curves(engine, cache_dir, load)  # not measured yet, or an unusable file
     is_per_lane = engine.config.settings.kv_layout == "per-lane"
     apart = takes_lanes_apart(engine.config.settings.kv_type)
     curves = Curves.of_stage(

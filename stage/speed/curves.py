@@ -1,4 +1,4 @@
-"""A stage's knowledge of its own speed: the cost of a step by its decode rows, its prompt rows and their context. Pure.
+"""What a stage knows of its own speed: the cost of a step by its decode rows, its prompt rows and their context. Pure.
 
 A step takes
 
@@ -67,7 +67,7 @@ class StepShape:
         return self.decode_rows + self.prefill_rows + self.scratch_rows
 
     def padded(self, scratch_rows: int) -> StepShape:
-        """Return the shape of the same step with so many scratch rows behind its own."""
+        """Return the shape of the same step with this many padding rows added."""
         return dataclasses.replace(self, scratch_rows=scratch_rows)
 
 
@@ -93,7 +93,7 @@ def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
 
 @dataclasses.dataclass(slots=True)
 class Curves:
-    """One stage's knowledge of its own speed."""
+    """What one stage knows of its own speed."""
 
     decode: CostCurve = dataclasses.field(default_factory=CostCurve)
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
@@ -218,7 +218,7 @@ class Curves:
         if shape.prefill_rows and shape.decode_rows:
             return
         n_rows = max(shape.micro_batches, default=shape.n_rows)
-        if n_rows < shape.n_rows:  # of several parts nobody knows which was slower: the largest represents all
+        if n_rows < shape.n_rows:  # it is unknown which of several parts was slower: the largest represents all
             if not rows_ns:
                 return
             rows_ns = (self.prefill if shape.prefill_rows else self.decode).cost_ns(n_rows)

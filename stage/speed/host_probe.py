@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     except RelaylineError as error:
         print(error.message, file=sys.stderr)
         sys.exit(1)
-    # The first slice is the one of layers alone, of which most steps of a pipeline are.
+    # The first slice has only layers, like most stages of a pipeline.
     told = {
         "slices": [costs for costs, _, _ in found],
         "in_service": found[0][1] if found else 0.0,

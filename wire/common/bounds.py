@@ -32,14 +32,14 @@ GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expre
 GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 256 * 1024  # of any session
-OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; what is more follows in another
+OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; further ones follow in another
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
 STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
 STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memory alone
 STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
-DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for the logits of so many
+DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for their logits
 SCORED_ROWS_MAX = DRAFTED_ROWS_MAX  # rows of one frame of a prompt whose own tokens are scored, each by its logits
 
 # An envelope holds at most the payload of a full step in the exact (f32) dtype, plus headers and options.
@@ -53,7 +53,7 @@ PART_BYTES_MAX = MESSAGE_BYTES_MAX // 2  # of an envelope's data in one message
 MESSAGE_COST_BYTES_MAX = (
     4 * 1024 * 1024
 )  # memory that reading one may take beyond its own size; what takes more is refused
-MESSAGE_FIELDS_MAX = 1 << 21  # fields of one message; looking at so many takes some 10 ms
+MESSAGE_FIELDS_MAX = 1 << 21  # fields of one message; checking so many takes about 10 ms
 UNARY_BYTES_MAX = 64 * 1024  # of a request, an answer, a handshake, a report; but for these, which are longer:
 ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some hundred bytes for each layer and tensor
 STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes

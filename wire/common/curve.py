@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 # Rows measured one by one at the low end, where steps are steep; beyond, a geometric ladder of tile multiples.
 LADDER = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Rows that llama.cpp's attention on CPUs takes at once (GGML_FA_TILE_Q in ggml-cpu/common.h), in steps of at least so
-# many: keys and values are read once for all of them. Fewer rows read their lanes one by one.
+# Rows that llama.cpp's attention on CPUs takes at once (GGML_FA_TILE_Q in ggml-cpu/common.h), in steps of at least this
+# size: keys and values are read once for all of them. Fewer rows read their lanes one by one.
 ATTENTION_TILE_ROWS = 64
 TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
 PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
@@ -25,7 +25,7 @@ PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or t
 SMOOTHING = 0.1  # weight of a new observation for its own row count
 SMOOTHING_SHARED = 0.05  # and for all others: a machine that slows down does so at every row count
 OUTLIER = 4.0  # an observation above this multiple of the known cost is a hiccup of the machine
-FLAT_ROWS_MIN, FLAT_RATIO = 64, 1.1  # so many rows for that much of one row's time: no device is that fast
+FLAT_ROWS_MIN, FLAT_RATIO = 64, 1.1  # no device is so fast that this many rows take so little of one row's time
 OUTLIERS_MAX = 3  # unless so many come one after another: then the machine has changed
 
 
@@ -120,7 +120,7 @@ class CostCurve:
             if self._n_outliers < OUTLIERS_MAX:
                 return
         self._n_outliers = 0
-        # In logarithms, so that being slower and being quicker again cancel out for rows that were not seen meanwhile.
+        # In logarithms, so that a slow and a fast phase cancel out for row counts that did not occur in between.
         ratio = max(1 / OUTLIER, min(ns / predicted_ns, OUTLIER))
         is_new = rows not in self._cost_ns
         # The shared part moves through the scale and the rest through the point; a new point starts half way. The

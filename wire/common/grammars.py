@@ -32,7 +32,7 @@ def without_forcing(grammar: str) -> str:
 def step_items_max(grammar: str) -> int:
     """Return how many ways a grammar may be understood in, over all tokens that may come next.
 
-    `grammar` is what `without_forcing` has returned, or Lark.
+    `grammar` is the result of `without_forcing`, or Lark.
     """
     parts = json.loads(grammar)["grammars"][1:] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     is_one = len(parts) == 1 and _ONE_EXPRESSION.fullmatch(parts[0].get("lark_grammar") or "")

@@ -32,7 +32,7 @@ SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attenti
 
 
 def choose_layout(asked: str, *, ctx_tokens: int, gpu_layers: int) -> str:
-    """Return "unified" or "per-lane" for a key of KV_LAYOUTS, lanes of so many tokens and layers on a GPU."""
+    """Return "unified" or "per-lane" for a key of KV_LAYOUTS, the tokens of a lane and the layers on a GPU."""
     if asked != "auto":
         return asked
     return "per-lane" if ctx_tokens >= LONG_LANE_TOKENS and not gpu_layers else "unified"

@@ -27,7 +27,7 @@ def _text(value: object) -> str:
 
 
 def _traceback(text: str) -> str:
-    """Of its lines, each is made printable: the last one tells what somebody may have sent."""
+    """Each of its lines is made printable, since the last one may quote what a client sent."""
     return "\n".join(map(_text, text.split("\n")))
 
 
@@ -91,11 +91,11 @@ PRINTED = {"is_printed": True}
 def setup(role: str, *, as_json: bool, verbose: bool = False) -> None:
     """Send this process's logs to stderr. Call once, before anything logs.
 
-    A record of which the user gets to see a line of its own (`extra=PRINTED`) is for log files.
+    A record with `extra=PRINTED` goes only to log files: the user sees another line about it.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(role) if as_json else _HumanFormatter())
-    if not as_json:  # else something collects these lines apart from what is printed
+    if not as_json:  # otherwise another program collects these lines, apart from the printed ones
         handler.addFilter(lambda record: not getattr(record, "is_printed", False))
     root = logging.getLogger()
     root.handlers[:] = [handler]

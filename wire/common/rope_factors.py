@@ -30,5 +30,5 @@ class LongRope:
         return f"{self.architecture}.{ORIGINAL_CONTEXT}"
 
     def takes_long(self, ctx_tokens: int) -> bool:
-        """Return whether lanes of so many tokens are turned by the long set."""
+        """Return whether lanes of this many tokens use the long set."""
         return ctx_tokens > self.original_tokens

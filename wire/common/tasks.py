@@ -17,7 +17,7 @@ async def end_task(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait({task})
     try:
-        task.result()  # a task that was cancelled keeps its error until somebody asks
+        task.result()  # a cancelled task keeps its error until it is asked for
     except BaseException as error:
         _let_go(error)
 

@@ -149,8 +149,8 @@ def _writable(message: bytes) -> memoryview:
 class BufferPool:
     """Hands out Buffers of one link by shape and takes them back. Any thread.
 
-    What lies unused is bounded by bytes; the shape that was used longest ago goes first. `n_created` counts
-    allocations: in steady decode it stands still.
+    Unused buffers are bounded by bytes; the least recently used shape goes first. `n_created` counts allocations: in
+    steady decode it stands still.
     """
 
     def __init__(self, dtype: int, width: int, keep_bytes: int = bounds.BYTES_IN_FLIGHT_DEFAULT) -> None:

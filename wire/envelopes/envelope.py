@@ -85,7 +85,7 @@ def _varint(value: int) -> bytes:
 
 
 def bytes_max_of(width: int) -> int:
-    """Return the most bytes that an envelope of rows of so many values may have, in any dtype."""
+    """Return the largest size in bytes of an envelope whose rows have `width` values, in any dtype."""
     return bounds.HEADERS_BYTES_MAX + bounds.ROWS_PER_ENVELOPE_MAX * width * 4
 
 

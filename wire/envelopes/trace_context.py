@@ -1,4 +1,4 @@
-"""Trace contexts as they travel: 25 bytes, all zero when there is none.
+"""Trace contexts on the wire: 25 bytes, all zero for none.
 
 Layout: trace id (16, big endian as in W3C's text form), span id (8), flags (1; bit 0 = sampled). Fixed-width bytes
 rather than a text header: every frame of every step carries one, and most are only passed on.
@@ -50,7 +50,7 @@ def new_below(parent: bytes) -> bytes:
 
 
 def sampled_of(contexts: Iterable[bytes]) -> bytes:
-    """Return the first context that belongs to a recorded trace; NONE when there is none."""
+    """Return the first context that belongs to a recorded trace; NONE without one."""
     return next((context for context in contexts if context[_FLAGS_AT] & _SAMPLED), NONE)
 
 

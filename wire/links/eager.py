@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 class Begun(Generic[Result]):
     """Runs a coroutine up to its first wait.
 
-    Awaiting this object runs the rest, once, and gives its result or error. Until then the coroutine has no task of its
-    own: its first part finds no current task, and must not be cancelled.
+    Awaiting this object runs the rest, once, and gives its result or error. Until then no task runs the coroutine: its
+    first part finds no current task, and must not be cancelled.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:

@@ -7,8 +7,8 @@ The port speaks HTTP over TLS and asks for no certificate of the client. It offe
     GET  /relayline/v1/enrol    -> Welcome    the CA's certificate, which the token's fingerprint proves
     POST /relayline/v1/enrol    Request -> Enrolled, or Refusal
 
-The host connects twice. The first time it trusts nobody and takes the CA alone. The second time it trusts that CA,
-checks that a coordinator answers, and only then sends the secret and its certificate request.
+The host connects twice. On its first connection it trusts no one, and takes only the CA. The second time it trusts that
+CA, checks that a coordinator answers, and only then sends the secret and its certificate request.
 """
 
 from __future__ import annotations

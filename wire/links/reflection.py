@@ -23,7 +23,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 def reflection_handlers(services: Sequence[str]) -> tuple[grpc.GenericRpcHandler, ...]:
     """Return the handlers of a port that has `services` (full names; their contracts must have been imported)."""
-    # Imported where it is asked for: nobody else pays for it.
+    # Imported only if it is turned on, so that other processes do not load it.
     from grpc_reflection.v1alpha import reflection_pb2 as pb
     from grpc_reflection.v1alpha.reflection import aio
 

@@ -95,7 +95,7 @@ class RefusalLog:
 
 
 def reason_named(name: str) -> Reason | None:
-    """Return the reason of that name, None if there is none."""
+    """Return the reason with that name, or None."""
     return next((reason for reason in Reason if reason.value == name), None)
 
 

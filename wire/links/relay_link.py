@@ -108,7 +108,7 @@ class RelayLink:
         """Send one envelope once there is credit for it; `message` is the buffer's own bytes or those plus extras.
 
         The buffer goes back to the pool in any case. Raises the link's loss. Cancelling it before gRPC has taken the
-        message only gives up this envelope; cancelling it later is a loss of the link, since gRPC ends the call.
+        message drops only this envelope. Cancelling it later loses the link, since gRPC ends the call.
         """
         try:
             async with self._sending:

@@ -114,7 +114,7 @@ class Revocations:
 
 
 def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int]]:
-    """Return number and serials of a revocation list. Raises UsageError if it is no list of the CA in file `ca`."""
+    """Return number and serials of a revocation list. Raises UsageError if it is not a list of the CA in file `ca`."""
     from cryptography import x509
 
     from relayline.wire.links.tls_material import read_certificate
@@ -136,7 +136,7 @@ def read_crl(pem: bytes, ca: Path | None, what: str) -> tuple[int, frozenset[int
 
 
 def _bytes_of(path: Path, bytes_max: int) -> bytes:
-    """Return a file's content, empty where there is none. Raises UsageError."""
+    """Return a file's content; empty if there is no file. Raises UsageError."""
     try:
         with path.open("rb") as file:
             found = file.read(bytes_max + 1)

@@ -55,7 +55,7 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credential:
-    """One credential that somebody has shown."""
+    """One credential that a caller has shown."""
 
     identity: Identity | None
     """None for a certificate that states nothing; it may be shown where anybody is let in."""
@@ -76,7 +76,7 @@ def identity_named(uri: str) -> Identity | None:
 
 
 def identity_among(uris: Sequence[str]) -> Identity | None:
-    """Return the one identity among a certificate's URIs; None where there is none, or more than one."""
+    """Return the one identity among a certificate's URIs; None for no such name, or several."""
     found = {identity for uri in uris if (identity := identity_named(uri)) is not None}
     return found.pop() if len(found) == 1 else None
 
@@ -150,5 +150,5 @@ _HEALTH = Call(ANYBODY, Proof.NONE)
 
 
 def call_named(method: str) -> Call | None:
-    """Return who may call a method, None for one that nobody may."""
+    """Return who may call a method, or None if no role may."""
     return _HEALTH if method.startswith(HEALTH_PREFIX) else CALLS.get(method)

@@ -1,7 +1,7 @@
 """How long a peer has been silent. Pure.
 
 Time is counted in looks, not read from a clock: a process that was stopped itself for a while, and goes on, has looked
-once. It accuses nobody of the silence that was its own.
+once. A process that was itself stopped does not blame others for the silence.
 """
 
 from __future__ import annotations

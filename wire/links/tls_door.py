@@ -1,7 +1,7 @@
 """The door of HTTP ports with TLS: a connection is known, and can be ended, from its first byte on.
 
-asyncio tells a protocol of a connection once its handshake is done. Connections that never finish one would belong to
-nobody: no bound counts them, and they use up the open files.
+asyncio tells a protocol of a connection once its handshake is done. Connections that never finish one would be counted
+by no bound, and would use up the open files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks a peer, by a separate TLS handshake, what is wrong with the link between it and us.
+"""Finds out by a separate TLS handshake what is wrong with the link to a peer.
 
 Blocking; for a thread. Every connection names itself in the ALPN list, so that the other end's watch
 (`wire.links.doorkeeper`) can tell it from a refused client.
@@ -48,7 +48,7 @@ class Finding:
 def probe(address: str, security: LinkSecurity) -> Finding | None:
     """Return what keeps `security` from a link to host:port `address`; None when TLS is not the reason.
 
-    None also when nobody listens there, or the peer says nothing in time.
+    Also None if no process listens there, or the peer does not answer in time.
     """
     try:
         return _probe_tls(address, security) if security.is_tls else _probe_plaintext(address)
@@ -59,7 +59,7 @@ def probe(address: str, security: LinkSecurity) -> Finding | None:
 def server_certificate(address: str, security: LinkSecurity) -> bytes:
     """Return the certificate (DER) that host:port `address` shows and that `security` trusts.
 
-    Empty where there is none to see: gRPC finds out the same and says why.
+    Empty if there is none; gRPC then finds the same and says why.
     """
     try:
         with (

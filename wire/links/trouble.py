@@ -54,7 +54,7 @@ async def explained(
 ) -> StageLostError | UnauthenticatedError:
     """Return what to raise for a first call to `address` that was lost: the true reason, or `error` itself.
 
-    Takes at most a few seconds (the probe's timeouts), and nothing when nobody listens there.
+    Takes at most a few seconds (the probe's timeouts), and no time if no process listens there.
     """
     if host_of(address).startswith(("unix:", "unix-abstract:")):
         return error

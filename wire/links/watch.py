@@ -117,7 +117,7 @@ class Watch:
             if judging.done():
                 on_silent(StageLostError(silent_text(self._who)))
         finally:
-            judging.cancel()  # even where this is cancelled once more while it waits for the other
+            judging.cancel()  # even if this is cancelled again while it waits for the other
             await end_task(talking)
             await end_task(judging)
 

@@ -19,7 +19,7 @@ _BY_MAGIC: tuple[tuple[bytes, str], ...] = (
 
 
 def foreign_kind(name: str, head: bytes) -> str:
-    """Return a few words on a file that is no GGUF: its kind, and the remedy; empty if unknown.
+    """Return a few words about a file that is not a GGUF: its kind, and the remedy; empty if unknown.
 
     `head` holds its first HEAD_BYTES, or all of it.
     """

@@ -1,6 +1,6 @@
-"""Whether llama.cpp can compute with a GGUF header: the one check of `inspect`, `split`, fetch and load. llama.cpp ends
-its process where one of its assertions fails, and follows null pointers where a tensor has a type that no product
-takes.
+"""Checks whether llama.cpp can compute with a GGUF header: the one check of `inspect`, `split`, fetch and load.
+llama.cpp ends its process if one of its assertions fails, and follows a null pointer if no product supports a tensor's
+type.
 
 Every such fault that shows in the header is reported here, in one line. Pure.
 """
@@ -231,7 +231,7 @@ def _rope_problems(prefix: str, values: Mapping[str, Value | None]) -> Iterator[
         width = values.get(f"attention.key_length{suffix}") or values.get("attention.key_length") or by_default
         if isinstance(n_rotated, int) and n_rotated % 2:
             yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}; it must be even"
-        latent = values.get("attention.key_length_mla")  # of which only a part is cached and rotated
+        latent = values.get("attention.key_length_mla")  # only a part of it is cached and rotated
         if isinstance(n_rotated, int) and isinstance(width, int) and n_rotated > width and not latent:
             yield f"{prefix}rope.dimension_count{suffix} is {n_rotated}, but a head has only {width} values"
 

@@ -1,7 +1,7 @@
 """One setting, and what follows from a table of them: checks, flags of child processes, the form on the wire.
 
-A table is a frozen dataclass below `Settings` whose fields are made by `setting`. Everything else that is to be known
-of a setting is derived from its entry: the flags (deploy.cli.setting_flags), the manifest's keys and JSON Schema
+A table is a frozen dataclass below `Settings` whose fields are made by `setting`. Everything else about a setting is
+derived from its entry: the flags (deploy.cli.setting_flags), the manifest's keys and JSON Schema
 (deploy.manifest.settings), the reference page (deploy.manifest.pages) and the engine of a stage's order.
 """
 
@@ -33,23 +33,23 @@ class Reader(enum.Flag):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """All there is to say about one setting."""
+    """Everything about one setting."""
 
     name: str = ""
     """The field of the table that holds it."""
     kind: type = str
     """bool, int, float or str."""
     is_optional: bool = False
-    """Whether None is a value: nobody has said anything."""
+    """Whether None is a value, which means: not given."""
     default: Any
     doc: str
     """One paragraph, for the manifest's schema, the reference page and `--help`."""
     flag: str
     """Its flag on the command line. For a bool that is true by default, the flag that makes it false."""
     flag_doc: str = ""
-    """What `--help` says instead, such as of a flag that means the opposite."""
+    """What `--help` says instead, for example if the flag means the opposite."""
     place: str = ""
-    """Where a manifest says it, below `spec`; empty: nowhere."""
+    """Its path in a manifest below `spec`; empty: none."""
     reader: Reader
     low: float | None = None
     high: float | None = None
@@ -61,9 +61,9 @@ class Setting:
     unsaid: Any = None
     """The meaning of an order from a coordinator that does not know the setting; None: the default."""
     form: Callable[[str], Any] | None = None
-    """Reads a text that is not empty; raises ValueError, which says how it is written, for one that it cannot read."""
+    """Parses a text that is not empty. Raises ValueError, which says what to write instead."""
     host_wins: bool = False
-    """Whether a stage's own flag wins over the order that it gets when it joins."""
+    """Whether a stage's own flag overrides the order that it gets when it joins."""
 
     @property
     def parameter(self) -> str:
@@ -102,14 +102,14 @@ class Setting:
 
     @property
     def allowed(self) -> str:
-        """The values that it may have, for people; empty: any."""
+        """The allowed values, as text for people; empty: any."""
         numbers = "" if self.low is None else f"{self.low:g}..{self.high:g}"
         if self.kind is int:
             numbers = "" if self.low is None else f"{self.low:.0f}..{self.high:.0f}"
         return ", ".join([*self.choices, *self.words, *([numbers] if numbers else [])])
 
     def check(self, value: Any) -> Any:
-        """Return the value. Raises UsageError, one line, where it is none that the setting may have."""
+        """Return the value. Raises UsageError, one line, if it is not allowed."""
         if value is None and self.is_optional:
             return value
         accepted: Any = (int, float) if self.kind is float else self.kind
@@ -160,7 +160,7 @@ class Setting:
         return str(value).lower() if self.is_switch else str(self.said(value))
 
     def arguments(self, value: Any) -> tuple[str, ...]:
-        """Return the value as arguments of a command line; none where nobody has said anything."""
+        """Return the value as arguments of a command line; none if the setting was not given."""
         if self.is_switch:
             return (self.flag,) if value != self.default else ()
         return () if value is None or value == "" else (self.flag, self.text(value))
@@ -181,7 +181,7 @@ class Settings:
     """Values of a table's settings, all of them allowed."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError for the first value that its setting may not have."""
+        """Raise UsageError for the first value that is not allowed."""
         for entry in entries(type(self)):
             entry.check(getattr(self, entry.name))
 
@@ -210,7 +210,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def from_parameters(table: type[Table], given: Mapping[str, Any]) -> Table:
-    """Return a command's parameters by setting; the default where it has no such parameter.
+    """Return a command's parameters as settings; missing ones have their defaults.
 
     Raises UsageError.
     """
@@ -229,7 +229,7 @@ def arguments(settings: Settings, wanted: Callable[[Setting], bool] = lambda _: 
 
 
 def entry_of(table: type[Settings], name: str) -> Setting:
-    """Return one setting of a table. Raises StopIteration for a name that it has not."""
+    """Return one setting of a table. Raises StopIteration for an unknown name."""
     return next(entry for entry in entries(table) if entry.name == name)
 
 

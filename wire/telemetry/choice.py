@@ -95,7 +95,7 @@ def _with_scheme(endpoint: str, environment: Mapping[str, str]) -> str:
 def _protocol(endpoint: str, environment: Mapping[str, str]) -> str:
     protocol = _first(environment, _PROTOCOL_KEYS).lower()
     if not protocol:
-        # Port and path say it: gRPC has no path, and nobody serves it at HTTP's port.
+        # Port and path tell: gRPC has no path, and is never served at HTTP's port.
         url = urllib.parse.urlsplit(endpoint)
         protocol = "http/protobuf" if url.port == _HTTP_PORT or url.path.strip("/") else "grpc"
     if protocol not in _BY_PROTOCOL:

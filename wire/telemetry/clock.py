@@ -2,7 +2,7 @@
 
 A peer answers between two readings of our clock, so it read its own in between. The midpoint is wrong by at most half
 of the round trip, however unequal its two directions are. The best of the latest round trips is the shortest. An older
-one counts for less, because two clocks drift apart by at most DRIFT_MAX meanwhile.
+one counts for less, because two clocks drift apart, by at most DRIFT_MAX.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ _SIZES: Final = (
 
 
 def size_of(n_streams: int) -> str:
-    """Return so many streams in few words: exact to 8, then a doubling, as in "×5" and "×9-16"."""
+    """Return a number of streams in short form: exact up to 8, then in doublings, such as "×5" and "×9-16"."""
     if n_streams <= _EXACT_TO:
         return _SIZES[max(1, n_streams) - 1]
     return next((f"×{low}-{high}" for low, high in _RANGES if n_streams <= high), _SIZES[-1])
@@ -284,7 +284,7 @@ ATTR_STAGE_PREFILL_WAIT: Final = "relayline.stages.prefill_wait_s"
 ATTR_STAGE_DECODE_WAIT: Final = "relayline.stages.decode_wait_s"
 EVENT_PAUSED: Final = "paused"  # a stage or link was lost
 EVENT_RESUMED: Final = "resumed"  # starts again from its history at a new epoch
-EVENT_REPLAYED: Final = "replayed"  # replay from its history after a failure of its own
+EVENT_REPLAYED: Final = "replayed"  # replayed from its history after a failure of only this session
 LINK_SESSION: Final = "session"  # from a request that shares a session to the span that describes the session
 
 # --- metrics of the coordinator, with the label `model_name`; the stems are those of vLLM ----------------------------

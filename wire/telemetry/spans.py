@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _FINE = Status(StatusCode.UNSET)
-_NONE: dict[str, AttributeValue] = {}  # nobody writes into it
+_NONE: dict[str, AttributeValue] = {}  # never written to
 
 
 class Event(NamedTuple):

@@ -101,7 +101,7 @@ class Telemetry:
         stage_name: str | None = None,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        """Set the resource of later spans, as far as it is known. layers: first, and one past the last.
+        """Set the resource of later spans, as far as known. layers: first, and one past the last.
 
         Omitted values stay unchanged.
         """
@@ -178,7 +178,7 @@ class Telemetry:
         """
         if own is not None and self._pipe is not None:
             self._pipe.plan_ids(own)
-        # An explicit context: what happens to be current on the event loop belongs to somebody else.
+        # An explicit context: the event loop's current one belongs to other work.
         above = trace.NonRecordingSpan(parent) if parent is not None else trace.INVALID_SPAN
         context = trace.set_span_in_context(above, Context())
         if self._pipe is None:
@@ -204,7 +204,7 @@ class Telemetry:
         return self._clock.unix_offset_ns if self._clock is not None else own_offset_ns()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything ended so far was exported or given up; false when time ran out. Blocks."""
+        """Wait until all spans that have ended are exported or dropped; False if time ran out. Blocks."""
         return self._pipe.flush(timeout_s) if self._pipe else True
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:

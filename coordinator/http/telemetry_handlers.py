@@ -29,7 +29,7 @@ class TelemetryHandlers:
         if found is not None:
             return json_response(msgspec.json.encode(found))
         text = (
-            "no request is remembered; is the trace level off?"
+            "no request is remembered: none has come since the start, or the trace level is off"
             if wanted == LAST
             else f"no request {wanted[:200]!r} is remembered; give its x-request-id or its answer's id"
         )

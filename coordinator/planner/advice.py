@@ -65,14 +65,18 @@ def _alone(instance: Instance, best: Best) -> Iterator[str]:
     holds = "holds" if host.machine.memory_bytes or host.memory_bytes else "holds, if it has the memory,"
     if rate >= best.rate:
         yield (
-            f"don't span: {host.name} {holds} the whole model alone and would make {rate_text(rate)}, where all "
-            f"{len(instance.hosts)} hosts together make {rate_text(best.rate)}"
+            f"don't span: {host.name} {holds} the whole model alone and would make {rate_text(rate)}, where "
+            f"{_together(len(instance.hosts))} make {rate_text(best.rate)}"
         )
     elif rate >= ALONE_TOLD * best.rate:
         yield (
             f"{host.name} {holds} the whole model alone and would make {rate_text(rate)}; spanning makes "
             f"{best.rate / rate:.2f} times as many"
         )
+
+
+def _together(n_hosts: int) -> str:
+    return "both hosts together" if n_hosts == 2 else f"all {n_hosts} hosts together"
 
 
 def _pair(instance: Instance, best: Best) -> Iterator[str]:

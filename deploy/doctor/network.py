@@ -13,6 +13,7 @@ import aiohttp
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.doctor.report import Finding, failure, in_daemon, ok, warning
+from relayline.deploy.launch.here import is_this_machine
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
@@ -89,6 +90,8 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(str(address), port)
     except ConnectionRefusedError:
+        if await in_daemon(lambda: is_this_machine(host)):
+            return [ok(check, f"{where} is this machine; {what} has not been started yet")]
         return [warning(check, f"{where} answers, but nothing listens on port {port} ({what})",
                         f"ignore this if {what} has not been started yet")]  # fmt: skip
     except (OSError, TimeoutError) as error:

@@ -45,6 +45,7 @@ class _Row(msgspec.Struct, frozen=True):
     expires: str
     key_digest: str = ""
     used_by: str = ""
+    joined_by: str = ""  # who used an earlier one: its certificate still opens the door
 
 
 def can_sign(directory: Path) -> bool:
@@ -63,8 +64,19 @@ def invite(directory: Path, name: str, host: str, now: datetime.datetime | None 
     stage = Identity(Role.STAGE, credential_host(host), name)
     expires = now + datetime.timedelta(seconds=bounds.INVITATION_S)
     with _locked(directory) as rows:
-        rows[name] = _Row(stage.uri, digest_of(token.secret), expires.isoformat())
+        joined = _joined_by(rows.get(name), stage)
+        rows[name] = _Row(stage.uri, digest_of(token.secret), expires.isoformat(), joined_by=joined)
     return token
+
+
+def has_joined(directory: Path, name: str, host: str) -> bool:
+    """Return whether the stage `name` has joined from `host` before, so that it may come back without a new token."""
+    stage = Identity(Role.STAGE, credential_host(host), name)
+    return bool(_joined_by(_rows(directory).get(name), stage))
+
+
+def _joined_by(row: _Row | None, stage: Identity) -> str:
+    return "" if row is None or row.stage != stage.uri else row.used_by or row.joined_by
 
 
 class SigningAuthority:

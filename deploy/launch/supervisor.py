@@ -18,7 +18,7 @@ from typing import Any
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
-from relayline.deploy.launch.invitations import invite
+from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.mend import Mend, nothing_to_mend
@@ -37,6 +37,7 @@ log = logging.getLogger("relayline.up")
 STAGE_STOP_TIMEOUT_S = 10.0
 COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
 COORDINATOR = "coordinator"
+ELSEWHERE = "elsewhere"  # the host of a stage that nobody has said yet
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -98,11 +99,12 @@ class Supervisor:
             self._stages[stage.name] = kept
             self._keep(kept)
         for remote in self.plan.remote:
+            authority = self.plan.authority
+            again = authority is not None and await asyncio.to_thread(has_joined, authority, remote.name, remote.host)
             command, bring = await self._remote_command(remote, join)
             self.board.set_process(remote.name, command=command)
-            self._emit(
-                {"event": "remote", "name": remote.name, "host": remote.host, "command": command, "bring": bring}
-            )
+            self._emit({"event": "remote", "name": remote.name, "host": remote.host, "command": command,
+                        "bring": bring, "again": again})  # fmt: skip
         await first_of(self._ready, self.failed)
         if self.failed.done():
             self.failed.result()
@@ -261,7 +263,7 @@ class Supervisor:
             self._emit(event)
         elif event["event"] == "stage":
             if not self.board.has(event["name"]):  # it was invited while the pipeline served
-                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or "elsewhere", HostState.WAITING))
+                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or ELSEWHERE, HostState.WAITING))
             self._on_stage_event(event)
             for said in self._waiting.told(event, time.monotonic()):
                 self._emit(said)
@@ -283,6 +285,8 @@ class Supervisor:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
         told = {HostState.READY: "", **dict.fromkeys(IDLE, ""), HostState.LOST: "start it there again if it has ended"}
         changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
+        if address and self.board[name].host == ELSEWHERE:  # nobody has said where it is until now
+            changes["host"] = host_of(address)
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
         self.board.set_process(name, **changes, n_restarts=n_restarts)
         if known is HostState.READY and was is not HostState.READY:

@@ -19,7 +19,9 @@ def line_of(event: dict[str, Any], *, as_json: bool) -> str:
             return _process_line(event)
         case "remote":
             first = f" (copy {event['bring']} there first)" if event["bring"] else ""
-            return f"on {event['host']}, run{first}:\n  {event['command']}"
+            # A host that has joined before comes back by itself, as long as its process or its service runs.
+            where = f"on {event['host']}, unless it still runs there" if event.get("again") else f"on {event['host']}"
+            return f"{where}, run{first}:\n  {event['command']}"
         case "ready":
             return _ready_line(event)
         case _:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from relayline.deploy.manifest.stage import Stage
+from relayline.stage.joining.usual_port import STAGE_PORT as STAGE_PORT
 
-STAGE_PORT = 50_051  # of a stage's first place on another host, and inside containers
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
 

@@ -12,14 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from relayline.coordinator.planner.instance import Host
 from relayline.coordinator.planner.speed import Speed
 
-BUSY_SLOWER_MAX = 4.0  # times; what its cores suggest is seldom further off among machines that people put together
+BUSY_SLOWER_MAX = 2.0  # times: more than a busy measurement can tell, less than what takes a host's layers away
 BOUNDED = "bounded"  # the source of such a host's speed
 ROWS_COMPARED = 8
 MEASURED = ("measured", "calibrated")
 
 
 def bounded(hosts: Sequence[Host], busy: Collection[str], estimates: Mapping[str, Speed]) -> list[Host]:
-    """Return the hosts of a plan, those in `busy` at most BUSY_SLOWER_MAX times slower than their estimates suggest.
+    """Return the hosts of a plan, those in `busy` at most BUSY_SLOWER_MAX times as slow as their estimates suggest.
 
     `busy`: stages whose hosts were too busy to be measured well; `estimates`: the speed of each stage by its cores
     alone. Estimates are compared with each other, not with measurements: the least slow of the quiet hosts, or of all
@@ -44,6 +44,6 @@ def bounded(hosts: Sequence[Host], busy: Collection[str], estimates: Mapping[str
 
 
 def _like(speed: Speed, estimate: Speed, other: Speed) -> Speed:
-    """Return how fast a host counts, BUSY_SLOWER_MAX times slower than one of that speed as their estimates compare."""
+    """Return the speed of a host BUSY_SLOWER_MAX times as slow as that one, where their estimates are equal."""
     share = other.layer_ns(ROWS_COMPARED) / estimate.layer_ns(ROWS_COMPARED)
     return speed.scaled(BUSY_SLOWER_MAX * share, BOUNDED)

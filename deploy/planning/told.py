@@ -125,7 +125,7 @@ def _why(stage: Mapping[str, Any]) -> str:
         parts.append(f"{stage['round_trip_ms']:.2g} ms and {_rate_text(stage['bandwidth_gbps'])} from here")
     if stage["speed_source"] == BOUNDED:
         parts.append(
-            f"too busy to be measured: it counts as {BUSY_SLOWER_MAX:g} times slower than its cores suggest, and the "
+            f"too busy to be measured: it counts as {BUSY_SLOWER_MAX:g} times as slow as its cores suggest, and the "
             "next start measures it again"
         )
     elif stage.get("is_doubtful"):

@@ -25,6 +25,7 @@ from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.stand_by import StandBy
 from relayline.stage.joining.survey import survey
+from relayline.stage.joining.usual_port import usual_port
 from relayline.stage.process import prepare_environment, serve_changing
 from relayline.stage.served import Served
 from relayline.wire.common.errors import (
@@ -231,7 +232,7 @@ class JoinedStage:
             name=self._config.name,
             artifact=path,
             host=host,
-            port=self._config.port or (0 if self._config.host else order.listen_port),
+            port=self._config.port or (0 if self._config.host else order.listen_port or usual_port(host)),
             engine=dataclasses.replace(settings, **self._config.own_settings),
             security=self._config.security,
             coordinator=identity_named(order.coordinator),

@@ -367,8 +367,11 @@ def test_ports(tmp_path: Path, taken: int, free_port: int) -> None:
     assert look(0).check == "ports"
 
 
-async def test_hosts(taken: int, free_port: int) -> None:
+async def test_hosts(taken: int, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert one(await network.look_host("localhost", "stage a", taken)).outcome is OK
+    here = one(await network.look_host("127.0.0.1", "the coordinator", free_port))
+    assert (here.outcome, "is this machine; the coordinator has not been started yet" in here.found) == (OK, True)
+    monkeypatch.setattr(network, "is_this_machine", lambda _: False)
     refused = one(await network.look_host("127.0.0.1", "stage a", free_port))
     assert (refused.outcome, "has not been started yet" in refused.remedy) == (WARNING, True)
     unknown = one(await network.look_host("no-such-host.invalid", "stage a", 1))

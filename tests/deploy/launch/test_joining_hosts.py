@@ -13,11 +13,13 @@ from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
 from relayline.deploy.launch.control import Launched
 from relayline.deploy.launch.here import addresses_of, at_home, facing, is_this_machine
+from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
+from relayline.deploy.launch.tell import line_of
 from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting, time_text
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import UsageError
@@ -101,6 +103,25 @@ def test_who_has_the_cas_key_invites(tmp_path: Path) -> None:
     assert (plan.authority, plan.enrol) == (tmp_path / "tls", ("0.0.0.0", 50_049))
     (tmp_path / "tls" / CA_KEY_FILE).unlink()
     assert authority_of(settled) is None, "then credentials are copied by hand"
+
+
+def test_a_host_that_has_joined_is_known_to_come_back_by_itself(tmp_path: Path) -> None:
+    make_own_tls(manifest_of(tmp_path, "host: 10.0.0.9"), tmp_path / "tls")
+    authority = SigningAuthority(tmp_path / "tls")
+    invite(tmp_path / "tls", "old", "old")
+    assert not has_joined(tmp_path / "tls", "old", "old")
+    authority.bind("old", "key", "10.0.0.3")
+    for _ in range(3):
+        assert has_joined(tmp_path / "tls", "old", "old")
+        invite(tmp_path / "tls", "old", "old")  # each start makes a new one
+    invitation = authority.invitation("old")
+    assert invitation is not None
+    assert not invitation.used_by, "the new one is unused"
+    assert not has_joined(tmp_path / "tls", "old", "10.0.0.7"), "another host has no certificate"
+    event = {"event": "remote", "name": "old", "host": "old", "command": "relayline join X", "bring": ""}
+    assert line_of(event, as_json=False) == "on old, run:\n  relayline join X"
+    again = line_of(event | {"again": True}, as_json=False)
+    assert again == "on old, unless it still runs there, run:\n  relayline join X"
 
 
 def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:

@@ -104,16 +104,16 @@ def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
     assert said["from"] == "measured"
     assert [stage["relative_speed"] for stage in said["stages"]] == [BUSY_SLOWER_MAX, 1.0]
     (line,) = [line for line in lines_of(said) if "server" in line and "layers" in line]
-    assert "too busy to be measured: it counts as 4 times slower than its cores suggest, and the next start" in line
+    assert "too busy to be measured: it counts as 2 times as slow as its cores suggest, and the next start" in line
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["server"]
 
 
 @pytest.mark.parametrize(
     ("laptop", "server", "cores", "counts"),
     [
-        (1.0, 3.0, 4, 3.0),  # within the bound it is believed
-        (100.0, 1_000.0, 4, 4.0),  # both busy: beside the quicker one
-        (1.0, 1_000.0, 1, 4.0 * 4),  # a quarter of the cores
+        (1.0, 1.5, 4, 1.5),  # within the bound it is believed
+        (100.0, 1_000.0, 4, 2.0),  # both busy: beside the quicker one
+        (1.0, 1_000.0, 1, 4 * 2.0),  # a quarter of the cores
     ],
 )
 def test_a_busy_host_counts_by_its_cores_beside_the_others(
@@ -224,7 +224,7 @@ def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
 
 
 def test_what_a_busy_host_measured_makes_one_plan_and_is_not_kept() -> None:
-    busy = dataclasses.replace(report("laptop", 4.0), is_doubtful=True)
+    busy = dataclasses.replace(report("laptop", 1.5), is_doubtful=True)
     told_now = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
     instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=told_now)
     assert {host.speed.source for host in instance.hosts} == {"measured"}

@@ -23,7 +23,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         Family("llama", "Llama 1 to 3, Mistral 7B, Mixtral, Yi, SmolLM, Vicuna"),
-        Family("mistral3", "Ministral 3, Mistral Large 3 (dense)", left_out="images"),
+        Family("mistral3", "Ministral 3, Mistral Large 3 (dense)"),
         Family("qwen2", "Qwen1.5, Qwen2, Qwen2.5, DeepSeek R1 distills"),
         Family("qwen2moe", "Qwen1.5-MoE, Qwen2-57B-A14B", head_required=True),
         Family("qwen3", "Qwen3 0.6B to 32B"),
@@ -68,7 +68,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma3",
             "Gemma 3",
-            left_out="images",
             scales_tokens=True,
             forbidden_lengths=rules.gemma3_lengths,
             windows=windows_of(6, is_optional=True),
@@ -112,7 +111,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "gemma4",
             "Gemma 4 E2B, E4B, 26B-A4B, 31B",
-            left_out="images",
+            left_out="images of E2B and E4B",
             scales_tokens=True,
             layer_inputs=rules.layer_inputs,
             sharing_layers=rules.sharing_layers,
@@ -125,7 +124,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("qwen3vl", "Qwen3-VL 2B to 32B", left_out="images", overrides=rules.no_deepstack),
         Family("qwen3vlmoe", "Qwen3-VL-30B-A3B, 235B-A22B", left_out="images", overrides=rules.no_deepstack),
-        Family("qwen2vl", "Qwen2-VL, Qwen2.5-VL", left_out="images"),
+        Family("qwen2vl", "Qwen2-VL, Qwen2.5-VL"),
         Family("hunyuan_vl", "HunyuanOCR", left_out="images"),
         Family("paddleocr", "PaddleOCR-VL", left_out="images"),
         Family(

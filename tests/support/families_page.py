@@ -26,7 +26,8 @@ the whole model computes, up to float noise, with f32 between the stages. `pytho
 of that again and prints the outcome for every name. `relayline certify MODEL` does the same for a model of yours.
 
 `relayline inspect MODEL` says at which layers a model may be cut. Without a rule below that is every layer. Layers for
-the prediction of further tokens are left out of all stages.
+the prediction of further tokens are left out of all stages. Images need a projector: [which ones are
+served](http-api.md#images).
 
 ## Certified
 

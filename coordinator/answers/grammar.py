@@ -127,8 +127,8 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
 def closed(schema: Any, *, also_empty: bool = False) -> Any:
     """Return a JSON schema whose objects have no properties but those that they name, unless they say otherwise.
 
-    Else an answer may go on with properties that nobody asked for, and with the same one again: no grammar can forbid
-    that. A schema that is put together of several for one object stays as it is: each would forbid what another names.
+    Otherwise an answer may add properties of its own, or repeat one: no grammar can forbid that. A schema that combines
+    several for one object stays as it is: each would forbid the others' properties.
     """
     parts: list[Schema] = []
 

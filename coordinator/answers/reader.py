@@ -217,7 +217,7 @@ class AnswerReader:
             self._state = "calls"
 
     def _find_call(self) -> bool:
-        """Find the next call, or that there is none."""
+        """Find the next call, if there is one."""
         assert self._reading is not None
         syntax = self._reading.syntax
         opening, end = syntax.open.rstrip() or "{", syntax.end.strip(" \n[]")

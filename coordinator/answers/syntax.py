@@ -43,7 +43,7 @@ class NamedBody:
     """A call is a name and then the arguments as one JSON object."""
 
     name_end: str
-    id_mark: str = ""  # between name and name_end, before an id, in place of which each call gets one of ours
+    id_mark: str = ""  # between name and name_end, before the model's id; each call gets an id of ours instead
     prefix: str = ""  # of every name
     is_numbered: bool = False  # names end in ":" and the call's number, and all of that is the call's id
 

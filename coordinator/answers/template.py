@@ -1,8 +1,8 @@
 """Chats with tools as prompts, by the model's own template where that knows tools, and how the model answers.
 
-Which syntax of calls a model has is found by letting its template write a turn in which tools were called. Where it
-writes none of those known here, or does not show tools, they are explained in words, with calls and results as text:
-any model can be asked, and one that has learnt the most common syntax will answer in it.
+Which syntax of calls a model has is found by letting its template write a turn in which tools were called. If it writes
+no known syntax, or does not show tools, the tools are explained in words, with calls and results as text. This works
+with any model, and a model that has learnt the most common syntax answers in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The pipeline's state as clients see it, since when, and when each stage was last heard. Pure.
 
-A hung stage counts as lost from its last sign of life, not from the moment somebody noticed. A request that arrives
-after that sign of life waits at most `lost_wait_s`. It is then told to retry, while a status can still say so. Requests
-that were already running wait longer, see PipelineConfig.
+A hung stage counts as lost from its last sign of life, not from the moment of detection. A request that arrives after
+that sign of life waits at most `lost_wait_s`. Then its client gets a status that says to retry. Requests that were
+already running wait longer, see PipelineConfig.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Availability:
     def changes_engines(self, names: Sequence[str]) -> None:
         """Stages of these names, in layer order, take up other layers.
 
-        That they call themselves otherwise after it is no restart. What is known of a name stays with it.
+        Their reports afterwards differ, but that is not a restart. What is known of a name stays with it.
         """
         before = {name: index for index, name in enumerate(self._names)}
         known = [before.get(name) for name in names]

@@ -56,6 +56,6 @@ class Balance:
         return refresh
 
     def describe(self, now_ns: int) -> dict[str, object] | None:
-        """Return the imbalance for GET /v1/pipeline; None while there is none."""
+        """Return the imbalance for GET /v1/pipeline; None if there is none."""
         found = self._watch.reported
         return {**found.describe(now_ns), "moves_in_s": self.moves_in_s(now_ns)} if found is not None else None

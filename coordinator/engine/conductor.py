@@ -74,7 +74,7 @@ class ConductorConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opened:
-    """A request was admitted: as a session of its own, or as one more reader of a running session."""
+    """A request was admitted: with its own session, or as another reader of a running session."""
 
     session_id: int
     is_joined: bool
@@ -198,7 +198,8 @@ class Conductor:
         return self._instructions()
 
     def lost(self, error: RelaylineError, now_ns: int, *, is_planned: bool = False) -> list[Instruction]:
-        """The epoch is over: running sessions pause until the next one. Where that was planned, nobody is accused."""
+        """The epoch is over: running sessions pause until the next one. If it was planned, it counts against no
+        session."""
         running = self.admission.running.values()
         self.availability.lost(now_ns)
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(running)}

@@ -48,7 +48,7 @@ class Connection:
         facts: Sequence[pb.DescribeResponse],
         held: Sequence[Mapping[int, int]],
     ) -> None:
-        """`held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}."""
+        """`held` has, for each stage, the sessions of the last epoch: {session id: tokens of its history}."""
         self.epoch = epoch
         self.stages, self.facts = stages, facts
         self.held = held_by_all(held)
@@ -154,10 +154,9 @@ class Connection:
         """Check, configure (downstream first) and connect every stage; `who` names each stage.
 
         `on_heard` is called with the index of a stage whenever it gives a sign of life. `wants_rows`: stage 0 gets rows
-        of images. Raises HandshakeError when
-        stages do not fit the pipeline or each other, StageLostError when one cannot be reached, UnauthenticatedError
-        when either side refuses the other, NotReadyError when one stops or restarts meanwhile. After an error nothing
-        stays open.
+        of images. Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one
+        cannot be reached, UnauthenticatedError when either side refuses the other, NotReadyError when one stops or
+        restarts in the meantime. After an error nothing stays open.
         """
         stages = [
             StageClient(address, security, peer, revocations.generation(peer) if revocations and peer else 0)
@@ -284,7 +283,7 @@ async def _describe_all(
 ) -> list[pb.DescribeResponse]:
     """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell.
 
-    Those that have answered go on giving signs of life meanwhile. Nothing else asks them while one stage is waited for,
+    Meanwhile, those that have answered keep giving signs of life. Nothing else asks them while one stage is waited for,
     and their silence would be taken for their own.
     """
     asking = [asyncio.create_task(stage.describe()) for stage in stages]
@@ -322,7 +321,7 @@ async def refresh_costs(
             continue  # an idle pipeline learns nothing
         try:
             update(*await _costs_now(connection))
-        except Exception:  # a bug of ours; streams go on with the plans of before
+        except Exception:  # a bug of ours; streams continue with the earlier plans
             if not is_failing:  # each second would fill the log
                 log.exception("reading the stages' measured speeds failed; trying again")
             is_failing = True

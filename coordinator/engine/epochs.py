@@ -12,7 +12,7 @@ Losing a link or a stage ends an epoch, not a request. The first report of a los
 same epoch change nothing. Then everything of the epoch is closed, and new attempts are made until one stands
 (`coordinator.engine.reconnect`). Each attempt has its own epoch number, so stages refuse messages of earlier attempts.
 Requests that wait longer than `recovery_timeout_s` are failed meanwhile. `coordinator.engine.conductor` decides which
-requests start again, wait, or are given up. Rows of a history that every stage still holds are not sent again.
+requests start again, wait, or end with an error. Rows of a history that every stage still holds are not sent again.
 
 Everything here runs on the event loop.
 """
@@ -201,7 +201,7 @@ class Epochs:
         return self._lost
 
     async def _look(self) -> None:
-        """Say which stages do not answer, and refuse those who have waited for one for long enough."""
+        """Log which stages do not answer, and refuse requests that have waited long enough for one."""
         while True:
             await asyncio.sleep(bounds.BEAT_EVERY_S)
             self._carry(self._conductor.look(time.monotonic_ns()))
@@ -244,7 +244,7 @@ class Epochs:
         """Let running requests end, bounded by DRAIN_TIMEOUT_S, then end the rest."""
         self._conductor.availability.enter(Phase.DRAINING, time.monotonic_ns())
         self.ready.clear()
-        if self._sender is not None:  # else nobody is left to end them
+        if self._sender is not None:  # otherwise nothing would end them
             done = asyncio.ensure_future(idle.wait())
             await asyncio.wait((done, self._lost), timeout=bounds.DRAIN_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             done.cancel()

@@ -1,4 +1,4 @@
-"""Which stage gives the lanes of which layers to which, when layers move. Pure.
+"""Decides which stage hands over the lanes of which layers to which stage when layers move. Pure.
 
 Places are as in `coordinator.engine.moves`. A holder that keeps its slice keeps its lanes. Every other takes the lanes
 of each of its next layers from the place that has that layer now, which may be itself.
@@ -39,6 +39,6 @@ def handed(
 
 
 def time_ns(n_tokens: Iterable[int], read_ns: Callable[[int], float]) -> int:
-    """Return how long lanes may change hands that hold so many tokens each: as long as reading them again takes."""
+    """Return how long a hand-over of lanes may take, from their tokens: as long as computing them again."""
     wanted_ns = sum(map(read_ns, n_tokens))
     return round(min(max(wanted_ns, bounds.HAND_OVER_S_MIN * 1e9), bounds.HAND_OVER_S_MAX * 1e9))

@@ -22,7 +22,7 @@ log = logging.getLogger("relayline.coordinator")
 
 BEAT_S = 1.0  # while anything runs
 IDLE_BEAT_S = 10.0
-FIRST_BEATS = 4  # before the first frame: the shortest of so few round trips is close to the shortest of many
+FIRST_BEATS = 4  # before the first frame: the shortest of these few round trips is close to the shortest of many
 
 
 class Heartbeat:

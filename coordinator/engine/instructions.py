@@ -69,7 +69,7 @@ class Generated(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A session restarts after a failure of its own."""
+    """A session restarts after a failure of only this session."""
 
     session_id: int
     why: str

@@ -4,10 +4,10 @@
                  |            |            |
                  +-- fails ---+            +-- an epoch that ends by itself: the switch is made there
 
-While the model is cut and stages load their new slices beside those that serve, nothing changes for anybody. A change
+While the model is cut and stages load their new slices next to the serving ones, nothing changes for requests. A change
 that fails by then changes nothing. SETTLING holds frames for stage 0 back until all frames in flight have returned: the
 boundary of a step. From the switch on the new layers are final: a stage that dies comes back with them. Sessions pause
-and go on as after any loss (`coordinator.engine.conductor`), but nobody is accused of it.
+and go on as after any loss (`coordinator.engine.conductor`), but it counts against no session.
 
 A pipeline has places, one for each stage that may join. Those that hold layers are the *holders*, in layer order: they
 are the stages of an epoch. A place that holds none stands by. A change may name other holders, and so more or fewer
@@ -207,7 +207,7 @@ class Moves:
         return self.look(now_ns) or [Settle(SETTLE_MAX_S)]
 
     def failed(self, number: int, why: str, now_ns: int) -> list[MoveInstruction]:
-        """Something of the change can't be done. After the switch that is no matter of the change any more."""
+        """Something of the change can't be done. After the switch it no longer concerns the change."""
         if (move := self._move(number, *_UNCHANGED)) is None:
             return []
         move.problem = why

@@ -8,8 +8,8 @@ A place holds layers or stands by, see coordinator.engine.moves. `wanted` says w
   there are stages that are no spares and are not drained. So a fifth host gets layers. One that comes back gets its
   part again if the others shared it, and stands by if another took its place.
 
-What cannot be done is tried again after a while that doubles each time, or as soon as somebody comes, goes or is
-drained. `coordinator.planner.share_out` decides which layers each place gets.
+A failed change is tried again after a delay that doubles each time, or as soon as a stage comes, goes or is drained.
+`coordinator.planner.share_out` decides which layers each place gets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Pool:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def add(self, name: str) -> None:
-        """Another place, of a stage that is no spare."""
+        """A further place, for a stage that is not a spare."""
         self._hosts.append(_Host(name, is_spare=False))
 
     def came(self, index: int, now_ns: int) -> None:
@@ -57,7 +57,7 @@ class Pool:
         self._anew()
 
     def left(self, index: int, now_ns: int) -> None:
-        """It is no more."""
+        """It no longer exists."""
         self._hosts[index].is_here, self._hosts[index].since_ns = False, now_ns
         self._anew()
 

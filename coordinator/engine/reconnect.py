@@ -44,8 +44,8 @@ class Reconnector:
         """Try until a connection stands.
 
         With given addresses a misfit or a timeout at the first start is final: it raises HandshakeError,
-        UnauthenticatedError, UsageError or StartError. Later, and with stages that join by themselves, nothing is;
-        requests that wait longer than `recovery_timeout_s` are ended meanwhile.
+        UnauthenticatedError, UsageError or StartError. Later, and with stages that join by themselves, no failure ends
+        it; meanwhile requests that wait longer than `recovery_timeout_s` end.
         """
         began_s = time.monotonic()
         delay_s, last_problem = RECONNECT_FIRST_S, ""

@@ -29,7 +29,7 @@ class Roster(Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether stages come by themselves, so that none being here yet is no failure."""
+        """Whether stages come by themselves, so that it is not a failure if none is here yet."""
 
     async def present(self) -> tuple[str, ...]:
         """Wait until every stage is known to serve; return their addresses (host:port) in layer order."""
@@ -64,7 +64,7 @@ class Roster(Protocol):
 
 
 def default_names(n_stages: int) -> tuple[str, ...]:
-    """Return what stages are called where nobody names them."""
+    """Return the default names of stages."""
     return tuple(f"stage-{index}" for index in range(n_stages))
 
 
@@ -78,7 +78,7 @@ class StaticRoster:
         self._names = tuple(names) or default_names(len(self._addresses))
 
     async def present(self) -> tuple[str, ...]:
-        """Return the addresses; whether somebody is there shows when they are called."""
+        """Return the addresses; calls will show whether stages are there."""
         return self._addresses
 
     def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
@@ -94,7 +94,7 @@ class StaticRoster:
         return [Identity(Role.STAGE, credential_host(host_of(address)), name) for address, name in named]
 
     def missing(self) -> list[str]:
-        """Return nothing: nobody is waited for."""
+        """Return nothing: no stage is awaited."""
         return []
 
     def describe(self) -> list[dict[str, object]]:

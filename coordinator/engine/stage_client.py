@@ -102,7 +102,7 @@ class StageClient:
     async def status(
         self, *, with_recent: bool, with_steps: bool = False, with_memory: bool = False, route_id: int = 0
     ) -> pb.StatusResponse | None:
-        """Return live counters, None if there is no answer in time. with_recent: also the recent waits and step
+        """Return live counters, or None without an answer in time. with_recent: also the recent waits and step
         intervals; with_steps: the step intervals alone. with_memory: also the memory use of its process and its host.
         route_id: also the state of that route.
 
@@ -136,7 +136,7 @@ class StageClient:
     async def batches(
         self, session_ids: Sequence[int], *, after_step: int = 0, limit: int = 0
     ) -> pb.BatchesResponse | None:
-        """Return the remembered batches that held any of the sessions, None if there is no answer in time.
+        """Return the remembered batches with any of the sessions, or None without an answer in time.
 
         An empty list means all of them. Only batches above `after_step` count, and of these the newest `limit` (0: no
         limit). Start times are moved to this process's clock, see clock_offset_ns.

@@ -72,7 +72,7 @@ class TelemetryControl:
 
 
 async def greet(stages: Sequence[StageClient], level: Level | None) -> None:
-    """Set newly connected stages to the pipeline's level, if it has one of its own (else None)."""
+    """Set newly connected stages to the pipeline's level, if it has its own (otherwise None)."""
     if level is not None:
         await push_level(stages, level)
 

@@ -1,8 +1,8 @@
 """One request on its way through a gateway: to a pipeline, and its answer back to the client, byte for byte.
 
-Nothing collects an answer: a piece is read when the client has taken the one before, so that a slow reader holds its
-pipeline back and nobody else. A client that leaves ends its request at the pipeline. Another replica is tried only
-while the client has not been sent anything.
+Answers are not collected: the next piece is read when the client has taken the last one. So a slow client slows down
+only its own answer. A client that leaves ends its request at the pipeline. Another replica is tried only while the
+client has not been sent anything.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ class Forwarder:
         return found
 
     async def to_holder(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
-        """Answer from the first pipeline that knows what is asked for: those that answer 404 do not."""
+        """Answer from the first pipeline that does not say 404."""
         alive = [each for each in self.links.router.staying if each.health in (Health.READY, Health.PAUSED)]
         for backend in alive[:-1]:
-            link = self.links.links.get(backend)  # it may have been taken away meanwhile
+            link = self.links.links.get(backend)  # it may have been removed in the meantime
             if link is None:
                 continue
             try:
@@ -250,7 +250,7 @@ class _Answering:
         self._tail = b""
 
     async def run(self, answer: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
-        """Pass an answer on. Its first bytes are waited for before the client is told anything."""
+        """Pass an answer on. The client gets nothing before the first bytes have come."""
         content = answer.content
         piece = await content.readany()
         self._link.backend.began(self._key)

@@ -12,7 +12,7 @@ import xxhash
 from relayline.coordinator.gateway.bounds import CHAIN_FIRST, CHAIN_MAX
 
 BYTES_PER_TOKEN = 4  # of a prompt as JSON, about
-USUAL_OUTPUT_TOKENS = 256  # of an answer whose length nobody has bounded
+USUAL_OUTPUT_TOKENS = 256  # of an answer without max_tokens
 OUTPUT_TOKENS_MAX = 1_024  # clients ask for far more than they get
 _FIRST_BLOCK_BYTES = 256  # of a prompt that is one text; each further block is longer
 _GROWTH = 1.3
@@ -38,7 +38,8 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Body(msgspec.Struct):
-    """The fields of all dialects that are looked at; of any type, because the pipeline says what is wrong with them."""
+    """The fields of all dialects that the gateway reads. Any type is accepted, because the pipeline reports what is
+    wrong with them."""
 
     model: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
@@ -56,7 +57,8 @@ class _Body(msgspec.Struct):
 
 
 def peek(raw: bytes) -> Asked:
-    """Return what a body asks for; nothing of one that is no JSON object: any pipeline will refuse it."""
+    """Return the fields of a body that matter here; nothing if it is not a JSON object, which any pipeline will
+    refuse."""
     try:
         body = msgspec.json.decode(raw, type=_Body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

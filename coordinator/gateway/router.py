@@ -1,9 +1,9 @@
-"""Which pipeline answers a request. Pure: what is heard and sent comes in, with the time, and decisions go out.
+"""Which pipeline answers a request. Pure: reports and times come in, decisions go out.
 
 The model's replicas are compared by the work that a request would find and bring: prompts that are still to be read
 there, answers that are being written over its lanes, and as much of its own prompt as that replica has not seen. The
-unit is one token of a prompt. So a conversation stays where its beginning is known, until that place has so much more
-to do than another that reading it anew is quicker.
+unit is one token of a prompt. So a conversation stays with the replica that has its prefix, until that one is so busy
+that another is faster even without the prefix.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Backend:
         return (asked.prompt_bytes - n_known) // BYTES_PER_TOKEN
 
     def work(self) -> float:
-        """Return what is to be done here, in tokens of a prompt."""
+        """Return the outstanding work, in prompt tokens."""
         requests = self._outstanding.values()
         n_written = sum(request.asked.output_tokens for request in requests) + self.n_others * USUAL_OUTPUT_TOKENS
         return sum(request.unread_tokens for request in requests) + WRITTEN_COST * n_written / self.n_lanes
@@ -223,7 +223,7 @@ class Router:
 
 
 def nobody(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
-    """Return the error of a model of which no replica answers."""
+    """Return the error for a model without a replica that answers."""
     said = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
     return _not_ready(f"no replica of {model or 'the model'} answers ({said})")
 

@@ -54,7 +54,7 @@ class GatewayConfig:
 
 
 class ServedGateway:
-    """A gateway that serves: its address, and changes of what is behind it. Event loop only."""
+    """A running gateway: its address, and changes of its pipelines. Event loop only."""
 
     def __init__(self, url: str, links: Links, forwarder: Forwarder) -> None:
         self.url, self._links, self._forwarder = url, links, forwarder
@@ -106,7 +106,8 @@ class ServedGateway:
 
 @contextlib.asynccontextmanager
 async def serving_gateway(config: GatewayConfig) -> AsyncIterator[ServedGateway]:
-    """Serve within the context; yields what is served. Its end waits for running requests, up to the drain's bound.
+    """Serve within the context; yields the running gateway. Its end waits for running requests, up to the drain's
+    bound.
 
     Raises UsageError, and StartError where the address is taken.
     """

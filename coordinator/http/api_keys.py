@@ -184,7 +184,7 @@ def require_keys(app: web.Application, keys: ApiKeys, *, protect_metrics: bool) 
             return await handler(request)
         return _refused("incorrect API key" if sent else "no API key; send it as `Authorization: Bearer KEY`")
 
-    # Before anything is recorded: strangers push nobody's request out of view.
+    # Before anything is recorded, so that strangers cannot push other requests out of view.
     app.middlewares.insert(OUTERMOST, check_key)
 
 

@@ -43,7 +43,7 @@ class BodyRoom:
     def grown(self, n_counted: int, n_bytes: int) -> int:
         """Return how many bytes of a body count now that it has `n_bytes`, of which `n_counted` counted before.
 
-        Raises HttpRefusal where there is no room.
+        Raises HttpRefusal if there is no room.
         """
         n_wanted = max(n_counted, n_bytes - self._n_free)
         if self.n_held + n_wanted - n_counted > self._n_max:
@@ -53,7 +53,7 @@ class BodyRoom:
         return n_wanted
 
     def give_back(self, n_counted: int) -> None:
-        """A body is no longer held."""
+        """A body has been released."""
         self.n_held -= n_counted
 
 
@@ -107,7 +107,7 @@ class Request(web.Request):
         self._n_counted = 0
 
     async def read(self) -> bytes:
-        """Return the body, unpacked; once, since nobody else keeps it. Raises HttpRefusal, RequestPayloadError."""
+        """Return the body, unpacked. Works once, since no copy is kept. Raises HttpRefusal, RequestPayloadError."""
         return await self.read_at_most(self._link.limits.body_bytes_max)
 
     async def read_at_most(self, n_max: int) -> bytes:

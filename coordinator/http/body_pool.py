@@ -112,7 +112,7 @@ class _Workers:
         return answer
 
     def close(self) -> None:
-        """End the workers that nobody waits for; the others end with their requests."""
+        """End the idle workers; the others end with their requests."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().end()

@@ -22,7 +22,7 @@ from relayline.wire.common.errors import InternalError, OverloadedError, Relayli
 
 CPU_S_MAX = 10.0  # of one request; a million tokens take 3 s
 TEMPLATE_CPU_S_MAX = 1.0  # of its template; a chat of 128,000 tokens takes 0.1 s
-QUICK_CPU_S_MAX = 0.25  # of a short body; what takes longer goes to those who have more time
+QUICK_CPU_S_MAX = 0.25  # of a short body; one that takes longer goes to workers with more time
 MEMORY_BYTES_MAX = 128 * 1024 * 1024  # on top of its memory at the fork
 
 TO_WORKER = struct.Struct("<II")

@@ -156,7 +156,7 @@ class Connection(web.RequestHandler):
         self._head_bytes = 0
         self._is_half_closed = False
         self._is_unreadable = False
-        self._n_discarded: int | None = None  # bytes since the client was told that nothing more is read
+        self._n_discarded: int | None = None  # bytes since the answer that nothing more is read
 
     # --- beginning and end ---
 
@@ -335,7 +335,7 @@ class Connection(web.RequestHandler):
             task.cancel()
 
     async def _linger(self) -> None:
-        """Let the client send on for a moment, to nobody: were the connection closed at once it would be reset, and
+        """Let the client send for a moment longer, and drop what comes: closing at once would reset the connection, and
         the client might lose its answer."""
         self._discard()
         await asyncio.sleep(self.limits.linger_s)  # ended early when the client closes its end

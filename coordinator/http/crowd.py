@@ -1,8 +1,8 @@
 """The connections that are open, by address, and which of them makes room for a new one. Pure.
 
-A connection either waits (for its next request, or for the rest of one) or is busy with an answer. Where a bound is
-reached, the one that has waited longest goes, so that a crowd of idle connections keeps nobody out; where all are
-busy, the new one is refused.
+A connection either waits (for its next request, or for the rest of one) or is busy with an answer. At a bound, the
+connection that has been idle longest is closed, so that idle connections keep no one out. If all are busy, the new one
+is refused.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ErrorDetail(msgspec.Struct):
     type: str
     param: str | None
     code: str | None
-    retry_after_s: int | msgspec.UnsetType = msgspec.UNSET  # as the header says, for those who see no headers
+    retry_after_s: int | msgspec.UnsetType = msgspec.UNSET  # as in the header, for clients that see no headers
 
 
 class ErrorBody(msgspec.Struct):
@@ -77,7 +77,7 @@ def _line(message: str) -> str:
 
 
 def retry_after_s(error: RelaylineError) -> int | None:
-    """Return in how many seconds it is worth trying again, None where it is not or nobody knows."""
+    """Return after how many seconds a retry makes sense, or None if it does not or that is unknown."""
     status = http_status(error)
     if not error.retryable or status not in (429, 503):
         return None

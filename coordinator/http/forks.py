@@ -27,7 +27,7 @@ class ForkServer:
     def fork(self, tokenizer: Path) -> tuple[int, socket.socket]:
         """Return a new worker's number and the socket to talk to it. It may still take a while to begin.
 
-        Raises OSError where there is no server to be had.
+        Raises OSError if no server can be started.
         """
         ours, its = socket.socketpair()
         number = next(self._numbers)

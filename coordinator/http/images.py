@@ -55,7 +55,7 @@ class Images:
         if (found := self._encoded.layout(self._key(picture))) is not None:
             return found
         ticket = await self._turn(client, picture)
-        if (found := self._encoded.layout(self._key(picture))) is not None:  # counted for another meanwhile
+        if (found := self._encoded.layout(self._key(picture))) is not None:  # counted for another in the meantime
             self._leave(ticket)
             return found
         await self._work(ticket, picture, 0)
@@ -69,7 +69,7 @@ class Images:
         n_rows = sum(n_rows_in(each) for each in await self._layout(client, picture))
         ticket = await self._turn(client, picture)
         try:
-            found = self._encoded.get(self._key(picture))  # perhaps encoded for another meanwhile
+            found = self._encoded.get(self._key(picture))  # perhaps encoded for another request in the meantime
             if found is None:
                 self._encoded.check_room(n_rows * self._row_bytes)
         except OverloadedError:
@@ -130,4 +130,4 @@ class Images:
     def _done(self, task: asyncio.Task[Encoded | None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # perhaps nobody waits for it any more
+            task.exception()  # perhaps no request waits for it any more

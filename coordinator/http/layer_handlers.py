@@ -28,11 +28,11 @@ class LayerControl(Protocol):
         """Let one more stage join. Raises InvalidRequestError."""
 
     def describe(self) -> dict[str, object]:
-        """Return the layers of now and the latest change."""
+        """Return the present layers and the latest change."""
 
 
 def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
-    """Return the routes, none where nobody moves layers."""
+    """Return the routes; none if layers cannot be moved."""
     if control is None:
         return []
 

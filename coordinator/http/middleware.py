@@ -90,7 +90,7 @@ def refused(refusal: HttpRefusal) -> web.Response:
 
 
 def _cut_off(request: web.Request) -> web.Response:
-    """End the connection: a second answer would stand amid the first, which nobody would take for whole now."""
+    """End the connection: a second answer would land inside the first, which clients now see as broken."""
     if request.transport is not None:
         request.transport.abort()
     return web.Response(status=499)  # never sent

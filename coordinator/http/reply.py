@@ -110,7 +110,7 @@ async def _first(service: Service, merge: Merge) -> list[Arrival]:
     """Wait for the first event, and raise the error that a stream begins with: no status has been sent yet.
 
     Returns nothing if the answer only takes long: a client in line, or with a long prompt, gets pings with status 200.
-    While a stage is lost nobody can tell whether it returns, and there is no status for it.
+    While a stage is lost it is unknown whether it returns, and there is no status for that.
     """
     while True:
         arrivals = await merge.next(service.limits.ping_interval_s)

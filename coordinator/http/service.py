@@ -109,7 +109,7 @@ class Service:
     async def shaped(self, prepared: Prepared, request: web.Request) -> Plan:
         """Return the plan with the grammar that its shape and its tools ask for.
 
-        Raises InvalidRequestError where there is none.
+        Raises InvalidRequestError if there is none.
         """
         plan = prepared.plan
         if not prepared.grammar_task:

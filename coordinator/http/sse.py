@@ -28,7 +28,7 @@ _NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection or stopped reading. There is nobody left to answer."""
+    """The client closed the connection or stopped reading. The client has gone."""
 
 
 def data_frame(event: bytes) -> bytes:
@@ -91,7 +91,7 @@ class EventWriter:
         """Send the last events of an incomplete answer, and end the connection so that no client takes it for complete.
 
         The final chunk is never sent. In HTTP/1.0 the end of the connection is the end of the answer: there the
-        connection is reset, even if this process ends meanwhile.
+        connection is reset, even if this process ends first.
         """
         self._is_ended = True
         await self._write(self._framed(events))

@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "t_max_predict_ms": (-1,),
 }
-# Fields of which false is what would change something.
+# Fields whose false would change the answer.
 NEUTRAL_IF_TRUE = ("skip_special_tokens",)
 # Tokens that llama-server's `repeat_penalty` and DRY look at; vLLM's `repetition_penalty`: all
 REPEAT_LAST_DEFAULT = 64
@@ -326,7 +326,7 @@ def _biases(
     if isinstance(sent, Mapping):
         for token in sent:
             is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
-            if not is_number or str(int(token)) != token:  # 007 would be 7 once more
+            if not is_number or str(int(token)) != token:  # 007 would be 7 a second time
                 raise InvalidRequestError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
         return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
     told = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]

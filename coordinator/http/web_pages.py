@@ -33,7 +33,7 @@ class PageRule:
 
     allowed: frozenset[str]  # names besides those of loopback, in lower case
     is_local: bool  # the server is reached on loopback only
-    checks_names: bool  # else nobody knows under which names the server is reached
+    checks_names: bool  # otherwise it is unknown under which names the server is reached
     origins: frozenset[str] = frozenset()  # pages that may use the server, see coordinator.http.cors; "*": all
 
     def problem(self, hosts: Iterable[str], origins: Iterable[str]) -> str | None:

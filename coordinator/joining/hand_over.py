@@ -1,4 +1,4 @@
-"""The orders by which lanes change hands: who gives which layers' lanes to whom, each pair with a pass of its own."""
+"""Makes the orders for a hand-over of lanes: giver, taker and layers. Each pair has its own pass."""
 
 from __future__ import annotations
 

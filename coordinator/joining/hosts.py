@@ -78,7 +78,7 @@ class Hosts:
         self._pool.came(index, time.monotonic_ns())
 
     def left(self, index: int) -> None:
-        """It is no more, or comes anew."""
+        """It has gone, or comes again."""
         now_ns = time.monotonic_ns()
         self._pool.left(index, now_ns)
         due_ns = self._pool.takeover_in_ns(index, now_ns)
@@ -108,7 +108,7 @@ class Hosts:
         self._on_changed(PoolState(moves.cuts, tuple(names[at] for at in moves.holders), drained, tuple(self._added)))
 
     async def run(self) -> None:
-        """Look for ever whether somebody else is to hold layers."""
+        """Check again and again whether other stages should hold layers."""
         while True:
             await asyncio.sleep(bounds.BEAT_EVERY_S)
             try:
@@ -129,7 +129,7 @@ class Hosts:
         names = self._roster.names()
         gone, new = set(moves.holders) - set(holders), set(holders) - set(moves.holders)
         try:
-            # Without being asked nobody gets more than is known to fit.
+            # Without a command, no stage gets more layers than are known to fit.
             await self._change(holders, must_be_known=bool(gone))
         except RelaylineError as error:
             self._pool.failed(time.monotonic_ns())
@@ -281,7 +281,7 @@ class Hosts:
         }
 
     def _room_bytes(self, index: int, free_bytes: int | None, held_bytes: int) -> int | None:
-        """Return the room for a slice beside the one that a place holds; None where nobody knows."""
+        """Return the room for a slice beside the one that a place holds; None if unknown."""
         place, member = self._service.place(index), self._roster.places[index].member
         if place.engine.gpu_layers:
             return None  # what counts is the memory of the device

@@ -69,7 +69,7 @@ class LayerMover:
         self._on_moved, self._tell_again = on_moved, tell_again
         self._read_shape, self._takeover_s, self._known = read_shape, takeover_s, known
         self._hosts: Hosts | None = None
-        self._keeping = asyncio.Lock()  # what is kept last is what holds
+        self._keeping = asyncio.Lock()  # the last one kept counts
         self._before: tuple[int, ...] = ()  # the cuts that it began with
         self._service: JoinService | None = None
         self._next: Split | None = None
@@ -290,7 +290,7 @@ class LayerMover:
             self._next, keeps = await asyncio.to_thread(_next_split, held, directory, cuts, before)
         except RelaylineError as error:
             self.failed(number, error.message)
-        except Exception as error:  # a bug of ours; nobody may wait for ever
+        except Exception as error:  # a bug of ours; no request may wait for ever
             log.exception("splitting the model again failed")
             self.failed(number, f"the model could not be split: {error}")
         else:

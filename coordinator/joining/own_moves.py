@@ -1,4 +1,4 @@
-"""Moves layers that nobody asked for: when another split would be clearly faster, and it is time. Event loop only."""
+"""Moves layers automatically, when another split would be clearly faster and it is time. Event loop only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OwnMoves:
     ) -> None:
         """`may_move` says whether a change could begin now; `move(cuts)` begins one, or raises RelaylineError."""
         self._rebalancer, self._moves, self._may_move, self._move = rebalancer, moves, may_move, move
-        self._is_own = False  # whether the latest change was asked for by nobody
+        self._is_own = False  # whether the latest change was automatic
 
     def found(self, imbalance: Imbalance) -> None:
         """Another split would be clearly faster: move to it, if it is time."""
@@ -44,7 +44,7 @@ class OwnMoves:
             self._is_own = True
 
     def begun(self) -> None:
-        """A change has begun, as far as is known because somebody asked for it."""
+        """A change has begun; it counts as a manual one for now."""
         self._is_own = False
 
     def failed(self, cuts: Cuts) -> None:

@@ -50,7 +50,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICE = "relayline.v1.PipelineService"
 TICKET_BYTES = 16
-REFUSALS_MAX = 64  # different ones of stages that wait, of which each is logged once
+REFUSALS_MAX = 64  # different ones of waiting stages; each is logged once
 _STATES = {
     pb.ARTIFACT_PHASE_FETCHING: HostState.FETCHING,
     pb.ARTIFACT_PHASE_LOADING: HostState.LOADING,
@@ -239,13 +239,13 @@ class MemberService(abc.ABC):
 
     @abc.abstractmethod
     async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
-        """Take a report that is no sign of life and no failure; return whether it makes sense."""
+        """Take a report other than a sign of life or a failure; return whether it makes sense."""
 
     @abc.abstractmethod
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         """Send bytes from an offset on."""
 
-    def _tell_left(self, index: int) -> None:  # noqa: B027 - most have nobody to tell
+    def _tell_left(self, index: int) -> None:  # noqa: B027 - most have no one to notify
         """A membership has ended, or the same stage began another."""
 
     def _reason_to_end(self) -> RelaylineError:
@@ -296,7 +296,7 @@ class JoinService(MemberService):
         self._next_holders: tuple[int, ...] = ()
         self.changes: ChangeListener | None = None
         self._fetches = asyncio.Semaphore(config.fetches_max)
-        # A setting that cannot be said is the operator's mistake, to be told now and not to the first stage that asks.
+        # A setting that cannot be sent is the operator's mistake: report it now, not to the first stage that joins.
         for index in range(len(self._places)):
             self._order(index, b"")
 
@@ -370,7 +370,7 @@ class JoinService(MemberService):
         return self._split
 
     def place(self, index: int) -> JoiningStage:
-        """Return what is known of a place."""
+        """Return the facts about a place."""
         return self._places[index]
 
     def add(self, stage: JoiningStage) -> int:
@@ -385,7 +385,7 @@ class JoinService(MemberService):
         return self._roster
 
     def unmovable(self, holders: tuple[int, ...] = ()) -> list[str]:
-        """Return the names of places that keep layers from moving to `holders`; by default to those of now.
+        """Return the names of places that keep layers from moving to `holders`, by default the present ones.
 
         They are to hold layers and are not here, or are of a version that takes no such order.
         """
@@ -429,7 +429,7 @@ class JoinService(MemberService):
     def switch(self) -> list[int]:
         """From now on the prepared split is the one that stages have: also those that join later.
 
-        Returns the places that have to be told.
+        Returns the places that need a message.
         """
         assert self._next is not None
         involved = self._involved()
@@ -497,7 +497,8 @@ class JoinService(MemberService):
         return member, split.directory / stage.file, stage.size_bytes
 
     def _part_of(self, index: int, sha256: str) -> tuple[Split, StageFile | None]:
-        """Return the split and the slice of a place: of the next change where it is asked for, else of now."""
+        """Return the split and the slice of a place: those of the next change if it requests them, otherwise the
+        present ones."""
         if self._next is not None and index in self._next_holders:
             stage = self._next.file.stages[self._next_holders.index(index)]
             if sha256 == stage.sha256:
@@ -507,7 +508,7 @@ class JoinService(MemberService):
 
 
 def _one_by_one(write: Callable[[pb.JoinResponse], Awaitable[None]]) -> Callable[[pb.JoinResponse], Awaitable[None]]:
-    """Return the same for several writers at once, of which gRPC takes one."""
+    """Return the same call for several concurrent writers; gRPC allows only one."""
     writing = asyncio.Lock()
 
     async def write_next(message: pb.JoinResponse) -> None:

@@ -1,4 +1,4 @@
-"""Where a model may be cut, and where it is cut when nobody says. Pure: facts in, layer numbers out.
+"""Where a model may be cut, and where it is cut by default. Pure: facts in, layer numbers out.
 
 A cut is the first layer of a later stage; `(8, 16)` makes three stages that start at layers 0, 8 and 16.
 """
@@ -157,7 +157,7 @@ def balanced_cuts(facts: CutFacts, n_stages: int) -> tuple[int, ...]:
     embedding table costs stage 0 memory but hardly time. So: first the least bytes read by any stage; among the plans
     within STEP_SLACK of that, the least memory on any stage, embedding table included; among those, the most even.
 
-    Raises CutError when the model cannot be cut into so many stages.
+    Raises CutError if the model cannot be cut into n_stages.
     """
     if not 1 <= n_stages <= STAGES_MAX:
         raise CutError(f"the number of stages must lie between 1 and {STAGES_MAX}, not {n_stages}")

@@ -129,7 +129,7 @@ def _one_row(_: Metadata) -> int:
     return 1
 
 
-# Layers of which every slice must have one, one flag per layer; empty where any will do.
+# Which layers count for the rule that every slice must have one of them: one flag per layer; empty without such a rule.
 Needed = tuple[bool, ...]
 
 

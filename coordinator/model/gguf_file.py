@@ -98,7 +98,7 @@ def open_model(path: Path) -> GgufModel:
     model = _read(path)
     states = _states(model)
     if [state[:2] for state in states] == [(file.size_bytes, file.mtime_ns) for file in model.files]:
-        opened[path] = states, model  # else it changed meanwhile
+        opened[path] = states, model  # otherwise it changed in the meantime
     return model
 
 

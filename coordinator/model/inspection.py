@@ -99,11 +99,11 @@ class ModelFacts:
     kv_bytes_per_token: tuple[int, ...]  # per layer, with an f16 cache; 0 where a layer does not attend
     state_bytes_per_lane: tuple[int, ...]  # per layer: its recurrent state, kept for each lane; 0 where it has none
     rewinds_states: bool  # llama.cpp can keep earlier ones of each lane as well, so that guessed rows can be taken back
-    needed: Needed  # layers of which every slice must have one; empty where any will do
+    needed: Needed  # layers that count for the rule that every slice must have one; empty without such a rule
     kinds: Kinds  # what each layer keeps of the past; empty where all attend
     supported: bool  # certified and nothing in this very model forbids it
     refusal: str | None  # why not, when it is not
-    may_be_tried: bool  # whether that is only because nobody has certified it; else it is known to come out wrong
+    may_be_tried: bool  # whether that is only because it was never certified; otherwise it is known to come out wrong
     cut_period: int
     forbidden_lengths: frozenset[int]  # numbers of layers that no slice may have
     blocked: Blocked  # layers with which no slice may start, and why

@@ -60,7 +60,7 @@ _OTHER_MLP = "mm.3.weight"  # llama.cpp then takes "mlp" for another projector
 
 def check_projector(path: Path, pipeline: PipelineFile) -> str:
     """Return a projector's kind. Raises UsageError, which says why, for a file that is not served with the pipeline;
-    ModelFileError for one that is no GGUF file.
+    ModelFileError if it is not a GGUF file.
     """
     kind, width = read_projector(path)
     served = PROJECTORS[kind].architectures

@@ -51,9 +51,9 @@ from relayline.coordinator.model.sidebands import (
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
-# What a stage has to know: of version 2 that windows lose cells, and that an output may have to be scaled; of version 3
-# that rows may have another width than the model, and are written into the graph; of version 4 that more than a row is.
-# Builds that do not would compute something else, and say instead which versions they read.
+# What a stage must support. Version 2: windows lose cells, and an output may need scaling. Version 3: rows may have
+# another width than the model, and are written into the graph. Version 4: more than a row is written there. Builds that
+# do not would compute something else, and say instead which versions they read.
 ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION = 1, 2, 3, 4
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
@@ -271,7 +271,7 @@ class _Planner:
                 kept = _kept(tensor, f"blk.{int(block['layer']) - start}.{block['rest']}")
                 if (
                     block["rest"] == EXPERTS_BY_TOKEN
-                ):  # it lies behind, and llama.cpp asks for one that it does not read
+                ):  # it comes after the tensors; llama.cpp requires one, but does not read it
                     n_tokens = self.facts.n_vocab if end == self.facts.n_layers else DUMMY_TOKENS
                     kept = _zeros(kept.slot.name, tensor.type_id, (tensor.dims[0], n_tokens))
                 order = orders.get(block["rest"], ())

@@ -44,7 +44,7 @@ from relayline.wire.model_files.gguf_header import Tensor
 log = logging.getLogger("relayline.split")
 
 CHUNK_BYTES = 8 * 1024 * 1024
-DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json, and the disk's other uses meanwhile
+DISK_MARGIN_BYTES = 16 * 1024 * 1024  # directories, pipeline.json, and other uses of the disk in the meantime
 PARTIAL = ".partial"
 ARTIFACT_NAME = re.compile(r"^(stage-\d+|tokenizer)\.gguf$")
 
@@ -163,7 +163,7 @@ def _directory_lock(out_dir: Path) -> Iterator[None]:
         yield
     except BaseException:
         if not existed:
-            with suppress(OSError):  # not empty: then somebody else uses it
+            with suppress(OSError):  # not empty: then another process uses it
                 out_dir.rmdir()
         raise
     finally:
@@ -203,7 +203,7 @@ def _refuse_foreign(out_dir: Path) -> None:
     """Raise UsageError if a file that a split would replace or remove is from no split: perhaps the model itself."""
     try:
         found = load_pipeline(out_dir, stages_here=False)
-    except ArtifactError:  # there is none, or one that was cut off: then its files say themselves where they are from
+    except ArtifactError:  # it is missing or was cut off: then the files themselves tell where they come from
         ours = set[str]()
     else:
         ours = {found.tokenizer.file, *(stage.file for stage in found.stages)}

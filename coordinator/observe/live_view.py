@@ -23,7 +23,7 @@ ENDED_MAX = 40  # ended ones, the latest
 ANSWERS_MAX = 8  # of one look that are kept as bytes: pages that poll ask for the same one or two
 TRIPS_MAX = 6  # round trips of a stage; the shortest of them is reported
 RECENT_NS = 20_000_000_000  # since its end, in which a request may be in the steps that are shown
-LOOK_GAP_NS = 5_000_000_000  # between two looks: what happened in a longer time is no rate of now
+LOOK_GAP_NS = 5_000_000_000  # between two looks: over a longer time the rate would not be current
 MS = 1e-6
 _TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",

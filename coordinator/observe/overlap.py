@@ -11,7 +11,7 @@ def overlap(stages: Sequence[Sequence[Interval]]) -> dict[str, float]:
     """Return the share of busy time in which exactly k stages compute, by str(k), and "2+" for two or more.
 
     Busy time is when at least one stage computes, within the window that every stage's intervals cover; idle time
-    between requests would only blur the figure. Empty when there is no such window.
+    between requests would only blur the figure. Empty without such a window.
     """
     if not stages or any(not intervals for intervals in stages):
         return {}

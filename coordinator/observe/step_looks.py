@@ -20,7 +20,7 @@ STEPS_MAX = 128  # of one look over all stages: some milliseconds of work
 MEMBERS_MAX = 16  # frames that are named per step; `n_members` says how many there were
 MEMBERS_READ_MAX = 64  # frames that are looked at per step: enough to know its group and a usual wait
 HOPS_MAX = 2  # frames of each step by which the way between two stages is measured
-COLOURS = 8  # groups that are told apart at the same time
+COLOURS = 8  # groups that can be distinguished at the same time
 SESSIONS_MAX = 4_096  # whose numbers and colours are remembered; the oldest go first
 NO_GROUP = -1  # of a step without decode rows
 
@@ -38,7 +38,7 @@ class Colours:
         self._latest: dict[int, frozenset[int]] = {}  # the streams of each group's latest flight
 
     def flight(self, sessions: frozenset[int]) -> int:
-        """Return the number of the group of these streams, one flight of which enters the first stage."""
+        """Return the group number of these streams, whose flight enters the first stage."""
         colour = self.known(sessions)
         if not sessions or self._latest.get(colour) == sessions:
             return colour  # nearly always

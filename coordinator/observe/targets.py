@@ -13,7 +13,7 @@ _EVERYWHERE = ("0.0.0.0", "::")  # listened on, and no place to connect to
 def targets(described: Mapping[str, Any], coordinator: str, scheme: str) -> list[dict[str, object]]:
     """Return the coordinator, at the address under which it was asked, and every stage that serves metrics.
 
-    `described` is that of GET /v1/pipeline. A stage that does not answer is left out: nobody knows where it is now.
+    `described` is that of GET /v1/pipeline. A stage that does not answer is left out, because its address is unknown.
     """
     model = str(described.get("model", ""))
     found = [target(coordinator, scheme, {"role": "coordinator", "model": model})]

@@ -36,13 +36,13 @@ def rate_text(rate: float) -> str:
 
 
 def _single_hosts(instance: Instance) -> list[Host]:
-    """Return the hosts with a machine of their own: how fast another is with all its cores, nobody has measured."""
+    """Return the hosts that have a machine to themselves: the speed of others with all cores was never measured."""
     machines = [host.machine for host in instance.hosts]
     return [host for host in instance.hosts if machines.count(host.machine) == 1]
 
 
 def _of(instance: Instance, hosts: Sequence[Host], n_streams: int) -> Instance:
-    """Return the problem of these hosts alone, with so many streams; its links end at the same coordinator."""
+    """Return the same problem for only these hosts and n_streams; its links end at the same coordinator."""
     chosen = [dataclasses.replace(host, layers=None) for host in hosts]
     chosen[-1] = dataclasses.replace(chosen[-1], link=instance.hosts[-1].link)
     n_streams = max(1, n_streams)

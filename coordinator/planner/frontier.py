@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-COMPARISONS_PER_LABEL = 16  # making a label takes about as long as so many comparisons
+COMPARISONS_PER_LABEL = 16  # making a label takes about as long as this many comparisons
 Label = tuple[float, ...]
 Trail = tuple[int, "Trail"] | tuple[()]  # last end, and the trail before it
 

@@ -73,7 +73,7 @@ class ImbalanceWatch:
 
     @property
     def reported(self) -> Imbalance | None:
-        """The imbalance that has lasted long enough; None while there is none."""
+        """The imbalance that has lasted long enough; None if there is none."""
         return self._seen if self._is_reported else None
 
     def restarted(self) -> None:

@@ -129,7 +129,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or several over which stages are split, with memory of its own."""
+    """A GPU with its own memory, or several over which stages are split."""
 
     name: str
     memory_bytes: int | None = None

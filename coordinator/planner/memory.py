@@ -35,7 +35,7 @@ CHOICE_SCORED_BYTES = 4  # extra without flash attention: the choice, as f32
 FF_COPIES, EMBD_COPIES = 4, 4  # rows of each width that a graph holds at once, f32
 PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
-LANE_STATES_BYTES = 2 * GIB  # of all lanes and layers, where nobody says how many lanes there are
+LANE_STATES_BYTES = 2 * GIB  # of all lanes and layers, if the number of lanes is the default
 LANES_LEAST = 4  # even then
 HEADROOM = 0.05  # of a limit, for whatever else the host does
 
@@ -146,7 +146,7 @@ def _lanes_states_bytes(model: ModelShape, load: Load, start: int, end: int) -> 
 
 
 def usual_lanes(state_bytes: Sequence[int], n_usual: int) -> int:
-    """Return the lanes of a pipeline where nobody says: as many as usual, or fewer whose states are large.
+    """Return the default lanes of a pipeline: the usual number, or fewer if states are large.
 
     state_bytes: per layer and lane. Kept prefixes are lanes as well, so there are fewer of these too.
     """
@@ -215,7 +215,7 @@ def pools_of(host: Host) -> tuple[Pool, ...]:
 
 
 def pool_usable_bytes(pool: Pool) -> int | None:
-    """Return what stages may use of one; None where nobody knows its size."""
+    """Return what stages may use of one; None if its size is unknown."""
     return machine_usable_bytes(pool) if isinstance(pool, Machine) else gpu_usable_bytes(pool)
 
 

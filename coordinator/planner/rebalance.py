@@ -16,7 +16,7 @@ DAY_NS = 86_400_000_000_000
 
 
 class Rebalancer:
-    """The moves of one pipeline that nobody asks for. Times are monotonic nanoseconds of the caller."""
+    """The automatic moves of one pipeline. Times are monotonic nanoseconds of the caller."""
 
     def __init__(self, every_ns: int) -> None:
         """`every_ns`: between two moves, at least; the first may come at once."""

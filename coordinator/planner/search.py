@@ -73,7 +73,7 @@ class Room:
         return True
 
     def some_cuts(self) -> tuple[int, ...] | None:
-        """Return the cuts of any split that is legal and fits, None if there is none."""
+        """Return the cuts of any legal split that fits, or None."""
 
         def extend(label: Label, stage: int, start: int, end: int) -> Label | None:
             slots = list(label)
@@ -137,7 +137,7 @@ class Best:
 
 
 def best_split(instance: Instance, *, ignore_memory: bool = False) -> Best | None:
-    """Return the best split, None if there is none that is legal and fits the memory."""
+    """Return the best split, or None if no legal split fits the memory."""
     costs = Costs(instance)
     room = Room(instance, ignore_memory=ignore_memory)
     n_streams = instance.load.streams

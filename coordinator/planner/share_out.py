@@ -1,8 +1,8 @@
 """Which layers each holder gets when others than before are to hold them. Pure.
 
-Where each new holder takes the place of an old one, the cuts stay and nobody else moves anything, if there is room.
-Else the slowest stage is to be as fast as it can be: layers go by what a layer takes on each host, within the room that
-each has and at cuts that the model allows. Among equal ways the one that moves fewest layers wins.
+If each new holder takes the place of an old one and has room, the cuts stay and no other stage moves layers. Else the
+slowest stage is to be as fast as it can be: layers go by what a layer takes on each host, within the room that each has
+and at cuts that the model allows. Among equal ways the one that moves fewest layers wins.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def share_out(
 ) -> tuple[int, ...]:
     """Return the cuts: the first layer of each holder but the first.
 
-    `same`: the cuts of now, where each new holder stands for an old one. With `must_be_known` a holder of which nobody
-    knows how much room it has gets nothing beyond what it holds. Raises NoRoomError.
+    `same`: the present cuts, if each new holder replaces an old one. With `must_be_known`, a holder with unknown room
+    gets no more layers than it has. Raises NoRoomError.
     """
 
     def fits(holder: Holder, start: int, end: int) -> bool:
@@ -79,7 +79,7 @@ def _best(
     """Return the cuts with the fastest slowest stage, None where there are none."""
     known = [holder.layer_ns for holder in holders if holder.layer_ns > 0]
     usual_ns = sum(known) / len(known) if known else 1.0
-    # Behind so many layers: the slowest stage's time, the layers that move, the cuts.
+    # After this many layers: the slowest stage's time, the layers that move, the cuts.
     reached: dict[int, tuple[float, int, tuple[int, ...]]] = {0: (0.0, 0, ())}
     for index, holder in enumerate(holders):
         layer_ns = holder.layer_ns if holder.layer_ns > 0 else usual_ns
@@ -108,7 +108,7 @@ def _why(
     fits: Callable[[Holder, int, int], bool],
     is_allowed: IsAllowed,
 ) -> str:
-    """Return what is missing, one line."""
+    """Return in one line how much memory is missing."""
     if not holders:
         return "no stage is left to hold the layers"
     wished = _best(holders, n_layers, lambda holder, start, end: True, is_allowed)

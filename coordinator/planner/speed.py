@@ -68,7 +68,7 @@ class Speed:
         )
 
     def seen_in_service(self, share: float) -> Speed:
-        """Return the same where a step usually takes `share` times as long as the quickest; 0.0: nobody has looked."""
+        """Return the same for steps that usually take `share` times as long as the quickest; 0.0: unknown."""
         return dataclasses.replace(self, in_service=min(max(1.0, share), STEP_IN_SERVICE_MAX)) if share else self
 
 
@@ -80,7 +80,7 @@ def roofline(
     bytes_per_weight: float = BYTES_PER_WEIGHT,
     source: str = "declared",
 ) -> Speed:
-    """Return the speed of a host of which only memory bandwidth and arithmetic are known.
+    """Return the speed of a host from only its memory bandwidth and arithmetic.
 
     A step reads every weight once and computes two operations per weight and row; the longer of the two counts.
     """
@@ -121,7 +121,7 @@ def from_samples(samples: Iterable[Sample], source: str = "measured") -> Speed |
 
 
 def _rows_of(sample: Sample) -> list[tuple[int, float]]:
-    """Return decode rows, continued by prefill rows, which cost the same where there is no head."""
+    """Return decode rows, continued by prefill rows; without a head both cost the same."""
     most = max(rows for rows, _ in sample.decode)
     return [*sample.decode, *((rows, ns) for rows, ns in sample.prefill if rows > most)]
 

@@ -166,7 +166,7 @@ def _remedies(instance: Instance) -> tuple[str, ...]:
 
 
 def largest(most: int, is_good: Callable[[int], bool]) -> int:
-    """Return the largest number from 1 to `most` that is good, 0 if none is; what is good stays so further down."""
+    """Return the largest good number from 1 to `most`, 0 if none is good; every number below a good one is good."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -205,7 +205,7 @@ def one_more(instance: Instance, stage: int) -> OneMore | None:
     host = instance.hosts[stage]
     machine = dataclasses.replace(host.machine, name=f"like-{host.machine.name}", reserved_bytes=0)
     offload = host.offload
-    if offload is not None:  # on a GPU of its own
+    if offload is not None:  # on its own GPU
         offload = dataclasses.replace(offload, gpu=dataclasses.replace(offload.gpu, name=f"like-{offload.gpu.name}"))
     name = f"{host.name}-copy"
     copy = dataclasses.replace(host, name=name, machine=machine, layers=None, device=-1, offload=offload)

@@ -27,7 +27,7 @@ def cost_of_each(devices: Devices, cost_ns: Callable[[StageCost], float]) -> tup
 
 
 def prompts_ns(devices: Devices, rows: int) -> tuple[float, ...]:
-    """Return what a step of so many prompt rows costs on each device."""
+    """Return the cost of a step of this many prompt rows on each device."""
     return cost_of_each(devices, lambda stage: stage.prefill_ns(rows))
 
 

@@ -1,11 +1,11 @@
 """The drafts of the streams that decode: which go along with their rows, which follow in flights of their own. Pure.
 
 The scheduler asks, in two places: as a decode flight is about to leave, and when nothing else does and stages would
-stand idle. While prompts are read nothing is drafted: their rows are what fills the stages then.
+stand idle. There are no drafts during prefill, because prompt rows already fill the stages.
 
 A draft flight belongs to one stream, and exists only if every stream has its own flights: of a group of several those
-whose guesses are right would part from the others, and flights of fewer streams leave instead of full ones. It must
-cost nobody anything, so it has to fit into the time in which the stages have nothing to do, see `fits`.
+whose guesses are right would part from the others, and flights of fewer streams leave instead of full ones. It must not
+slow other streams down, so it has to fit into the stages' idle time, see `fits`.
 
 Lanes with a recurrent state can be taken back by some rows of their last step, and no more if a step of several other
 lanes came after it. So there guesses go along with rows only, and only while there are STATE_STREAMS_MAX streams:
@@ -86,7 +86,7 @@ class DraftFlights:
     def following(self, fits: Callable[[int], bool]) -> OutFrame | None:
         """Return the likeliest next guesses, for stages that would stand idle; None if there are none.
 
-        fits: whether the stages have time for a flight of so many rows.
+        fits: whether the stages have time for a flight of this many rows.
         """
         best: Session | None = None
         chance_min, n_best = FOLLOWING_CHANCE_MIN, 0

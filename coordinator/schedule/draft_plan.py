@@ -34,7 +34,7 @@ SHARED_GAIN = 0.2  # and less than this, where there are other flights, is lost 
 STRETCH_MAX = 4.0  # times that a cycle may become longer: not all streams may have guesses
 UNEVEN = 3  # exponent that joins the two terms of a cycle of flights that differ; equal terms make it 26 % longer
 FOLLOWING_CHANCE_MIN = 0.4  # of the first row of a flight of guesses: below, it is work for nothing more often than not
-CHANCE_STEPS = 20  # the step in which chances of other streams' drafts are told apart
+CHANCE_STEPS = 20  # the resolution of the chances of other streams' drafts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The flights under way: their rows, the sessions that wait for them, and their predicted work. Pure.
 
 A *flight* is one envelope on its way through the stages. It has landed when each of its frames was answered (by a
-sample or a progress note) or given up. A stage may leave a decode flight's prompt rows behind. Once the streams of
-that flight have their tokens, it counts as a flight of prompt rows, because no decoding stream waits for the rest.
+sample or a progress note) or dropped. A stage may leave a decode flight's prompt rows behind. Once the streams of that
+flight have their tokens, it counts as a flight of prompt rows, because no decoding stream waits for the rest.
 
 A session's frames are answered in the order in which they left. Two frames may end at one position, such as a frame
 with a wrong guess and the right one after it. The first answer then belongs to the earlier frame.

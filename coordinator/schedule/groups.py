@@ -48,7 +48,7 @@ ITL_STRETCH = 2.0  # inter-token latency of running streams with prefill over wi
 PREDICTED_PART = 0.92  # of that bound is what plans may predict; the rest is reserve for prediction errors
 PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change nothing
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
-TRAIN_ROWS = 512  # prompt rows that a train is made for when nobody says how many there are
+TRAIN_ROWS = 512  # prompt rows that a train is made for if their number is unknown
 TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
@@ -186,12 +186,12 @@ class GroupPlanner:
         return max(fitting, default=0)
 
     def rides(self, rows: int) -> list[int]:
-        """Return how many prompt rows may ride with so many decode rows: what fills tiles, ascending."""
+        """Return how many prompt rows may join this many decode rows: the numbers that fill tiles, ascending."""
         beside = 0 if self.is_per_lane else rows
         return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
 
     def draft_room(self, n_streams: int) -> int:
-        """Return how many guesses may go along with one row of so many streams each."""
+        """Return how many guesses may follow one row of each of n_streams."""
         return max(0, min(DRAFTED_ROWS_MAX, self.rows_max - n_streams, self.tile_rule.draft_room(n_streams)))
 
     def rate(self, n_streams: int, n_groups: int, rows: int) -> float:
@@ -199,7 +199,7 @@ class GroupPlanner:
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
 
     def saturating(self, rows: int) -> int:
-        """Return how many flights of so many rows the stages have work for at once; 0 while nothing is known."""
+        """Return how many flights of this many rows keep the stages busy; 0 while nothing is known."""
         step_ns = self.step_ns(rows)
         return round((self.way_ns(rows) + self.overhead_ns) / step_ns) if step_ns else 0
 
@@ -279,13 +279,13 @@ class GroupPlanner:
                     yield n_groups, rows
 
     def groups_max(self, n_streams: int) -> int:
-        """Return how many decode flights there may be among so many streams."""
+        """Return how many decode flights n_streams allow."""
         is_one = len(self.devices) == 1 < len(self.stages)
         few = 1 if is_one else min(n_streams, GROUPS_MAX_PER_STAGE * len(self.devices))
         return max(math.ceil(n_streams / self.rows_max), few)
 
     def _train(self, n_rows: int) -> int:
-        """Return the chunk that brings so many prompt rows through idle stages soonest, at their average context."""
+        """Return the chunk with which n_rows of a prompt pass idle stages soonest, at their average context."""
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:

@@ -21,7 +21,7 @@ ROUNDS = 6  # and then until a rate is taken
 GIVE_UP_ROUNDS = 2  # after which a trial ends early if it is hopeless
 HOPELESS = 0.9  # times as fast as the way that is kept, or less
 AGAIN_WINDOWS = 32  # of the better way until the other is tried again: one token in 25 then goes the worse way
-AGAIN_SOON_WINDOWS = 16  # where it was given up early, which costs half and may have been a bad moment
+AGAIN_SOON_WINDOWS = 16  # if it was ended early, which costs half and may have been a bad moment
 AGAIN_CLOSE_WINDOWS = 8  # where both are as fast to within CLOSE: a seventh of the tokens then goes a little worse
 CLOSE = 0.1
 NEWEST_SHARE = 0.5  # weight of the newest window in a way's average
@@ -48,12 +48,12 @@ class OneFlight:
         self._settled: tuple[int, int] = (0, 0)  # tokens by then, and the time, once flights had settled
 
     def is_chosen(self, n_streams: int) -> bool:
-        """Return whether the rows of so many streams are to go as one flight now."""
+        """Return whether the rows of n_streams go as one flight now."""
         contest = self._contests.get(n_streams)
         return contest is not None and contest.is_single
 
     def landed(self, n_tokens: int, n_streams: int, now_ns: int) -> None:
-        """A flight has brought so many tokens, while so many streams decode; 0 if they may not go either way now."""
+        """A flight has brought n_tokens while n_streams decode; 0 streams if only one way is allowed now."""
         if n_streams != self._n_streams:
             self._begin(n_streams)
         if not n_streams:

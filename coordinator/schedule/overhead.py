@@ -27,7 +27,7 @@ HOST_STEP_NS = 500_000
 ROUND_TRIPS_KEPT = 64  # recent decode flights from which bounds are taken
 ROUND_TRIPS_MIN = 8  # before the first estimate, and in a window
 ROUND_TRIPS_STRIDE = 4  # landings between estimates
-WINDOWS_KEPT, WINDOWS_MIN = 5, 3  # the median of so many counts: a hitch of a process spoils one of them
+WINDOWS_KEPT, WINDOWS_MIN = 5, 3  # the median of this many counts: a hitch of a process spoils one of them
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
 
 

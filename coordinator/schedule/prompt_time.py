@@ -8,7 +8,8 @@ from relayline.coordinator.schedule.stage_cost import StageCost
 
 
 def read_time(costs: Sequence[StageCost]) -> Callable[[int], float]:
-    """Return what predicts the reading of so many tokens of a prompt alone: by the slowest stage, in whole chunks."""
+    """Return a function that predicts the time to prefill a lone prompt from its tokens: by the slowest stage, in whole
+    chunks."""
 
     def read_ns(n_tokens: int) -> float:
         times_ns = []

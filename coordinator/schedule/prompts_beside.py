@@ -1,4 +1,4 @@
-"""Fits prompt rows in beside running streams: in their flights, in flights of prompt rows, or both. Pure.
+"""Fits prompt rows in while streams run: into their flights, into flights of prompt rows, or both. Pure.
 
 It takes the most prompt rows per nanosecond that keep a bound on the streams' latency, see `groups`.
 """
@@ -49,7 +49,7 @@ class FlightCosts(Protocol):
         """Predict each device's step of decode rows and prompt rows."""
 
     def rides(self, rows: int) -> list[int]:
-        """Return how many prompt rows may ride with so many decode rows."""
+        """Return how many prompt rows may join this many decode rows."""
 
     def groups_max(self, n_streams: int) -> int:
         """Return how many decode flights there may be."""

@@ -1,7 +1,7 @@
 """The scheduler decides which frames leave for stage 0, and when. Pure.
 
 A *flight* is one envelope on its way through the stages. It has landed when each of its frames was answered (by a
-sample or a progress note) or given up. The plan sets how many decode flights may be under way and how many rows each
+sample or a progress note) or dropped. The plan sets how many decode flights may be under way and how many rows each
 takes.
 
 Streams whose token has come back wait in the *pool*. When the plan allows another decode flight, the oldest streams of

@@ -50,10 +50,10 @@ class StageCost:
         return self._padded_ns(self._padded_rows(rows, prompt_rows), rows, prompt_rows)
 
     def _padded_ns(self, padded_rows: int, rows: int, prompt_rows: int) -> float:
-        """Predict a step that is padded to so many rows."""
+        """Predict a step of `rows` rows that is padded to `padded_rows`."""
         if not prompt_rows:
             return self.decode.cost_ns(padded_rows) + self._context_ns(padded_rows, rows, 0)
-        # Of the scratch rows so many want the head as fill its tile, see stage.steps.padding.
+        # As many padding rows use the head as fill its tile, see stage.steps.padding.
         heads = self.decode.padded_rows(rows, padded_rows - prompt_rows)
         rows_ns = mixed_cost_ns(self.decode, self.prefill, heads, padded_rows - heads)
         return rows_ns + self._context_ns(padded_rows, rows, prompt_rows)

@@ -10,8 +10,8 @@ prompt's rest, short prompts, generated tokens) travel in steps too small for a 
 
 Beside running streams a whole tile waits until decode flights have left room for all of its rows, or for
 TILE_FLIGHTS_MAX flights (TilePace). There is one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS,
-running streams would stand still for too long. Long prompts are then read in small parts beside the streams, and their
-bits differ.
+running streams would stand still for too long. Then long prompts are computed in small parts together with the streams,
+and their bits differ.
 
 If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
 """
@@ -28,7 +28,7 @@ from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
 TILE_STEP_MAX_NS = 500_000_000  # running streams stand still so long at most while a stage reads a tile
 TILE_FLIGHTS_MAX = 16  # decode flights for which a tile waits at most, however little room they leave
-RIDE_ROWS_MIN = 8  # with so many streams that prompts have less room than this, they do not wait for equal bits
+RIDE_ROWS_MIN = 8  # if streams leave prompts less room than this, prompts do not wait for equal bits
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,7 +56,8 @@ class TileRule:
     is_apart: bool = False  # whether whole tiles have separate steps while streams run, too
 
     def within(self, rows_max: int) -> TileRule:
-        """Return the rule for flights of at most so many prompt rows; chunks smaller than a tile are never apart."""
+        """Return the rule for flights of at most this many prompt rows; chunks smaller than a tile never travel
+        apart."""
         return dataclasses.replace(self, is_apart=self.is_apart and rows_max >= ATTENTION_TILE_ROWS)
 
     def waits_for_tile(self, session: Session) -> bool:
@@ -89,7 +90,7 @@ class TileRule:
         return ATTENTION_TILE_ROWS - 1 - n_streams
 
     def beside(self, n_decode: int) -> TileRule:
-        """Return the rule for a step with so many decode rows.
+        """Return the rule for a step with n_decode rows.
 
         Where rows below a tile would leave prompts hardly any room, only whole tiles stay by themselves.
         """
@@ -107,7 +108,7 @@ class FlightRoom:
 
     @property
     def rows(self) -> int:
-        """The rows of the next flight; 0 while there is no room for one."""
+        """The rows of the next flight; 0 without room for one."""
         return self.chunk_rows if self.n_flights < self.flights_max else 0
 
 

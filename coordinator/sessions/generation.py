@@ -145,7 +145,7 @@ class GenerationRequest:
         return max((len(each.rows) for each in self.images if each.are_mutual), default=0)
 
     def rows_at(self, position: int, n_rows: int) -> npt.NDArray[np.float32] | None:
-        """Return the rows that stand for these positions in place of tokens: f32 [n_rows, n_embd]; None: tokens do."""
+        """Return the rows that take the place of tokens at these positions: f32 [n_rows, n_embd]; None: tokens do."""
         for each in self.images:
             if each.start <= position < each.end:
                 return each.rows[position - each.start : position - each.start + n_rows]

@@ -150,7 +150,7 @@ class Prefixes:
         return [*guesses, *on_disk, *(self.tier.store(session, len(held)) if in_lane is None else in_lane)]
 
     def _keep_lane(self, session: Session, held: list[int]) -> list[OutFrame] | None:
-        """Copy a session's tokens into a spare lane; None where there is none."""
+        """Copy a session's tokens into a spare lane; None if there is none."""
         if not self.n_max:
             return None
         for kept in self._kept:
@@ -180,7 +180,7 @@ class Prefixes:
         """Handle a frame that a stage refused, perhaps because of the lane it was copied from. Returns closes.
 
         A lane that a stage could not keep, or no longer has, must not be copied: another coordinator may have taken it.
-        When running sessions lack room, kept lanes are given up first.
+        When running sessions lack room, kept lanes go first.
         """
         for session_id in session_ids:
             self.tier.refused(session_id)
@@ -229,7 +229,7 @@ class Prefixes:
         restart it may hold fewer tokens than its history has, and it reads no more of them. Where stages keep a
         recurrent state, a beginning ends at a checkpoint that they have, or will have.
         """
-        if not session.request.cache_prompt or session.replays:  # after a failure of its own it reads everything itself
+        if not session.request.cache_prompt or session.replays:  # after its own failure it computes everything itself
             return None, 0
         known = session.history[:-1]  # the last token is read in any case, for what follows it
         best, n_best = None, PREFIX_TOKENS_MIN - 1
@@ -259,7 +259,7 @@ class Prefixes:
 def held_by_all(held: Sequence[Mapping[int, int]]) -> dict[int, int]:
     """Return of every session that any stage knows how many tokens all of them hold.
 
-    `held` is what sessions of the epoch before hold at each stage: {session id: tokens of its history}.
+    `held` has, for each stage, the sessions of the last epoch: {session id: tokens of its history}.
     """
     sessions = {session_id for at_stage in held for session_id in at_stage}
     return {session_id: min(at_stage.get(session_id, 0) for at_stage in held) for session_id in sessions}

@@ -32,7 +32,7 @@ class _Read:
 
 
 class Readers:
-    """The sessions of one pipeline that somebody waits for. Bounded by admission."""
+    """The sessions of one pipeline that have readers. Bounded by admission."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, _Read] = {}
@@ -46,12 +46,12 @@ class Readers:
         return iter([read.session for read in self._by_id.values()])
 
     def get(self, session_id: int) -> Session | None:
-        """Return a session that somebody waits for."""
+        """Return a session that has readers."""
         read = self._by_id.get(session_id)
         return read.session if read is not None else None
 
     def join(self, key: Hashable) -> Session | None:
-        """Count one more reader of the session with this key; None where there is none with room for it."""
+        """Count one more reader of the session with this key; None if none has room for it."""
         read = self._by_key.get(key)
         if read is None or read.n_readers >= AUDIENCE_MAX:
             return None

@@ -179,7 +179,7 @@ class SessionRecord:
     is_final: bool = False  # nothing will be added
     is_paused: bool = False  # the epoch in which it ran was lost, and it has not started again
     origin: StreamRecord | None = None  # the stream that opened it
-    is_embedding: bool = False  # its only answer is no token
+    is_embedding: bool = False  # its only answer is not a token
 
     def token(self, position: int, now_ns: int) -> int | None:
         """Note the token for `position`; returns the time since the one before it, None for the first."""

@@ -33,7 +33,7 @@ from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.common.sampler_fields import POOLINGS
 from relayline.wire.envelopes.frames import Flag, grid_argument
 
-REPLAYS_MAX = 3  # replays of one session after failures of its own before it is given up
+REPLAYS_MAX = 3  # replays of one session after its own failures, before it ends with an error
 
 
 class State(enum.Enum):
@@ -109,7 +109,7 @@ class Session:
     acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
     ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     """Guesses under way: tokens that would follow the history."""
-    is_restarted: bool = False  # within this epoch: answers of before it may come, and be ahead of its rows
+    is_restarted: bool = False  # within this epoch: answers from before may still come, and be ahead of its rows
     admitted_ns: int = 0
     started_ns: int = 0  # when it first got a lane; 0: not yet
     scores: list[PromptScore] = dataclasses.field(default_factory=list)
@@ -337,7 +337,7 @@ class Session:
     def chances(self, n_tokens: int) -> list[float]:
         """Return for each guess after those under way the probability that all up to it are right: see `guess`.
 
-        No guess ends the answer or lies beyond its last token.
+        No guess ends the answer or goes beyond its last token.
         """
         guesses = self._guesses(n_tokens)
         return self.drafter.chances(len(self.ahead), len(guesses)) if self.drafter and guesses else []

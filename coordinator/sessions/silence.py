@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 LOOK_EVERY_S = 1.0
 SILENT_S = 10.0  # without an answer, before the stages are asked; much longer than most answers take
-LOOKS_SURE = 3  # times in a row, at least, that nobody has anything of a session: stages answer one after the other
+LOOKS_SURE = 3  # times in a row that no stage has anything of a session: stages answer one after the other
 TRANSIT_MAX_S = 60.0  # a message that has left and not come, while nothing else moves on its link either, is lost
 
 UnderWay = Mapping[int, tuple[int, int]]

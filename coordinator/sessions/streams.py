@@ -19,7 +19,7 @@ class SessionStream:
         self._leave = leave
         self._take: Callable[[TokenEvent | RelaylineError], None] | None = None
         self._ended = False
-        self._progress: PromptProgress | None = None  # the latest, until somebody follows it
+        self._progress: PromptProgress | None = None  # the latest, until a client follows it
         self._read: Callable[[PromptProgress], None] | None = None
 
     def progressed(self, progress: PromptProgress) -> None:

@@ -3,8 +3,8 @@
 Every epoch replays the sessions that ran when the last one ended. A request whose rows crash a stage would crash it at
 each replay. So losses are counted for each session that ran. The count starts again when the session gets a token, or
 when many more rows of its prompt are read than at any earlier loss. A session with LOSSES_ALONE losses is a *suspect*.
-Suspects are replayed one at a time. Innocent sessions only see a pause; one that also crashes the pipeline alone is
-given up.
+Suspects are replayed one at a time. Innocent sessions only see a pause. A session that crashes the pipeline alone, too,
+ends with an error.
 
 A loss counts only if a process may have failed because of its work: a stage was started again since, or reported a bug
 of ours. Broken connections between living processes never count, and neither does a stage that ended in order.
@@ -19,7 +19,7 @@ from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, NotReadyError, RelaylineError, StageLostError
 
 LOSSES_ALONE = 2  # times that it was accused without a token of it in between, from which on it is tried alone
-LOSSES_MAX = 3  # and at which it is given up
+LOSSES_MAX = 3  # and at which it ends with an error
 FURTHER_ROWS = 256  # further than ever, as good as a token; so a prompt has as many tries at most as it has of these
 
 

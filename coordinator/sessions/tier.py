@@ -191,7 +191,7 @@ def stored_by_all(stored: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 
 def key_of(tokens: array[int]) -> int:
-    """Return the key of a prefix: 63 bits of a hash that nobody can make two prefixes meet in by choice alone."""
+    """Return the key of a prefix: 63 bits of a hash in which clients cannot construct collisions."""
     digest = _digest()
     digest.update(tokens.tobytes())
     return _key(digest)

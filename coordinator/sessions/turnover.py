@@ -14,7 +14,7 @@ from typing import NamedTuple
 from relayline.coordinator.sessions.session import Session
 
 HOLDS_MAX = 64  # latest holds of lanes that count
-RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up if told to wait longer
+RETRY_AFTER_MAX_S = 120  # OpenAI's clients give up if the wait is longer
 
 
 class Holding(NamedTuple):

@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _compiled(self) -> tuple[jinja2.Template | None, str]:
-        """The template, or why there is none."""
+        """The template, or the reason why there is none."""
         if self.source is None:
             return None, "this model has no chat template; use /v1/completions"
         try:
@@ -148,7 +148,7 @@ class ChatTemplate:
             return False
 
     def fault(self) -> str:
-        """Return why a template does not compile; nothing where it does, and where there is none."""
+        """Return why a template does not compile; nothing if it does, or if there is none."""
         return self._compiled[1] if self.source is not None else ""
 
     def render(
@@ -237,7 +237,8 @@ def _with_fitting_id(holder: Any, key: str) -> Any:
 def read_template(path: Path) -> str:
     """Return a template's text from a file.
 
-    Raises UsageError if it cannot be read, or is no template. It is only parsed here: compiling could cost any amount.
+    Raises UsageError if it cannot be read, or is not a template. It is only parsed here: compiling could cost any
+    amount.
     """
     try:
         source = path.read_text(encoding="utf-8")

@@ -100,7 +100,7 @@ class Tokenizer:
     def load(cls, path: Path) -> Tokenizer:
         """Load the vocabulary of a GGUF file, with or without tensors.
 
-        Raises ModelFileError when there is no such file or llama.cpp does not understand it.
+        Raises ModelFileError if the file is missing or llama.cpp does not understand it.
         """
         if not path.is_file():
             raise ModelFileError(f"{path}: no such tokenizer file")

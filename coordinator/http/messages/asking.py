@@ -1,6 +1,6 @@
 """From the body of POST /v1/messages to a chat.
 
-Pure, and for a body's worker. `cache_control` and the like are annotations: prompts read before are found here without
+Pure, and for a body's worker. `cache_control` and similar fields are annotations: the prefix cache works here without
 them.
 """
 

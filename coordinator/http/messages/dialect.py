@@ -18,7 +18,7 @@ from relayline.wire.common.errors import RelaylineError
 Block = dict[str, Any]
 
 _STOP_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_SIGNATURE = "unsigned"  # of thoughts: clients send it back with them, and nobody checks it here
+_SIGNATURE = "unsigned"  # of thoughts: clients send it back with them; it is not checked here
 _PING = b'{"type":"ping"}'
 
 

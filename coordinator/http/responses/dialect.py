@@ -24,12 +24,12 @@ _INCOMPLETE = {"reason": "max_output_tokens"}
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody can guess."""
+    """Return an id that cannot be guessed."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class OutputItems:
-    """The output of one response as it grows: items, of which the last may be open. Methods return the events."""
+    """The output of one response as it grows: items; the last one may be open. Methods return the events."""
 
     def __init__(self, logprobs: Logprobs) -> None:
         self.items: list[Item] = []

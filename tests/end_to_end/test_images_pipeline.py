@@ -88,11 +88,11 @@ class Chats:
             assert response.status == status, found
             return found
 
-    async def answer(self, *parts: str | bytes, n_tokens: int = 12) -> dict[str, Any]:
+    async def answer(self, *parts: str | bytes, n_tokens: int = 12, **fields: Any) -> dict[str, Any]:
         """Ask with texts and images; returns the answer."""
         body = {"messages": [{"role": "user", "content": content(*parts)}], "max_tokens": n_tokens, "temperature": 0}
         more = {"ignore_eos": True, "return_token_ids": True}
-        return await self.post("/v1/chat/completions", body | more)
+        return await self.post("/v1/chat/completions", body | more | fields)
 
 
 def content(*parts: str | bytes) -> list[dict[str, Any]]:
@@ -230,6 +230,22 @@ async def test_images_larger_than_a_chunk_are_read_in_parts(model: Model) -> Non
         assert_as_whole(model, answer, *parts)
     assert both[0]["prompt_token_ids"].count(-1) > 64
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+
+
+@each_way
+async def test_wrong_guesses_behind_an_image_are_taken_back(model: Model) -> None:
+    parts = ("what is in", picture(50), "this?")
+    async with chats(model, draft=4, rewind_rows=4) as client:
+        first = await client.answer(*parts, n_tokens=40)
+        said = first["choices"][0]["message"]["content"]
+        predicted = {"type": "content", "content": said[:20] + "wrong" + said[20:]}
+        again = await asyncio.gather(
+            *(client.answer(*parts, n_tokens=40, prediction=predicted, seed=n) for n in (1, 2))
+        )
+    for answer in (first, *again):
+        assert_as_whole(model, answer, *parts)
+    details = again[0]["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
 
 
 @in_grids

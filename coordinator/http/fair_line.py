@@ -11,7 +11,7 @@ import dataclasses
 
 from relayline.wire.common.errors import OverloadedError
 
-WAITING_MAX = 256  # requests in one line
+WAITING_MAX = 2_048  # requests in one line; each takes a worker a millisecond, if it is short
 WAITING_BYTES_MAX = 64 * 1024 * 1024  # of bodies in one line; four of the largest
 _RETRY_AFTER_S = 2
 
@@ -47,7 +47,7 @@ class FairLine:
         n_bytes = sum(ticket.size_bytes for ticket in own)
         is_own_full = len(own) >= WAITING_MAX // 2 or (own and n_bytes + size_bytes > WAITING_BYTES_MAX // 2)
         if is_own_full or self._n_waiting >= WAITING_MAX or self._n_bytes + size_bytes > WAITING_BYTES_MAX:
-            raise OverloadedError("too many long requests are waiting; try again", _RETRY_AFTER_S)
+            raise OverloadedError("too many requests are waiting to be read; try again", _RETRY_AFTER_S)
         ticket = Ticket(client, size_bytes)
         self._waiting.setdefault(client, collections.deque()).append(ticket)
         self._n_waiting += 1

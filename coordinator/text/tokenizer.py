@@ -22,6 +22,7 @@ from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.model_files.model_check import check_header
 
+_NO_DEVICES = (ctypes.c_void_p * 1)(None)
 _VOCAB_TYPE_NONE = 0  # LLAMA_VOCAB_TYPE_NONE: `tokenizer.ggml.model` is "none"
 _DIRECT_BYTES_MAX = 256  # of a text that llama.cpp may look through for special tokens itself
 _LOG_LEVEL_ERROR = 4
@@ -108,6 +109,8 @@ class Tokenizer:
         _LOG.install()
         params = llama_cpp.llama_model_default_params()
         params.vocab_only = True
+        # Without a list llama.cpp looks at every GPU, and each process that does keeps half a GiB of it.
+        params.devices = ctypes.addressof(_NO_DEVICES)
         model = llama_cpp.llama_model_load_from_file(bytes(path), params)
         if not model:
             reason = _LOG.first_error() or "llama.cpp gave no reason"

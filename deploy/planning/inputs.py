@@ -6,7 +6,8 @@ The sources of a host's speed, best first:
 * Numbers that the manifest declares.
 * The host's own measurement when it joined (deploy.planning.known_hosts), bounded where it was busy then.
 * A measurement of this very model on this machine (`relayline plan --measure`).
-* An estimate from this machine's memory bandwidth and arithmetic. Other hosts count as equal to this machine then.
+* An estimate: of a GPU by its name, else from this machine's memory bandwidth and arithmetic. Other hosts count as
+  equal to this machine then.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from relayline.deploy.machine.gpus import known_gpus
 from relayline.deploy.manifest import Manifest, Stage, is_local
 from relayline.deploy.manifest.stage import Link as StageLink
 from relayline.deploy.planning.busy import bounded
+from relayline.deploy.planning.gpu_speeds import UNKNOWN, GpuSpeed, speed_of
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
 from relayline.deploy.planning.offload import GpuFact, offloads_of
@@ -39,7 +41,6 @@ from relayline.wire.common.kv_layout import choose_pipeline_layout
 
 LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # what a hop costs on one machine is in the host's work of a step
 NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
-GPU_BYTES_PER_S, GPU_FLOPS = 300e9, 20e12  # of a GPU of which nothing is known
 
 
 def shape_of(facts: ModelFacts) -> ModelShape:
@@ -232,7 +233,7 @@ def _given(manifest: Manifest, stage: Stage, n_threads: int, bytes_per_weight: f
         return _calibrated(manifest.resolve(speed.calibration))
     if not is_declared(stage):
         return None
-    bandwidth, flops = _like_here(stage, n_threads)
+    bandwidth, flops, _ = _like_here(stage, n_threads)
     if speed.decode_gbytes_per_s is not None:
         # One number says as much as a ratio to this machine: the other one is taken to be in proportion.
         flops *= speed.decode_gbytes_per_s * 1e9 / bandwidth
@@ -252,14 +253,16 @@ def is_declared(stage: Stage) -> bool:
 
 
 def _estimated(stage: Stage, n_threads: int, bytes_per_weight: float) -> Speed:
-    return roofline(*_like_here(stage, n_threads), bytes_per_weight=bytes_per_weight, source="estimated")
+    bandwidth, flops, step_ns = _like_here(stage, n_threads)
+    return roofline(bandwidth, flops, step_ns=step_ns, bytes_per_weight=bytes_per_weight, source="estimated")
 
 
-def _like_here(stage: Stage, n_threads: int) -> tuple[float, float]:
-    """Return (bytes per second, operations per second) of a host of which nothing is known."""
-    if stage.device == "gpu":
-        return GPU_BYTES_PER_S, GPU_FLOPS
-    return machine.bandwidth_bytes_per_s(n_threads), machine.flops(n_threads)
+def _like_here(stage: Stage, n_threads: int) -> GpuSpeed:
+    """Return how fast a host is of which nothing was said or measured: by its GPU's name, or as this machine."""
+    if stage.device != "gpu":
+        return GpuSpeed(machine.bandwidth_bytes_per_s(n_threads), machine.flops(n_threads), 0.0)
+    known = known_gpus() if stage.is_local else ()
+    return next((speed for gpu in known if (speed := speed_of(gpu.description)) is not None), UNKNOWN)
 
 
 def _calibrated(path: Path) -> Speed:

@@ -67,6 +67,13 @@ def test_a_line_is_bounded_and_a_client_fills_half_of_it(monkeypatch: pytest.Mon
         line.enter("d", 1)
 
 
+def test_a_burst_of_one_client_is_taken() -> None:
+    """All streams of a large server may begin at once, behind one gateway."""
+    line = FairLine(2)
+    for _ in range(1_000):
+        line.enter("gateway", 500)
+
+
 def test_the_bodies_in_line_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_line, "WAITING_BYTES_MAX", 100)
     line = FairLine(1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
+import llama_cpp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +29,20 @@ def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def textless(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(support.write_no_tokenizer(tmp_path_factory.mktemp("tok") / "none.gguf", n_vocab=32))
+
+
+def test_no_gpu_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp asks each GPU for its memory unless it gets a list, and the process keeps half a GiB there."""
+    found = []
+    load = llama_cpp.llama_model_load_from_file
+
+    def noted(path: bytes, params: Any) -> Any:
+        found.append(ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0])
+        return load(path, params)
+
+    monkeypatch.setattr(llama_cpp, "llama_model_load_from_file", noted)
+    Tokenizer.load(support.write_tokenizer(tmp_path / "tokenizer.gguf"))
+    assert found == [None]
 
 
 def test_facts_of_the_file(tokenizer: Tokenizer) -> None:

@@ -36,7 +36,7 @@ def told(kernels: str) -> str:
 
 
 def trouble(mark: Path, kernels: str) -> str:
-    """Return the difference of the wheel that left this mark; empty if there is none."""
+    """Return how the wheel that left this mark differs; empty if it does not."""
     if not mark.is_file():
         return "the installed llama.cpp was not built from this source tree"
     found, wanted = mark.read_text().splitlines(), told(kernels).splitlines()

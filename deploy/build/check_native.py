@@ -46,7 +46,7 @@ def extensions() -> dict[str, list[Path]]:
 
 
 def built_path(name: str) -> Path:
-    """Return where an extension with sanitizers lies."""
+    """Return the path of an extension with sanitizers."""
     return BUILT / (name + (sysconfig.get_config_var("EXT_SUFFIX") or ".so"))
 
 

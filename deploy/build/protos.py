@@ -1,4 +1,4 @@
-"""Makes the protobuf stubs in wire/pb from proto/, or checks that they are what proto/ says (--check).
+"""Makes the protobuf stubs in wire/pb from proto/, or checks that they match proto/ (--check).
 
 From the stubs follow where the fields of an envelope stand: `_layout.h` of the C readers, and a page of docs/reference.
 """

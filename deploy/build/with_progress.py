@@ -13,7 +13,7 @@ import time
 
 STEP = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 LOG_LINES_KEPT = 60
-QUIET_INTERVAL_S = 15.0  # between lines when the output is no terminal
+QUIET_INTERVAL_S = 15.0  # between lines if the output is not a terminal
 
 
 def main() -> int:

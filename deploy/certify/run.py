@@ -144,7 +144,8 @@ def check_model(path: Path, *, experimental: bool) -> ModelFacts:
 
 
 def disk_needed(config: CertifyConfig, facts: ModelFacts) -> str:
-    """Tell in one line what the artifacts take: per pipeline the model, and a tied embedding table once more."""
+    """Print in one line how much space the artifacts take: per pipeline the model, and a tied embedding table a second
+    time."""
     size_mib = (facts.file_bytes + (facts.head_bytes if facts.tied_embeddings else 0)) / (1 << 20)
     n_plans = len(plan_cuts(facts, config.cuts, config.n_stages))
     if config.keep is not None:

@@ -91,7 +91,7 @@ def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool, r
 def _take_on(
     launched: Launched, running: Manifest, stages: Sequence[Stage], url: str, key: str, *, as_json: bool
 ) -> None:
-    """Let more stages join a pipeline that serves: those of this machine are started, others are told how."""
+    """Let more stages join a running pipeline: start those of this machine, and print the line for other hosts."""
     for stage in stages:
         asyncio.run(added(url, key, stage.name))
     if here := [stage for stage in stages if stage.is_local]:

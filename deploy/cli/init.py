@@ -27,7 +27,7 @@ def init_command(model: Path | None, output: Path, force: bool) -> None:
     """Write a manifest with two stages on this machine, ready for `relayline plan` and `relayline up`."""
     is_stdout = str(output) == "-"
     text = starter_text(machine_facts(), _choice(model, Path() if is_stdout else output.parent), str(SCHEMA_FILE))
-    # A file name that is no text at all (surrogates) is refused by the reader like any other wrong value.
+    # A file name that is not text (surrogates) is refused by the reader like any other wrong value.
     parse_manifest(text.encode("utf-8", "surrogateescape"), str(output))
     if is_stdout:
         click.echo(text, nl=False)
@@ -56,7 +56,7 @@ def machine_facts() -> MachineFacts:
 
 
 def _choice(model: Path | None, directory: Path) -> ModelChoice:
-    """Name the model relative to the manifest where it lies below it. Raises UsageError, ModelFileError."""
+    """Name the model relative to the manifest if it is below that directory. Raises UsageError, ModelFileError."""
     if model is None:
         return ModelChoice("model.gguf", "Put your GGUF file's path here; for a sharded model, its first file.")
     if not model.is_file():

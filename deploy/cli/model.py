@@ -134,7 +134,7 @@ def _embedding_of(facts: ModelFacts) -> str:
 
 
 def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
-    """Return the lines that tell of what goes beside rows; none for most."""
+    """Return the lines about further values that travel with rows; none for most models."""
     width, n_hashed = facts.sidebands.layer_inputs, facts.sidebands.hash_layers
     told = {}
     if width:

@@ -1,4 +1,4 @@
-"""What a plan says besides its figures: what one more host would give, what is unknown, another order of the stages."""
+"""The notes of a plan: what one more host would give, what is unknown, another order of the stages."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ NOT_AGAIN = (
 
 
 def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
-    """Return the user's arguments of the running command, for another process that runs it once more.
+    """Return the user's arguments of the running command, for another process that runs the same command.
 
     Paths become absolute. `but`: parameters, by name, that the other process gets separately.
     """

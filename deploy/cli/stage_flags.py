@@ -1,4 +1,4 @@
-"""What the flags of `relayline up` say of stages: their number, cuts, threads and devices."""
+"""Applies the flags of `relayline up` about stages: their number, cuts, threads and devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
 
 def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[str, Any]) -> Manifest:
-    """Return the manifest with what the flags of `relayline up` say of its stages.
+    """Return the manifest with the stage flags of `relayline up` applied.
 
-    `given` holds every flag by name, `changed` those that the user gave. Where nobody says anything of stages, a GPU of
-    this machine is used. Raises UsageError, and the errors of finding and reading the model.
+    `given` holds every flag by name, `changed` those that the user gave. If nothing is said about stages, this
+    machine's GPU is used. Raises UsageError, and the errors of finding and reading the model.
     """
     flags = StageFlags(
         n_stages=given["n_stages"],

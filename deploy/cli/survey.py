@@ -53,8 +53,8 @@ def announce_survey(*, as_json: bool) -> Announce:
 def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     """Survey the hosts and plan, where the manifest leaves layers open and a plan is wanted; else do nothing.
 
-    Changes manifest, split and ports in `given` to what came of it. Ends the command where it
-    is told to stop meanwhile. Raises what `survey_and_plan` raises.
+    Changes manifest, split and ports in `given` to what came of it. Ends the command if it is stopped in the meantime.
+    Raises what `survey_and_plan` raises.
     """
     manifest, plan_file = given["manifest"], given["plan_file"]
     if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
@@ -83,7 +83,7 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
 
 
 def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what the coordinator's configuration says of the plan: what is shown, and what refines the next one."""
+    """Return the plan for the coordinator's configuration: what to show, and what refines the next plan."""
     return {
         "planned": read_plan(given["plan_file"]),
         "tell_again": teller(given["manifest"], given["plan_file"]),

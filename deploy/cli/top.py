@@ -98,7 +98,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
 def _looked(
     url: str, before: dict[str, Any], after: dict[str, Any], elapsed_s: float, width: int
 ) -> tuple[dict[str, Any], Group]:
-    """Return the figures and the picture of what was looked at twice: a pipeline, or a gateway before several."""
+    """Return the figures and the picture of a pipeline, or of a gateway, from two readings."""
     if is_gateway(after):
         figures = figures_of(before, after, elapsed_s)
         return figures, gateway_frame(url, figures)
@@ -219,7 +219,7 @@ def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
 
 
 def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: int = WIDE_CELLS) -> Group:
-    """Return one picture of the pipeline for a terminal of so many columns; from 80 on no figure is cut."""
+    """Return one picture of the pipeline for a terminal of this width; from 80 columns on no figure is cut."""
     is_wide, is_small = width >= WIDE_CELLS, width < SMALL_CELLS
     plan = described["plan"]
     two = figures["overlap"].get("2+")

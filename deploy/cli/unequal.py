@@ -1,5 +1,5 @@
-"""Lines for those who look at a running pipeline: about a faster cut, stages that hold no layers, and what is
-behind a gateway."""
+"""Lines about a running pipeline for `status` and `top`: a faster cut, stages without layers, the pipelines of a
+gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unequal_line(described: dict[str, Any]) -> str:
 
 
 def idle_line(described: dict[str, Any]) -> str:
-    """Return which stages hold no layers, and who takes over from one that is away; empty where all is as usual."""
+    """Return which stages hold no layers, and when others take over from a lost one; empty if all is as usual."""
     said = [f"{entry['name']} ({entry['state']})" for entry in described.get("idle") or ()]
     parts = [f"without layers: {', '.join(said)}"] if said else []
     parts += [

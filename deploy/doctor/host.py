@@ -104,7 +104,7 @@ def judge_disk(path: Path, free_bytes: int, needed_bytes: int) -> Finding:
 
 
 def look_disk(path: Path, needed_bytes: int) -> list[Finding]:
-    """Look at the disk on which `path` lies or will lie."""
+    """Check the disk of `path`, which may not exist yet."""
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     if not os.access(there, os.W_OK):
         return [failure("disk", f"{there} cannot be written", "choose another place with XDG_CACHE_HOME")]

@@ -88,8 +88,7 @@ try:
         found["step"] = f"the demo model cannot be loaded ({{sys.argv[1]}})"
 except Exception as error:
     found["llama_error"] = f"{{type(error).__name__}}: {{error}}"
-print("\\n" + json.dumps(found), flush=True)
-os._exit(0)  # some backends take offence at exit, at what was not freed
+print("\\n" + json.dumps(found), flush=True) os._exit(0)  # some backends abort at exit if something was not freed
 """
 
 
@@ -102,7 +101,7 @@ def look_native(
 ) -> list[Finding]:
     """Load everything native, run one step of the demo model and judge it.
 
-    `asked`: devices that the manifest names for stages here, and of which stage it says so.
+    `asked`: devices that the manifest names for stages here, each with its stage.
     """
     command = code_command(program, str(DEMO_MODEL))
     environment = os.environ | {"GGML_NO_BACKTRACE": "1"}  # a crash would wait for a debugger

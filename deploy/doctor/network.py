@@ -103,7 +103,7 @@ async def look_host(host: str, what: str, port: int) -> list[Finding]:
 
 
 async def look_stage(name: str, address: str, host: str, security: LinkSecurity) -> list[Finding]:
-    """Ask a stage for its version and its clock; an absent stage is no finding here.
+    """Ask a stage for its version and its clock; an absent stage is not a finding here.
 
     `host` is the one that its credential is for.
     """

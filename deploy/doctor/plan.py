@@ -30,7 +30,8 @@ def needed_memory_bytes(manifest: Manifest) -> int | None:
 
 
 def split_of(manifest: Manifest) -> Path | None:
-    """Return where the split lies or will lie; None where the model is not here or cannot be cut so."""
+    """Return the directory of the split, which may not exist yet; None where the model is not here or cannot be cut
+    so."""
     model = _model_here(manifest)
     if model is None:
         return None
@@ -42,7 +43,7 @@ def split_of(manifest: Manifest) -> Path | None:
 
 
 def writes_bytes(manifests: Iterable[Manifest]) -> int:
-    """Return how much the first start will still write: each model's size once for each cut, 0 for what is split."""
+    """Return how many bytes the first start will still write: each model's size, 0 if it is split already."""
     sizes: dict[Path, int] = {}
     for manifest in manifests:
         directory, model = split_of(manifest), _model_here(manifest)

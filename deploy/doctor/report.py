@@ -66,7 +66,7 @@ class Probe:
 
 
 async def in_daemon(function: Callable[[], Result]) -> Result:
-    """Run a blocking function in a thread that holds up nobody's end, however long it blocks."""
+    """Run a blocking function in a thread that never delays the end of the process."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -87,7 +87,7 @@ async def in_daemon(function: Callable[[], Result]) -> Result:
         try:
             loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:
-            pass  # the loop has closed; nobody waits any more
+            pass  # the loop has closed; nothing waits any more
 
     threading.Thread(target=work, name="doctor", daemon=True).start()
     return await future

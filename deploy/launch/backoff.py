@@ -1,4 +1,4 @@
-"""When a process that died is started again, and when it is given up. Pure: lifetimes in, delays out."""
+"""Decides when a dead process is started again, and when the pipeline ends instead. Pure: lifetimes in, delays out."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class RestartHistory:
         return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))
 
     def given_up(self, cause: str) -> str:
-        """Return what to say once it is given up; `cause` is how it died the last time."""
+        """Return the message once it is not started again; `cause` is how it died the last time."""
         return f"{cause}; it died {self.n_deaths} times in a row" if self.n_deaths > 1 else cause

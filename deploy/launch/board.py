@@ -15,7 +15,7 @@ from relayline.wire.common.phase import HostState, Phase
 log = logging.getLogger("relayline.up")
 
 
-WHOLE = (HostState.READY, HostState.SPARE, HostState.DRAINED)  # of a process that is as it is to be
+WHOLE = (HostState.READY, HostState.SPARE, HostState.DRAINED)  # of a process in its desired state
 
 
 class Board:

@@ -56,7 +56,7 @@ class Issued:
 def init_authority(directory: Path, name: str, now: datetime.datetime) -> x509.Certificate:
     """Make ca.pem, ca-key.pem and token in `directory` (made if needed); return the CA's certificate.
 
-    Raises UsageError when one of them is there already, or `name` is no name.
+    Raises UsageError if one of them exists already, or `name` is not a valid name.
     """
     if not 1 <= len(name) <= _COMMON_NAME_CHARS_MAX - len(" CA"):
         raise UsageError(f"--name has {len(name)} characters; use 1 to {_COMMON_NAME_CHARS_MAX - len(' CA')}")
@@ -160,7 +160,7 @@ def sign_key(
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Keep other processes of this machine from writing the CA's records meanwhile."""
+    """Keep other processes of this machine from writing the CA's records at the same time."""
     path = directory / CA_KEY_FILE
     if not path.exists():
         yield  # the next check reports that it is missing
@@ -219,7 +219,7 @@ def revoke(directory: Path, wanted: Callable[[Identity], bool], now: datetime.da
     """Revoke certificate and join token of everybody in `directory`'s records that is `wanted`.
 
     The lists are put into `directory` and every directory of this CA below it, where running processes see them within
-    seconds. Raises UsageError when nobody is wanted, or the list would grow beyond what processes read.
+    seconds. Raises UsageError if no credential matches, or the list would grow beyond what processes read.
     """
     authority, authority_key = _load_authority(directory)
     records = [record for record in _records(directory) if record.ends > now]

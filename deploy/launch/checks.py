@@ -19,7 +19,7 @@ from relayline.wire.links.security import load_security
 from relayline.wire.links.tls_material import check_pair
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
-AUTO_PROJECTOR = "auto"  # the one of the model's repository, or beside the model
+AUTO_PROJECTOR = "auto"  # the one in the model's repository, or next to the model
 
 log = logging.getLogger("relayline.up")
 

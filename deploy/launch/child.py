@@ -133,7 +133,7 @@ class Child:
         self._on_line(self.name, text)
 
     def _take_event(self, event: dict[str, Any]) -> bool:
-        """Hand on an event; returns False if nobody wants it."""
+        """Pass on an event; returns False if it has no handler."""
         if event["event"] == "ready" and not self.ready.done():
             self.ready.set_result(event)
         elif self._on_event is not None:
@@ -148,7 +148,7 @@ class Child:
         await asyncio.gather(*self._readers[:2], return_exceptions=True)
         if not self.ready.done():
             self.ready.set_exception(StartError(self.cause_of_death()))
-            self.ready.exception()  # a waiting caller gets the error; without one there is no error
+            self.ready.exception()  # a waiting caller gets the error; without a caller it is dropped
         self.exited.set()
 
     def cause_of_death(self) -> str:

@@ -102,7 +102,7 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
 def describe(pipeline: Launched) -> dict[str, Any]:
     """Return what `relayline status --json` prints of one pipeline. Times in seconds.
 
-    `phase` is what clients get: the coordinator's own word, where it answers.
+    `phase` is what clients get, in the coordinator's own word if it answers.
     """
     state = pipeline.state
     running = pipeline.is_running
@@ -207,7 +207,7 @@ def _health(state: LaunchState) -> Phase | None:
 
 
 def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
-    """GET a URL; returns status, JSON (None if it is not JSON), and why there is no answer at all."""
+    """GET a URL; returns status, JSON (None if it is not JSON), and the reason if there is no answer."""
     request = urllib.request.Request(url, headers=headers)
     # Never through a proxy: the coordinator is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

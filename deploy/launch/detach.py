@@ -28,7 +28,7 @@ class Report:
         self._handle: int | None = handle
 
     def send(self, event: dict[str, Any]) -> None:
-        """Tell the starter; `ready` and `failed` end the report. A starter that has gone is no error."""
+        """Tell the starter; `ready` and `failed` end the report. A starter that has gone is not an error."""
         if self._handle is None:
             return
         try:
@@ -71,7 +71,7 @@ def start_detached(arguments: Sequence[str], directory: StateDir, emit: Emit) ->
                     raise (UsageError if event["usage"] else StartError)(event["message"])
                 emit(event)
                 if event["event"] == "ready":
-                    process.returncode = 0  # it goes on without us: nobody waits for it, and nobody should be warned
+                    process.returncode = 0  # it runs on without us: nothing waits for it, so no warning
                     return
         except KeyboardInterrupt:
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Stages of a model for which nobody wrote a manifest, on a machine with GPUs: one stage that computes there."""
+"""Stages of a model without a manifest, on a machine with GPUs: one stage that computes on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("relayline.up")
 
 
 def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Sequence[Gpu]] = gpus_here) -> StageFlags:
-    """Return the flags, with what nobody said of stages on a machine with GPUs.
+    """Return the flags with their defaults for a machine with GPUs.
 
     Where the manifest lists its stages, or a flag says where layers are computed, that counts. A model that cannot be
     read changes nothing: its next reader reports the problem.

@@ -14,7 +14,7 @@ _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:(?:I?Q|TQ)\d(?:_[A-Z0-9]+)*|BF16|F16|F32|FP16|MXFP4(?:_MOE)?))(?=$|[-._/])", re.IGNORECASE
 )
 _PROJECTOR = re.compile(r"(^|[-._])mmproj([-._].*)?\.gguf$", re.IGNORECASE)
-_PROJECTOR_QUANTS = ("F16", "BF16", "F32", "Q8_0")  # of projectors, the first that there is; f16 is what they come in
+_PROJECTOR_QUANTS = ("F16", "BF16", "F32", "Q8_0")  # of projectors, the first that exists; most come in f16
 # Files next to models that end in .gguf too.
 _PARTS = re.compile(r"(^|[-._/])(mmproj|imatrix|lora|adapter)([-._/]|$)", re.IGNORECASE)
 
@@ -33,7 +33,7 @@ def models_among(names: Iterable[str]) -> list[str]:
 def projector_among(names: Iterable[str]) -> str:
     """Return the projector that images need among files: of several the one in f16, else the first of the best known.
 
-    Empty where there is none.
+    Empty if there is none.
     """
     found = [name for name in sorted(names) if _PROJECTOR.search(name.rpartition("/")[2])]
     ranks = {quant: rank for rank, quant in enumerate(_PROJECTOR_QUANTS)}

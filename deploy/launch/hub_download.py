@@ -41,10 +41,10 @@ def load_blob(repo: str, file: str, revision: str) -> None:
     if not facts.etag or facts.size is None or (blobs / facts.etag).exists():
         return
     if urlsplit(facts.location).netloc != urlsplit(url).netloc:
-        headers.pop("authorization", None)  # the token is the hub's, and of nobody who stores files for it
+        headers.pop("authorization", None)  # the token is for the hub, not for those who store its files
     blobs.mkdir(parents=True, exist_ok=True)
     with _partial(blobs / f"{facts.etag}.relayline") as partial:
-        if not (blobs / facts.etag).exists():  # another process may have loaded it meanwhile
+        if not (blobs / facts.etag).exists():  # another process may have downloaded it in the meantime
             _fill(partial, facts, headers, file)
             os.replace(partial.name, blobs / facts.etag)
 

@@ -83,7 +83,7 @@ class SigningAuthority:
     """The CA of a directory, for `coordinator.joining.enrol`."""
 
     def __init__(self, directory: Path) -> None:
-        """Raise UsageError where there is no CA with its key."""
+        """Raise UsageError if there is no CA with its key."""
         if not can_sign(directory):
             raise UsageError(f"--authority {directory} holds no {CA_FILE} and {CA_KEY_FILE} of `relayline certs init`")
         self._directory = directory

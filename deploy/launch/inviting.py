@@ -32,7 +32,7 @@ def join_line(address: str, token: JoinToken) -> str:
 
 
 def fresh_line(launched: Launched, name: str, host: str = "") -> str:
-    """Return a new line for a stage of a pipeline that runs here. Raises UsageError where there is none to give.
+    """Return a new line for a stage of a pipeline that runs here. Raises UsageError if there is no line to give.
 
     `host`: of a stage that the manifest does not name.
     """

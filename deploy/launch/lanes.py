@@ -1,4 +1,4 @@
-"""How many lanes a pipeline has where nobody says: fewer than usual of a model whose every lane keeps a large state."""
+"""The default number of lanes of a pipeline: fewer than usual if each lane keeps a large state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def with_usual_lanes(manifest: Manifest) -> Manifest:
 
 
 def lowered_lanes(manifest: Manifest, facts: ModelFacts) -> list[str]:
-    """Return a line that says why there are fewer lanes than usual; none where there are as many, or somebody says."""
+    """Return a line that says why there are fewer lanes than usual; none if there are as many, or a setting gives
+    them."""
     n_usual = EngineSettings().n_lanes
     n_lanes = usual_lanes(_states(manifest, facts), n_usual)
     if manifest.engine.n_lanes != n_lanes or n_lanes >= n_usual:

@@ -59,7 +59,7 @@ def later_mender(settled: Path) -> Mend:
         try:
             file = load_pipeline(directory, stages_here=False)
         except ArtifactError:
-            return nothing_to_mend  # it lies elsewhere, as its user wanted
+            return nothing_to_mend  # it is elsewhere, as its user wanted
         return mender(manifest.model_path, directory, file)
 
     async def mend() -> bool:

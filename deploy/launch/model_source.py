@@ -98,9 +98,9 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
 
 
 def resolve_projector(reference: str, model: Path) -> Path:
-    """Return the projector (mmproj*.gguf) of a model's repository, loaded from there; for a model here, beside it.
+    """Return the projector (mmproj*.gguf) of a model: from its repository, or for a local model from its directory.
 
-    `model` is the path that `resolve_model` returned for the reference. Raises ModelFileError where there is none.
+    `model` is the path that `resolve_model` returned for the reference. Raises ModelFileError if there is none.
     """
     if reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference)):
         source = parse_reference(reference)
@@ -126,7 +126,7 @@ def projector_of(reference: str) -> str:
 def local_model(named: str) -> Path:
     """Return the only or first file of a model here: of a file, a shard, a directory or a pattern.
 
-    Raises ModelFileError where there is none, or more than one.
+    Raises ModelFileError if there is none, or more than one.
     """
     path = Path(named)
     if path.is_dir():
@@ -267,6 +267,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _commit_of(path: Path) -> str:
-    """Return the commit in a path of the hub's cache (.../snapshots/COMMIT/FILE); empty when there is none."""
+    """Return the commit in a path of the hub's cache (.../snapshots/COMMIT/FILE); empty if there is none."""
     parts = path.parts
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-2] else ""

@@ -44,7 +44,7 @@ def host_of_stage(manifest: Manifest, stage: Stage) -> str:
 
 
 def needs_own_tls(manifest: Manifest) -> bool:
-    """Return whether links run over TLS and nobody says with which material."""
+    """Return whether links run over TLS without given material."""
     return manifest.uses_tls and manifest.spec.wire.tls.directory is None
 
 
@@ -73,7 +73,7 @@ def make_own_tls(manifest: Manifest, root: Path, now: datetime.datetime | None =
 
 
 def needs_own_token(manifest: Manifest) -> bool:
-    """Return whether links are plaintext and nobody says with which token.
+    """Return whether links are plaintext without a given token.
 
     On loopback too: without one every user of this machine could talk to the stages.
     """
@@ -120,7 +120,7 @@ def make_stage_tokens(manifest: Manifest, directory: Path) -> None:
 
 
 def stage_token(directory: Path, stage: Stage) -> Path:
-    """Return where a stage's own token file lies."""
+    """Return the path of a stage's own token file."""
     return directory / f"{stage.name}.token"
 
 

@@ -19,7 +19,7 @@ class LocalStage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RemoteStage:
-    """A stage that somebody starts on another host."""
+    """A stage that is started by hand on another host."""
 
     name: str
     host: str

@@ -11,7 +11,7 @@ log = logging.getLogger("relayline.up")
 
 
 def write_plan(path: Path, said: dict[str, Any]) -> None:
-    """Keep a plan's description. A full disk is no error."""
+    """Keep a plan's description. A full disk is not an error."""
     try:
         path.write_text(json.dumps(said, indent=1) + "\n")
     except OSError as error:

@@ -39,7 +39,7 @@ def stage_host(manifest: Manifest) -> str:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Return why nobody can listen there now, None if it is free."""
+    """Return why the port cannot be used now, None if it is free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -189,7 +189,7 @@ def override(manifest: Manifest, changes: dict[str, Any]) -> Manifest:
     """
     if not changes:
         return manifest
-    # Only what was said: what nobody says may still be chosen by others, such as the lanes.
+    # Only given settings: others, such as the lanes, may still be chosen later.
     data = manifest.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, value in changes.items():
         *parents, key = path.split(".")

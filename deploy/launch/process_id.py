@@ -1,6 +1,6 @@
 """Which process is meant: a pid together with its start time, so that a recycled pid is never signalled or believed.
 
-Linux only, like the rest of the launcher: /proc tells the start time, a pidfd holds on to the process meanwhile.
+Linux only, like the rest of the launcher: /proc has the start time, and a pidfd holds on to the process.
 """
 
 from __future__ import annotations

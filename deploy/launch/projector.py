@@ -1,4 +1,4 @@
-"""The projector that is served: a file, or `auto` for the one of the model's repository, or beside the model."""
+"""Finds the projector to serve: a file, or `auto` for the one in the model's repository or directory."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def with_projector(manifest: Manifest, reference: str = "") -> Manifest:
 
 
 def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:
-    """Return the settings of `serve`, by whose flags `auto` is the manifest's, beside `--model`, or in `--pipeline`.
+    """Return the settings of `serve`. `auto` means the manifest's projector, the one next to `--model`, or the one in
+    `--pipeline`.
 
-    Raises UsageError or ModelFileError where there is none.
+    Raises UsageError or ModelFileError if there is none.
     """
     if serving.mmproj != AUTO_PROJECTOR:
         return serving

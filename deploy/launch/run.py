@@ -124,7 +124,11 @@ def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     """
     ready = ready_to_start(what, directory)
     write_settled(ready.manifest, directory.manifest)
-    for kept in (directory.layers, directory.more, directory.plan):  # of the run before: this one begins as it is told
+    for kept in (
+        directory.layers,
+        directory.more,
+        directory.plan,
+    ):  # of the last run: this one begins with its own settings
         kept.unlink(missing_ok=True)
     if ready.prepared is None:
         split_flags = ("--pipeline", str(what.split_dir.absolute())) if what.split_dir is not None else ()

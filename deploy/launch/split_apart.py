@@ -1,4 +1,4 @@
-"""Splits a model in a separate process, so that a launcher can work meanwhile."""
+"""Splits a model in a separate process, so that the launcher can work in the meantime."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ has a file for each pipeline that was given another directory. It holds:
 * `join/`: join tokens that the launcher made.
 * `logs/PROCESS.log`: one rotated log for each process, `up.log` for the supervisor.
 
-A lock that nobody holds is stale, whatever the file's content: the kernel releases it when its holder ends.
+A lock without a holder is stale, whatever the file's content: the kernel releases it when its holder ends.
 """
 
 from __future__ import annotations

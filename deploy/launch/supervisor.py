@@ -37,7 +37,7 @@ log = logging.getLogger("relayline.up")
 STAGE_STOP_TIMEOUT_S = 10.0
 COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
 COORDINATOR = "coordinator"
-ELSEWHERE = "elsewhere"  # the host of a stage that nobody has said yet
+ELSEWHERE = "elsewhere"  # the host of a stage that is not known yet
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -123,7 +123,7 @@ class Supervisor:
             record = _record(stage)
             if not self.board.has(stage.name):
                 self.board.add(record)
-            elif self.board[stage.name].host != record.host:  # the coordinator told of it first
+            elif self.board[stage.name].host != record.host:  # the coordinator reported it first
                 self.board.set_process(stage.name, host=record.host)
             if isinstance(stage, LocalStage) and stage.name not in self._stages:
                 log.info("one more stage: %s", stage.name)
@@ -196,7 +196,7 @@ class Supervisor:
                 return
 
     def _delay(self, kept: _Kept, ready_for_s: float, *, is_damaged: bool) -> float | None:
-        """Return the delay before the next start, None if there is none."""
+        """Return the delay before the next start, None for no start."""
         if kept is self._coordinator and not self._ready.done():
             return None  # a taken port or a bad model at the start is for the user to see now
         return kept.history.died(ready_for_s, kept.child.exit_code, is_damaged=is_damaged)
@@ -210,7 +210,7 @@ class Supervisor:
         pid = child.pid if ticks else 0
         self.board.set_process(child.name, state=HostState.STARTING, pid=pid, start_ticks=ticks, address="")
         if self._stopping.is_set():
-            await child.stop(STAGE_STOP_TIMEOUT_S)  # it was still starting while the others were told to end
+            await child.stop(STAGE_STOP_TIMEOUT_S)  # it was still starting when the others were stopped
             return 0.0
         try:
             event = await asyncio.shield(child.ready)
@@ -242,7 +242,7 @@ class Supervisor:
         return {"clients": "" if is_loopback(host_of(reached)) else f"{scheme}://{reached}"}
 
     def _reachable(self, address: str) -> str:
-        """Return where others find who listens at `address`: every interface is no place to connect to."""
+        """Return the address to connect to for a listener at `address`, which may be every interface."""
         host, _, port = address.rpartition(":")
         return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
@@ -285,7 +285,7 @@ class Supervisor:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
         told = {HostState.READY: "", **dict.fromkeys(IDLE, ""), HostState.LOST: "start it there again if it has ended"}
         changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
-        if address and self.board[name].host == ELSEWHERE:  # nobody has said where it is until now
+        if address and self.board[name].host == ELSEWHERE:  # its host was unknown until now
             changes["host"] = host_of(address)
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
         self.board.set_process(name, **changes, n_restarts=n_restarts)

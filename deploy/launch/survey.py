@@ -58,7 +58,7 @@ class Planned:
 
 
 def unknown_hosts(manifest: Manifest, model: Path) -> list[str]:
-    """Return the names of the stages of whose hosts nobody knows how fast they are with this model."""
+    """Return the names of the stages on hosts whose speed with this model is unknown."""
     known = known_hosts(manifest, model)
     return [
         stage.name
@@ -70,8 +70,8 @@ def unknown_hosts(manifest: Manifest, model: Path) -> list[str]:
 def wants_survey(manifest: Manifest, model: Path, *, measure: bool | None) -> bool:
     """Tell whether a start has to survey the hosts first. `measure`: asked for, refused, or (None) as is sensible.
 
-    It is where the planner has something to choose between hosts that nobody knows. Stages that are all on this machine
-    are planned from estimates: they are alike.
+    It is needed if the planner has a choice between unknown hosts. Stages that are all on this machine are planned from
+    estimates: they are alike.
     """
     if None not in manifest.fixed_cuts() or measure is False:
         return False
@@ -116,7 +116,7 @@ async def survey_and_plan(
     `stopping` is set. Raises UsageError where nothing fits, StartError, ArtifactError, and the errors of a model that
     cannot be read.
     """
-    from relayline.coordinator.joining.port import serve_survey  # half a second, of which most starts need none
+    from relayline.coordinator.joining.port import serve_survey  # half a second; most starts need none of it
 
     model = manifest.model_path
     assert model is not None

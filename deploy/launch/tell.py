@@ -40,7 +40,9 @@ def _ready_line(event: dict[str, Any]) -> str:
 
 def curl_of(event: dict[str, Any]) -> str:
     """Return a command that asks a pipeline which is ready something that most models can answer."""
-    url = event.get("clients") or event["url"].replace("//0.0.0.0:", "//127.0.0.1:")  # that is no address to connect to
+    url = event.get("clients") or event["url"].replace(
+        "//0.0.0.0:", "//127.0.0.1:"
+    )  # that is not an address to connect to
     words = ["curl", "-s", f"{url}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
     if event.get("needs_key"):
         words += ["-H", "Authorization: Bearer KEY"]

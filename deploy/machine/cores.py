@@ -57,7 +57,7 @@ def keep_to(cores: Cores) -> None:
 
 
 def shares(n_threads: Sequence[int]) -> list[Cores] | None:
-    """Return the cores of each of this machine's stages, which have so many threads; None: they run on any.
+    """Return the cores of each of this machine's stages, from their threads; None: they run on any.
 
     They do where there are fewer cores than threads, and where the system does not say where its cores are.
     """

@@ -50,10 +50,10 @@ def _least_cpu_s(action: Callable[[], object]) -> float:
 
 
 def bandwidth_bytes_per_s(n_threads: int) -> float:
-    """Estimate how many bytes of weights so many threads read per second."""
+    """Estimate how many bytes of weights n_threads read per second."""
     return _one_thread_bandwidth() * min(n_threads, BANDWIDTH_THREADS_MAX)
 
 
 def flops(n_threads: int) -> float:
-    """Estimate the floating-point operations of quantised kernels with so many threads, per second."""
+    """Estimate the floating-point operations per second of quantised kernels with n_threads."""
     return _one_core_flops() * n_threads

@@ -18,16 +18,14 @@ log = logging.getLogger("relayline.up")
 LIST_TIMEOUT_S = 60.0  # a driver that wakes up takes seconds
 _NO_GPU = ("base", "cpu", "blas", "rpc")  # backends by the names of their libraries
 _LIST = """
-import json, os
-from relayline.stage.engine import ggml
-found = [device for device in ggml.list_devices() if device.has_own_memory]
-print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in found]), flush=True)
-os._exit(0)  # some backends take offence at exit, at what was not freed
+import json, os from relayline.stage.engine import ggml found = [device for device in ggml.list_devices() if
+device.has_own_memory] print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in
+found]), flush=True) os._exit(0)  # some backends abort at exit if something was not freed
 """
 
 
 class Gpu(NamedTuple):
-    """One GPU with memory of its own."""
+    """One GPU with its own memory."""
 
     name: str
     """As llama.cpp's flags have it, such as CUDA0."""
@@ -38,7 +36,7 @@ class Gpu(NamedTuple):
 def gpus_here(program: str = _LIST) -> tuple[Gpu, ...]:
     """Return this machine's GPUs that llama.cpp can use; none where its build, or a fault of the driver, forbids it.
 
-    A process of its own looks: a backend opens the GPU for that, and keeps some of its memory.
+    A separate process looks, because a backend opens the GPU for that and keeps some of its memory.
     """
     if not _has_backend():
         return ()

@@ -27,7 +27,7 @@ def environment_of(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def start_anew(arguments: Sequence[str]) -> None:
-    """Start this program once more, in the environment that it should have had. Returns if it already has it."""
+    """Start this program again, in the right environment. Returns if it already has it."""
     environment = environment_of(arguments, os.environ)
     if sys.executable and environment != dict(os.environ):
         with contextlib.suppress(OSError):  # it continues unchanged

@@ -45,7 +45,7 @@ class Place(Part):
 
 
 class Replica(Place):
-    """The same model once more: over other stages, or running elsewhere."""
+    """The same model again: on other stages, or running elsewhere."""
 
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=STAGES_MAX)] | None = None
     """Its stages, in place of those of the manifest."""
@@ -209,5 +209,5 @@ def is_gateway(path: Path) -> bool:
         with path.open("rb") as file:
             value: Any = read_document(file.read(TEXT_BYTES_MAX + 1)).value
     except (OSError, TextError, UsageError):
-        return False  # whoever reads it as a pipeline's says what is wrong
+        return False  # reading it as a pipeline's manifest reports what is wrong
     return isinstance(value, dict) and value.get("kind") == KIND

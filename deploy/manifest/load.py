@@ -95,7 +95,7 @@ def _refusal(complaints: list[Complaint], name: str) -> ManifestError:
 
 
 def _identity_complaints(document: Document, kind: str) -> list[Complaint]:
-    """Return the problem if this is no relayline manifest at all: further checks are then pointless."""
+    """Return the problem if this is not a relayline manifest at all: then further checks are pointless."""
     value = document.value
     if not isinstance(value, dict):
         return [Complaint(document.line_of(()), "a manifest is a mapping with apiVersion, kind, metadata and spec")]

@@ -24,7 +24,7 @@ class Part(pydantic.BaseModel):
     """A mapping of the manifest: frozen, camelCase in YAML, snake_case in Python, unknown keys refused."""
 
     model_config = ConfigDict(
-        defer_build=True,  # only what is read or shown is built, and a nested part once
+        defer_build=True,  # values are built only when read or shown, and nested parts once
         frozen=True,
         extra="forbid",
         alias_generator=to_camel,

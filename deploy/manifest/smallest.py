@@ -1,4 +1,4 @@
-"""The manifest of a model for which nobody wrote one, and what flags say of its stages. Pure: values in and out."""
+"""Makes the manifest of a model without one, and applies stage flags to a manifest. Pure: values in and out."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def with_stages(manifest: Manifest, flags: StageFlags, n_layers: int) -> Manifes
 def with_hosts(manifest: Manifest, hosts: Sequence[str]) -> Manifest:
     """Return the manifest with one stage on each of these hosts, in this order.
 
-    Raises UsageError for an invalid host. A stage is named after its host, without the domain, or stage-N where that is
-    no valid name or already used.
+    Raises UsageError for an invalid host. A stage is named after its host, without the domain, or stage-N if that is
+    not a valid name or already used.
     """
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
     names: list[str] = []

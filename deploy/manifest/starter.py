@@ -91,23 +91,23 @@ spec:
     tokens: 2048               # per stream, prompt and answer together
     lanes: 32                  # streams at once; each reserves its tokens on every stage
     # kvType: f16
-    # kvLayout: auto           # cells of each lane's own (per-lane) on CPUs, where streams may grow long; or: unified
-    # prefixLanes: 8           # free ones that may keep what ended streams computed, for the next turn of a chat
+    # kvLayout: auto           # per-lane (faster on CPUs for long streams) or unified
+    # prefixLanes: 8           # free lanes for the prefix cache, for example for the next turn of a chat
 
   stages:
 {stages}    # A stage on another machine; there, run the command that `relayline up` prints:
     # - name: box2
     #   host: 192.168.1.12
     #   memoryGib: 16
-    #   layers: auto             # or [first, end): the planner decides unless you do
+    #   layers: auto             # the planner chooses; or write [first, last + 1]
     #   link: {{roundTripMs: 0.2, bandwidthGbps: 1}}   # to the next stage
 
   # coordinator:
-  #   host: localhost            # this machine's address, once stages are on others
+  #   host: localhost            # with stages on other machines: this machine's address
   #   http: {{host: 127.0.0.1, port: 8080}}
-  #   queue: 256                 # requests that may wait; one more gets 429
+  #   queue: 256                 # requests that may wait for a lane; further ones get 429
   #   apiKeysFile: keys.txt      # one key per line
-  #   allowHosts: [chat.example] # whose web pages may use the API, and names that it may be called by
+  #   allowHosts: [chat.example] # hosts whose web pages may use the API; also further names of this server
 
   # wire:
   #   dtype: f16                 # f32 is exact and twice the bytes

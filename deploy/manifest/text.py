@@ -15,7 +15,7 @@ import yaml
 TEXT_BYTES_MAX = 256 * 1024  # a manifest of 64 stages with every field takes a fifth
 NODES_MAX = 20_000  # scalars, lists and mappings, aliases counted at every use: an anchor bomb ends here
 DEPTH_MAX = 20  # the deepest field of a manifest is at 6
-DIGITS_MAX = 40  # of a number; more is nobody's intention, and int() of many digits is slow
+DIGITS_MAX = 40  # of a number; more is a mistake, and int() of many digits is slow
 
 Path = tuple[str | int, ...]
 
@@ -37,7 +37,7 @@ class Complaint:
 
 
 class TextError(Exception):
-    """A text that is no usable YAML document; each complaint is complete in itself."""
+    """A text that is not a usable YAML document; each complaint is complete in itself."""
 
     def __init__(self, *complaints: Complaint) -> None:
         super().__init__("; ".join(f"line {complaint.line}: {complaint.message}" for complaint in complaints))

@@ -1,4 +1,4 @@
-"""What the measurement of a busy host may decide: a bound, by what its cores suggest beside the other hosts. Pure.
+"""Bounds the measurement of a busy host by what its cores suggest, compared with the other hosts. Pure.
 
 A host that computes something else while it is measured may seem thousands of times slower than it is. Such a
 measurement is only used for the first plan, and the next start measures the host again.

@@ -91,7 +91,8 @@ def _of_stage(plan: Plan, index: int, stage: dict[str, Any]) -> list[Comparison]
     costs, edge, name = Costs(plan.instance), plan.best.edges[index], plan.prediction.stages[index].name
     counts = {int(rows): int(n) for rows, n in stage["steps_by_rows"].items()}
     n_steps = sum(counts.values())
-    # Prompt rows of a last stage need no head; which steps were prompts nobody counts, so long ones are taken for such.
+    # Prompt rows of a last stage need no head. Stages do not count which steps were prompts, so large ones are taken as
+    # such.
     predicted_ns = sum(n * _native_ns(costs, index, edge, rows) for rows, n in counts.items()) / n_steps
     mean_rows = sum(rows * n for rows, n in counts.items()) / n_steps
     what = f"{name}: mean step of {n_steps} ({mean_rows:.1f} rows)"

@@ -44,7 +44,7 @@ NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
 
 
 def shape_of(facts: ModelFacts) -> ModelShape:
-    """Return the sizes that planning needs; reads the model's header once more for the width of its layers."""
+    """Return the sizes that planning needs; reads the model's header again for the width of its layers."""
     widths = [
         tensor.dims[1]
         for tensor in open_model(facts.path).tensors.values()
@@ -90,13 +90,13 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
 def threads_of(manifest: Manifest, known: Mapping[str, KnownHost] = NOBODY) -> tuple[int, ...]:
     """Return the threads of every stage; a host's cores divided by its stages where the manifest leaves it open.
 
-    A host that nobody knows has as many cores as this one.
+    An unknown host is assumed to have as many cores as this one.
     """
     return tuple(threads_on(manifest, stage, _cores_of(stage, known)) for stage in manifest.stages)
 
 
 def _cores_of(stage: Stage, known: Mapping[str, KnownHost]) -> int:
-    """Return the cores of a stage's host, those of this machine where nobody knows."""
+    """Return the cores of a stage's host; if unknown, those of this machine."""
     host = known.get(stage.name)
     return host.n_cores if host is not None and host.n_cores and not stage.is_local else machine.cores()
 
@@ -258,7 +258,7 @@ def _estimated(stage: Stage, n_threads: int, bytes_per_weight: float) -> Speed:
 
 
 def _like_here(stage: Stage, n_threads: int) -> GpuSpeed:
-    """Return how fast a host is of which nothing was said or measured: by its GPU's name, or as this machine."""
+    """Return the speed of a host that was neither declared nor measured: by its GPU's name, or as this machine's."""
     if stage.device != "gpu":
         return GpuSpeed(machine.bandwidth_bytes_per_s(n_threads), machine.flops(n_threads), 0.0)
     known = known_gpus() if stage.is_local else ()
@@ -311,7 +311,7 @@ def _bytes_per_weight(facts: ModelFacts) -> float:
 
 
 def best_for(instance: Instance) -> Best:
-    """Return the best split. Raises UsageError, with the shortage and its remedies, where there is none."""
+    """Return the best split. Raises UsageError, with the shortage and its remedies, if there is none."""
     best = best_split(instance)
     if best is None:
         raise UsageError(explain(instance).text)

@@ -1,4 +1,4 @@
-"""What hosts have told of themselves, kept so that the next start plans at once.
+"""Keeps the measurements of hosts, so that the next start plans at once.
 
     $XDG_STATE_HOME/relayline/.hosts/KEY.json       one host with one model
 
@@ -85,7 +85,7 @@ class KnownHost(msgspec.Struct, frozen=True):
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """What a stage there can have; None where nobody knows."""
+        """What a stage there can have; None if unknown."""
         return self.memory_available_bytes or self.memory_bytes or None
 
 
@@ -100,7 +100,8 @@ def place_of(stage: Stage) -> str:
 
 
 def threads_on(manifest: Manifest, stage: Stage, cores: int) -> int:
-    """Return a stage's threads on a host of so many cores: what its mates leave is divided among those left open."""
+    """Return a stage's threads on a host with these cores: stages without given threads share the cores that the others
+    leave."""
     mates = [other for other in manifest.stages if place_of(other) == place_of(stage)]
     n_open = sum(1 for other in mates if not other.threads)
     left = cores - sum(other.threads for other in mates)
@@ -117,7 +118,7 @@ def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
 
 
 def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
-    """Return what is known of the hosts of a manifest's stages and spares, by their names. Raises ModelFileError."""
+    """Return the known hosts of a manifest's stages and spares, by stage name. Raises ModelFileError."""
     key, found = content_key(model), {}
     for stage in manifest.members:
         try:
@@ -133,14 +134,14 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
 
 
 def forget_hosts(manifest: Manifest, model: Path) -> None:
-    """Forget what is known of a manifest's hosts with this model."""
+    """Forget the measurements of a manifest's hosts with this model."""
     key = content_key(model)
     for stage in manifest.members:
         _path(manifest, stage, key).unlink(missing_ok=True)
 
 
 def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport]) -> dict[str, KnownHost]:
-    """Keep what stages have told of their hosts; returns it by their names. A disk that is full is no error."""
+    """Save the stages' reports on their hosts; returns them by stage name. A full disk is not an error."""
     key, found = content_key(model), {}
     stages = {stage.name: stage for stage in manifest.members}
     for report in reports:
@@ -155,9 +156,9 @@ def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport
 
 
 def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) -> None:
-    """Keep what stages measured with the layers that they serve, of hosts that are known. A full disk is no error.
+    """Keep what stages measured with the layers that they serve, of hosts that are known. A full disk is not an error.
 
-    Those with the head are left out: of them nobody can tell what the layers cost.
+    Stages with the head are left out, because the cost of their layers cannot be separated.
     """
     key = content_key(model)
     for stage in manifest.members:
@@ -170,7 +171,7 @@ def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) 
 
 
 def known_from(report: HostReport, stage: Stage, model: str) -> KnownHost:
-    """Return what a report says, as it is kept."""
+    """Return a report in the form in which it is kept."""
     who = report.who
     return KnownHost(
         version=VERSION,

@@ -96,7 +96,7 @@ def measure_speed(
 
 
 def slices_for(facts: ModelFacts, wanted_bytes: float = 0.0) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (cuts, stage index) of what is worth measuring: a large and a small slice without head, and the end.
+    """Yield (cuts, stage index) of the slices to measure: a large and a small one without head, and the last.
 
     `wanted_bytes`: about how large the large one is to be; 0.0: a share of the model.
     """
@@ -105,7 +105,7 @@ def slices_for(facts: ModelFacts, wanted_bytes: float = 0.0) -> Iterator[tuple[t
     if not ends:
         yield (), 0
         return
-    last = ends[-1]  # the fewest layers beside the head
+    last = ends[-1]  # the fewest layers next to the head
     wanted = wanted_bytes or min(SLICE_SHARE * sum(facts.layer_bytes), SLICE_BYTES_MAX)
     starts = [at for at in edges if at < last and is_allowed(facts, at, last) and _leads(facts, at)]
     starts.sort(key=lambda at: abs(sum(facts.layer_bytes[at:last]) - wanted))

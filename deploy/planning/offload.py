@@ -2,7 +2,7 @@
 
 The rules are llama.cpp's: the last layers of a stage go to the GPU, with the KV cells and states of these layers, and
 the head if all do. The embedding table stays in the host's memory, as does what --override-tensor and --n-cpu-moe keep
-there. A GPU of this machine without memory of its own is none here: its stages use the host's.
+there. A GPU of this machine without its own memory does not count here: its stages use the host's memory.
 """
 
 from __future__ import annotations

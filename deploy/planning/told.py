@@ -15,7 +15,7 @@ from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
-FULL = 0.9  # of what it may use, from which on a stage's memory is what limits its layers
+FULL = 0.9  # of the usable memory; from here on a stage's memory limits its layers
 MEASURED = ("measured", "calibrated", BOUNDED)
 
 
@@ -94,7 +94,7 @@ def _facts(known: KnownHost | None) -> dict[str, Any]:
 
 
 def lines_of(planned: Mapping[str, Any]) -> list[str]:
-    """Return what `told` returned as lines."""
+    """Return the result of `told` as lines."""
     stages = planned["stages"]
     paces = ", ".join(f"{stage['name']} {stage['relative_speed']:.1f}x" for stage in stages)
     how = {"measured": "measured hosts", "declared": "declared speeds"}

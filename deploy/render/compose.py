@@ -97,13 +97,13 @@ def _stages(pipelines: Sequence[Inside]) -> Iterator[tuple[str, Inside, Stage]]:
 
 
 def escape_configs(document: Mapping) -> None:
-    """Double the dollars in what is copied into containers: Compose would take $NAME for a variable."""
+    """Double the dollars in text that is copied into containers: Compose would take $NAME for a variable."""
     for config in document["configs"].values():
         config["content"] = config["content"].replace("$", "$$")
 
 
 def explanation(pipelines: Sequence[Inside], more: Sequence[str] = ()) -> str:
-    """Return what to do once, beside the file, and how to start. `more`: lines of the same kind."""
+    """Return the commands to run once, next to the file, and how to start. `more`: lines of the same kind."""
     lines = ["", "Once, beside this file:"]
     for pipeline in pipelines:
         source = f"./{pipeline.authority}"

@@ -38,7 +38,7 @@ PROBE_PERIOD_S = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ports:
-    """Where a stage listens in its container. Its neighbours are told this port, so it is also the one published."""
+    """Where a stage listens in its container. Its neighbours use this port, so it is also the published one."""
 
     frames: int = STAGE_PORT
     """For its neighbours."""
@@ -47,7 +47,7 @@ class Ports:
 
 
 def _own_network(_: Stage) -> Ports:
-    """Every stage has an address of its own, so all use the same ports."""
+    """Every stage has its own address, so all use the same ports."""
     return Ports()
 
 
@@ -81,7 +81,7 @@ class Inside:
 
     @property
     def keys_file(self) -> str:
-        """File with the API keys of its clients, beside the rendered files."""
+        """File with the API keys of its clients, next to the rendered files."""
         return f"api-keys-{self.own}" if self.own else "api-keys"
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +19,7 @@ from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.frames import Flag, set_traces
+from relayline.wire.links.eager import Begun
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -50,17 +51,23 @@ class TokenSender:
         self._link, self._epoch, self._on_error, self._on_sent = link, epoch, on_error, on_sent
         self._record_of = record_of
         self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._begun: tuple[_Waiting, Begun[None]] | None = None  # what is being sent, begun by `push`
         self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
+        self._is_sending = False  # whether the task waits for gRPC
         self._task = asyncio.create_task(self._run())
 
     def push(self, envelope: Sequence[Frame], context: bytes = trace_context.NONE, chosen_ns: int = 0) -> None:
-        """Queue frames that stay together; they leave at the end of this turn of the loop.
+        """Send frames that stay together. If nothing is being sent, gRPC has them before this returns: stages must not
+        wait for the readers of the tokens before.
 
         context: 25 bytes, of the root of the trace of passes that they belong to. chosen_ns: when they were chosen.
         """
         self._waiting.extend([(frames, context, chosen_ns) for frames in within_bounds(envelope)])
         self._all_sent.clear()
+        if self._begun is None and not self._is_sending:
+            first = self._waiting.popleft()
+            self._begun = first, Begun(self._send(first[0], first[1]))
         self._wake.set()
 
     def is_idle(self) -> bool:
@@ -80,9 +87,11 @@ class TokenSender:
     async def _run(self) -> None:
         try:
             while True:
-                while self._waiting:
-                    frames, context, chosen_ns = self._waiting.popleft()
-                    await self._send(frames, context)
+                while self._begun is not None or self._waiting:
+                    self._is_sending = True
+                    (frames, context, chosen_ns), sending = self._next()
+                    await sending
+                    self._is_sending = False
                     if context != trace_context.NONE:
                         self._on_sent(context, frames, chosen_ns, self._link.handed_ns)
                 self._all_sent.set()
@@ -93,6 +102,14 @@ class TokenSender:
         except Exception as error:  # a bug of ours: without a word, every later request would wait for ever
             log.exception("sending to stage 0 failed")
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
+
+    def _next(self) -> tuple[_Waiting, Awaitable[None]]:
+        """Return what is sent now, which `push` may have begun."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            return begun
+        entry = self._waiting.popleft()
+        return entry, self._send(entry[0], entry[1])
 
     async def _send(self, frames: Sequence[Frame], context: bytes) -> None:
         pool = self._link.pool if frames[0].rows is None else self._link.row_pool

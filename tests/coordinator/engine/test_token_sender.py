@@ -13,7 +13,7 @@ from relayline.coordinator.engine.token_sender import TokenSender
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, RelaylineError
-from relayline.wire.envelopes.buffers import BufferPool
+from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.envelopes.dtypes import DTYPE_TOKENS
 
 
@@ -28,4 +28,27 @@ async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixtur
     assert isinstance(error, InternalError)
     assert "sending to stage 0 failed" in error.message
     assert caplog.records[0].exc_info is not None
+    await sender.close()
+
+
+async def test_what_is_pushed_is_sent_before_anything_else_runs() -> None:
+    """Stages wait for it; the readers of the tokens before, whose turn comes next, do not."""
+    pool, sent, may_go = BufferPool(DTYPE_TOKENS, 1), list[int](), asyncio.Event()
+
+    async def send(buffer: Buffer, message: bytes) -> None:
+        sent.append(int(buffer.frames["session_id"][0]))
+        await may_go.wait()
+        pool.give_back(buffer)
+
+    link: Any = SimpleNamespace(pool=pool, send=send, handed_ns=0)
+    sender = TokenSender(link, 1, pytest.fail)
+    for session_id in (1, 2, 3):
+        session = Session(session_id, GenerationRequest("r", (1, 2), 1, SamplingParams()), lambda _: False)
+        sender.push([frame.leave() for frame in session.start()])
+    assert sent == [1]
+    assert not sender.is_idle()
+    may_go.set()
+    await sender.flush(10)
+    assert sent == [1, 2, 3]
+    assert sender.is_idle()
     await sender.close()

@@ -125,7 +125,11 @@ async def test_what_cannot_be_moved_is_refused_in_one_line(pipeline: Pipeline) -
     async with aiohttp.ClientSession() as session:
         was = await layers(session, pipeline.url)
         same = ",".join(map(str, was["cuts"]))
-        for cuts, words in ((same, "already have these layers"), ("5,3", "cuts ascend"), ("4", "3 stages need 2 cuts")):
+        for cuts, words in (
+            (same, "already have these layers"),
+            ("5,3", "cuts must ascend"),
+            ("4", "3 stages need 2 cuts"),
+        ):
             done = await asyncio.to_thread(relayline, "move", "--cuts", cuts, "--url", pipeline.url)
             assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
             assert words in done.stderr

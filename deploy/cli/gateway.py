@@ -135,6 +135,7 @@ def _backend(text: str, at: int, key: str) -> Any:
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
     """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
     from relayline.deploy.cli.apply_gateway import applied_gateway
+    from relayline.deploy.launch.behind import clashes, pipelines_behind
     from relayline.deploy.launch.detach import Report, start_detached
     from relayline.deploy.launch.gateway import launch_gateway
     from relayline.deploy.launch.gateway_plan import plan_gateway
@@ -147,6 +148,8 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise UsageError(f"{flags}: {path} is a gateway's manifest; say it in the manifests of its pipelines")
     manifest = load_gateway(path)
+    if problems := clashes(pipelines_behind(manifest)):
+        raise UsageError("\n".join(f"{problem}; name another one in its manifest" for problem in problems))
     name = given["name"] or manifest.name
     directory = StateDir(given["state_dir"] or state_root() / name)
     plan = plan_gateway(manifest, path.absolute(), name, directory.path, log_flags)

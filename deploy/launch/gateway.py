@@ -34,7 +34,8 @@ def launch_gateway(plan: GatewayPlan, directory: StateDir, emit: Emit, *, echo: 
             directory.keys.write_bytes(os.fsencode(config.api_keys_file.absolute()))
 
         write_gateway(plan.manifest, directory.manifest)
-        directory.more.unlink(missing_ok=True)  # of a run before
+        for left in (directory.more, directory.restart):  # of a run before
+            left.unlink(missing_ok=True)
 
         async def main(stopping: asyncio.Event) -> None:
             await Keeper(plan, directory, emit, echo).run(stopping)

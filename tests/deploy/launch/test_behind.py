@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN
 from relayline.deploy.launch.behind import clashes, pipelines_behind
 from relayline.deploy.launch.here import at_home
+from relayline.deploy.launch.process_id import identify
+from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
+from relayline.deploy.machine.gpus import Gpu
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.manifest.load import ManifestError
+from relayline.deploy.planning.report import Plan
 from relayline.deploy.planning.together import missing_memory, shared_machines
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.phase import Phase
 from tests.support.tiny_models import make_tiny
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec:\n"
@@ -123,6 +130,49 @@ def test_memory_is_added_up_where_pipelines_share_a_machine(house: Write, monkey
     (line,) = missing_memory(plans)
     assert line.startswith("localhost: ")
     assert "GiB are missing: the pipelines need a 0." in line
+
+
+def test_so_is_the_memory_of_a_gpu(house: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relayline.deploy.cli.plan import make_plan
+
+    def planned(size_bytes: int) -> list[tuple[str, Plan]]:
+        monkeypatch.setattr(
+            "relayline.deploy.planning.inputs.known_gpus", lambda: (Gpu("CUDA0", "a card", size_bytes),)
+        )
+        return [(each.name, make_plan(each.manifest)) for each in pipelines_behind(load_gateway(path))]
+
+    path = house("  pipelines: [{name: a, manifest: inner.yaml}, {name: b, manifest: inner.yaml}]\n")
+    inner = path.with_name("inner.yaml")
+    inner.write_text(inner.read_text().replace("stages: 2", "stages: [{name: x, device: gpu, devices: CUDA0}]"))
+    plans = planned(80 * GIB)
+    assert missing_memory(plans) == []
+    needed = plans[0][1].prediction.stages[0].memory.gpu
+    assert needed is not None
+    (line,) = missing_memory(planned(GPU_RESERVE_BYTES_MIN + needed.total_bytes * 3 // 2))
+    assert line.startswith("CUDA0 of localhost: ")
+
+
+def test_up_names_ports_that_two_pipelines_want_before_it_starts_any(house: Write) -> None:
+    path = house(
+        "  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [{name: x, host: 10.255.0.1}]},"
+        " {stages: [{name: y, host: 10.255.0.1}]}]}]\n"
+    )
+    done = relayline("up", path)
+    assert done.returncode == 2
+    assert "port 50051 on 10.255.0.1 is wanted by stage y of a-3 and by stage x of a-2; name another" in done.stderr
+
+
+def test_only_a_gateway_is_restarted(tmp_path: Path) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    directory = StateDir(tmp_path / "state")
+    directory.path.mkdir()
+    directory.store(LaunchState(STATE_VERSION, "chat", "chat.yaml", Phase.READY, me.pid, me.start_ticks))
+    directory.manifest.write_text(HEAD.format(kind="Pipeline", name="chat") + "  model: {path: m.gguf}\n")
+    done = relayline("restart", "chat", "--state-dir", directory.path)
+    assert done.returncode == 2
+    assert "chat is one pipeline, and its clients would wait; run `relayline down chat`" in done.stderr
+    assert relayline("restart", "nobody", "--state-dir", directory.path).returncode == 2
 
 
 def test_doctor_examines_the_machine_once_and_each_pipeline(house: Write) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,12 @@ def test_the_command_writes_it_with_a_kustomization(tmp_path: Path) -> None:
     refused = relayline("render", path, "--target", "leaderworkerset")
     assert refused.returncode == 2
     assert "renders one pipeline" in refused.stderr
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not installed")
+    command = [kubectl, "kustomize", str(tmp_path / "out")]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    n_objects = sum(len([*yaml.safe_load_all((tmp_path / "out" / file).read_text())]) for file in base["resources"])
+    assert len([one for one in yaml.safe_load_all(built) if one]) == n_objects
 
 
 def test_gateway_by_manifest_says_what_it_cannot_do(tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ class Links:
 
     def failed(self, link: Link, problem: str) -> None:
         """A pipeline does not answer: no request goes there until it is heard again."""
-        if link.backend.health is not Health.DEAD:
+        if link.backend.health is Health.UNKNOWN:
+            log.info("pipeline %s is not there yet: %s", link.backend.name, problem)
+        elif link.backend.health is not Health.DEAD:
             log.warning("pipeline %s gets no requests: %s", link.backend.name, problem)
         link.backend.failed(problem)
 

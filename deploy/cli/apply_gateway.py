@@ -216,6 +216,7 @@ def _tell_lines(plan: GatewayPlan, name: str, told: set[str], *, as_json: bool) 
                 "host": record.host,
                 "command": record.command,
                 "bring": "",
+                "again": record.has_joined,
             }
             click.echo(line_of(event, as_json=as_json))
 

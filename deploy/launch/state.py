@@ -65,6 +65,8 @@ class ProcessRecord(msgspec.Struct, frozen=True):
     """Why it is not ready, or how it last died."""
     command: str = ""
     """What to run on its own host; empty for what `relayline up` starts itself."""
+    has_joined: bool = False
+    """Of a stage on another host: it has joined before, and comes back by itself as long as its process runs."""
     is_behind: bool = False
     """Of a gateway: it runs as an earlier manifest said, because one that was changed before it did not come up."""
 

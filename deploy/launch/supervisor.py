@@ -102,7 +102,7 @@ class Supervisor:
             authority = self.plan.authority
             again = authority is not None and await asyncio.to_thread(has_joined, authority, remote.name, remote.host)
             command, bring = await self._remote_command(remote, join)
-            self.board.set_process(remote.name, command=command)
+            self.board.set_process(remote.name, command=command, has_joined=again)
             self._emit({"event": "remote", "name": remote.name, "host": remote.host, "command": command,
                         "bring": bring, "again": again})  # fmt: skip
         await first_of(self._ready, self.failed)

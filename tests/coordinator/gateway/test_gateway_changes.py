@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,21 @@ async def test_a_replaced_pipeline_is_waited_for_until_it_takes_requests(
         monkeypatch.setattr(serve, "READY_TIMEOUT_S", 0.05)
         await served[1].kill()
         assert not await whole.until_ready("a")
+
+
+async def test_only_a_pipeline_that_was_there_is_missed(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """`up` starts a gateway before its pipelines: that these refuse connections at first is nothing to warn of."""
+    caplog.set_level(logging.INFO, "relayline.gateway")
+    async with pipelines(tokenizer, "chat") as served:
+        await served[0].kill()
+        async with changing_gateway(served) as (session, _):
+            assert "pipeline a is not there yet: it refuses connections" in caplog.messages
+            await served[0].start()
+            await until(session, a="ready")
+            assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+            await served[0].kill()
+            await until(session, a="dead")
+            assert "pipeline a gets no requests: it refuses connections" in caplog.messages
 
 
 async def test_what_never_ends_is_given_up_and_too_many_are_refused(

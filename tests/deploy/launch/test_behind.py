@@ -11,7 +11,7 @@ import pytest
 
 from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN
 from relayline.deploy.launch.behind import clashes, pipelines_behind
-from relayline.deploy.launch.here import at_home
+from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
 from relayline.deploy.machine.gpus import Gpu
@@ -160,6 +160,22 @@ def test_up_names_ports_that_two_pipelines_want_before_it_starts_any(house: Writ
     done = relayline("up", path)
     assert done.returncode == 2
     assert "port 50051 on 10.255.0.1 is wanted by stage y of a-3 and by stage x of a-2; name another" in done.stderr
+
+
+def test_stages_of_this_machine_take_ports_that_nobody_wants(house: Write) -> None:
+    """Also where the manifest calls it by its address: both replicas have a stage here."""
+    here = facing("10.255.0.1") or "127.0.0.1"
+    path = house(
+        f"  pipelines: [{{name: a, manifest: inner.yaml, replicas: [{{stages: [{{name: y, host: {here}}},"
+        " {name: z, host: 10.255.0.2}]}, {url: 'http://h:1', keyFile: nowhere}]}]\n"
+    )
+    inner = path.with_name("inner.yaml")
+    stages = f"stages: [{{name: x, host: {here}}}, {{name: far, host: 10.255.0.1}}]"
+    inner.write_text(inner.read_text().replace("stages: 2", stages))
+    pipelines = [each.prepared(at_home) for each in pipelines_behind(load_gateway(path))]
+    assert clashes(pipelines) == []
+    (line,) = relayline("up", path).stderr.splitlines()
+    assert "nowhere cannot be read" in line, "which is looked at next"
 
 
 def test_only_a_gateway_is_restarted(tmp_path: Path) -> None:

@@ -208,12 +208,12 @@ def test_refusals_are_one_line_on_both_sides(split: Path, tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (("stage",), "give either --artifact FILE, or --join"),
-        (("stage", "--artifact", "x", "--join", "127.0.0.1:1"), "one of them"),
+        (("stage", "--artifact", "x", "--join", "127.0.0.1:1"), "give either --artifact FILE, or --join"),
         (("stage", "--join", "127.0.0.1:1"), "needs --name"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--ctx", "64"), "--ctx is set by the coordinator"),
         (("stage", "--artifact", "x", "--name", "a"), "--name belongs to --join"),
         (("stage", "--join", "127.0.0.1:1", "--name", "a", "--advertise", "h:1"), "is not a host"),
-        (("serve", "--pipeline", "SPLIT"), "give --stages"),
+        (("serve", "--pipeline", "SPLIT"), "give either --stages"),
         (
             ("serve", "--pipeline", "SPLIT", "--stages", "127.0.0.1:1", "--lanes", "4"),
             "--lanes is for stages that join",

@@ -135,11 +135,10 @@ def _backend(text: str, at: int, key: str) -> Any:
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
     """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
     from relayline.deploy.cli.apply_gateway import applied_gateway
-    from relayline.deploy.launch.behind import clashes, pipelines_behind
+    from relayline.deploy.launch.behind import check_ports
     from relayline.deploy.launch.detach import Report, start_detached
     from relayline.deploy.launch.gateway import launch_gateway
     from relayline.deploy.launch.gateway_plan import plan_gateway
-    from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.local import print_prefixed
     from relayline.deploy.launch.state import StateDir, state_root
     from relayline.deploy.launch.tell import line_of
@@ -149,8 +148,7 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise UsageError(f"{flags}: {path} is a gateway's manifest; say it in the manifests of its pipelines")
     manifest = load_gateway(path)
-    if problems := clashes([each.prepared(at_home) for each in pipelines_behind(manifest)]):
-        raise UsageError("\n".join(f"{problem}; name another one in its manifest" for problem in problems))
+    check_ports(manifest)
     name = given["name"] or manifest.name
     directory = StateDir(given["state_dir"] or state_root() / name)
     plan = plan_gateway(manifest, path.absolute(), name, directory.path, log_flags)

@@ -7,10 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from relayline.deploy.launch.gateway_plan import changes_behind
+from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest
+from relayline.wire.common.errors import UsageError
 
 # What `up` changes in each besides: the address at which only the gateway finds it.
 ON_LOOPBACK: Mapping[str, Any] = MappingProxyType({"coordinator.http.host": LOCALHOST, "coordinator.http.port": 0})
@@ -32,6 +34,12 @@ def pipelines_behind(gateway: GatewayManifest, changes: Mapping[str, Any] = ON_L
         taken.add(manifest.join_port)
         found.append(Behind(member, named(manifest, f"{gateway.name}-{member.name}")))
     return tuple(found)
+
+
+def check_ports(gateway: GatewayManifest) -> None:
+    """Raise UsageError, with a line for each, for ports that two of the pipelines want; and as `pipelines_behind`."""
+    if problems := clashes([each.prepared(at_home) for each in pipelines_behind(gateway)]):
+        raise UsageError("\n".join(f"{problem}; name another one in its manifest" for problem in problems))
 
 
 def clashes(pipelines: Sequence[Behind]) -> list[str]:

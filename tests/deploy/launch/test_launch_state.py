@@ -259,7 +259,7 @@ def test_state_that_cannot_be_read_hides_no_other_pipeline(
         seen = relayline(*arguments)
         assert seen.returncode == 0, seen.stderr
         (line,) = seen.stderr.splitlines()
-        assert line.startswith(f"relayline: warning: bad is left out: {bad / 'state.json'}: ")
+        assert line.startswith(f"relayline: warning: bad is ignored: {bad / 'state.json'}: ")
     assert "good: ready" in relayline("status").stdout
     for arguments in (("status", "bad"), ("down", "bad"), ("logs", "--state-dir", str(bad))):
         seen = relayline(*arguments)

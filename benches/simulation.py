@@ -24,7 +24,7 @@ from relayline.deploy.testing.simulation.scenarios import (
     churn,
     drafting,
     paused,
-    prompt_beside,
+    prompt_during_decode,
     slowing,
     steady,
     steady_figures,
@@ -125,7 +125,7 @@ def prompt_table(quick: bool) -> float:
         for n_stages in (2,) if quick else (2, 4, 8):
             for n_streams in (4,) if quick else (1, 4, 16):
                 stages = equal_stages(n_stages, curve)
-                auto, drain = (prompt_beside(stages, n_streams, 2_000, setup=setup) for setup in (AUTO, DRAIN))
+                auto, drain = (prompt_during_decode(stages, n_streams, 2_000, setup=setup) for setup in (AUTO, DRAIN))
                 worst = max(worst, auto.itl_p99_ratio)
                 table.add_row(
                     f"{curve}, {n_stages}", str(n_streams), f"{auto.quiet.itl_p99_ms:.0f}",

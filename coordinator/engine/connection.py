@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Sized
 
 from relayline.coordinator.engine.heartbeat import Heartbeat
-from relayline.coordinator.engine.revoking import check_servers, keep_told, tell
+from relayline.coordinator.engine.revoking import check_servers, push_revocations, tell
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
@@ -194,7 +194,7 @@ class Connection:
             hello = _hello(pipeline, route_id, epoch)
             connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, passes[0], is_watched=False)
             if revocations is not None:
-                connection.keep_told(revocations, security, on_lost)
+                connection.push_revocations(revocations, security, on_lost)
             await connection.heartbeat.first()
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
@@ -223,11 +223,11 @@ class Connection:
         watching = watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost)
         self._tasks.append(asyncio.create_task(watching))
 
-    def keep_told(
+    def push_revocations(
         self, revocations: Revocations, security: LinkSecurity, on_lost: Callable[[RelaylineError], None]
     ) -> None:
-        """Let `coordinator.engine.revoking.keep_told` run for as long as this connection stands."""
-        self._tasks.append(asyncio.create_task(keep_told(revocations, self.stages, security, on_lost)))
+        """Let `coordinator.engine.revoking.push_revocations` run for as long as this connection stands."""
+        self._tasks.append(asyncio.create_task(push_revocations(revocations, self.stages, security, on_lost)))
 
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""

@@ -260,8 +260,8 @@ class Moves:
             return False
         move.paused_ns = now_ns - move.held_ns
         for session_id, session in self._conductor.admission.running.items():
-            move.n_kept += session.n_there
-            move.n_replayed += max(0, self._n_read.get(session_id, 0) - session.n_there)
+            move.n_kept += session.n_kept
+            move.n_replayed += max(0, self._n_read.get(session_id, 0) - session.n_kept)
         self._enter(move, MoveState.DONE, now_ns)
         self.n_done += 1
         return True

@@ -37,7 +37,7 @@ async def tell(stages: Sequence[StageClient], revocations: Revocations) -> None:
         await asyncio.gather(*(stage.revoke(revocations.crl_pem) for stage in stages))
 
 
-async def keep_told(
+async def push_revocations(
     revocations: Revocations,
     stages: Sequence[StageClient],
     security: LinkSecurity,

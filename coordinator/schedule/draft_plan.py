@@ -43,7 +43,7 @@ class Traffic:
 
     n_flights: int
     """Decode flights under way, the one that is asked about included."""
-    n_rows_beside: int
+    n_other_rows: int
     """Streams in the others."""
     n_idle: int
     """Flights more that the stages would have time for."""
@@ -91,14 +91,14 @@ def best_counts(
     if not offers or (planner.is_per_lane and n_frames > 1):
         return counts
     cycle = _Cycle(planner, n_frames, traffic)
-    n_drafted, n_right, gain = 0, 0.0, SHARED_GAIN if traffic.n_rows_beside else DRAFT_GAIN
+    n_drafted, n_right, gain = 0, 0.0, SHARED_GAIN if traffic.n_other_rows else DRAFT_GAIN
     follows = sum(each[0] for each in chances if each)  # chances that the flight of guesses behind it is right, summed
     best, chosen = (1 + gain) * cycle.rate(follows / n_frames), list(counts)
     for chance, _, frame in offers[: planner.draft_room(n_frames)]:
         counts[frame] += 1
         follows += chances[frame][counts[frame]] - chance
         n_drafted, n_right = n_drafted + 1, n_right + chance
-        alike = others.likely(chance, n_drafted * traffic.n_rows_beside // n_frames)
+        alike = others.likely(chance, n_drafted * traffic.n_other_rows // n_frames)
         rate = cycle.rate(follows / n_frames, (n_drafted, n_right), alike)
         if rate > best:
             best, chosen = rate, list(counts)
@@ -117,7 +117,7 @@ class _Cycle:
     def rate(self, follows: float, mine: tuple[int, float] = (0, 0.0), others: tuple[int, float] = (0, 0.0)) -> float:
         """Predict the tokens per nanosecond of all streams; mine, others: guesses, and how many of them are right."""
         cycle_ns = self._cycle_ns(follows, mine[0], others[0])
-        n_streams = self._n_frames + self._traffic.n_rows_beside
+        n_streams = self._n_frames + self._traffic.n_other_rows
         if not cycle_ns or (n_streams > 1 and cycle_ns > STRETCH_MAX * self._plain_ns):
             return 0.0
         return (n_streams + mine[1] + others[1]) / cycle_ns
@@ -137,6 +137,6 @@ class _Cycle:
         planner, rows = self._planner, self._n_frames + n_mine
         work_ns = planner.step_ns(rows)
         if self._n_others:
-            n_mean = max(1, round((self._traffic.n_rows_beside + n_others) / self._n_others))
+            n_mean = max(1, round((self._traffic.n_other_rows + n_others) / self._n_others))
             work_ns, rows = work_ns + self._n_others * planner.step_ns(n_mean), max(rows, n_mean)
         return work_ns, planner.way_ns(rows) + planner.overhead_ns

@@ -221,8 +221,8 @@ class Scheduler:
         n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
         n_idle = planner.saturating(n_streams) - n_flights
         # If streams take turns in the flights, some of them wait in the pool.
-        n_beside = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
-        return Traffic(n_flights, n_beside, max(0, n_idle))
+        n_other_rows = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
+        return Traffic(n_flights, n_other_rows, max(0, n_idle))
 
     def _ride_rows(self, plan: GroupPlan, rows: int, now_ns: int) -> int:
         """Return how many prompt rows a decode flight takes along now.

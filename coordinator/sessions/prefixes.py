@@ -83,10 +83,10 @@ class Prefixes:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._retire(kept)]
         self.tier.ended(session.session_id)  # a failure before this does not count against the new source
-        n_there = self._there.pop(session.session_id, 0)
+        n_kept = self._there.pop(session.session_id, 0)
         if self._keeps_state:
-            n_there = nearest(session, min(n_there, len(session.history) - 1), is_held=True)
-        frames += session.start(n_there)
+            n_kept = nearest(session, min(n_kept, len(session.history) - 1), is_held=True)
+        frames += session.start(n_kept)
         if self._keeps_state and self._n_asked != 0 and session.request.cache_prompt:
             session.stops = stops_of(session)
         if session.n_sent:

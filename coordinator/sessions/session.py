@@ -96,7 +96,7 @@ class Session:
     mirostat_mus: tuple[float | None, float | None] = (None, None)
     """Where mirostat stands behind the last token, and where when it was opened last; None: nothing has said so."""
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
-    n_there: int = 0  # of these, rows that all stages held from the epoch before
+    n_kept: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
     copied_from: int = 0  # that session; 0: none
     stops: list[int] = dataclasses.field(default_factory=list)
@@ -179,17 +179,17 @@ class Session:
     def may_replay(self, error: RelaylineError, *, is_retryable: bool) -> bool:
         """Return whether to start it again after a stage refused one of its frames."""
         # The fault may lie in the cells that it copied or still held. Next time it reads everything itself.
-        is_retryable |= self.n_copied > 0 or self.n_there > 0
+        is_retryable |= self.n_copied > 0 or self.n_kept > 0
         return is_retryable and not isinstance(error, StaleEpochError) and self.replays < REPLAYS_MAX
 
     def count_replay(self) -> None:
         """Count a replay, unless it went on from cells of the last epoch: stages may have had to give those away."""
-        self.replays += not self.n_there
+        self.replays += not self.n_kept
 
-    def start(self, n_there: int = 0) -> list[OutFrame]:
+    def start(self, n_kept: int = 0) -> list[OutFrame]:
         """Open the session at every stage; its history is then prefilled in chunks. A new epoch resumes it this way.
 
-        Its first n_there tokens are not sent, because all stages still hold at least these from the last epoch.
+        Its first n_kept tokens are not sent, because all stages still hold at least these from the last epoch.
         """
         if self.state is State.DONE:
             return []
@@ -197,16 +197,16 @@ class Session:
         # A session that waited for its leader has sent nothing that a stage could answer.
         self.is_restarted = self.state is not State.WAITING and (self.leader is None or self.is_restarted)
         # If one stage gave its cells away, others may still hold theirs, and would refuse a copy into that lane.
-        is_there = self.n_there > 0 and self.state is not State.WAITING
-        is_lost = self.request.scores_prompt and n_there > len(self.scores)
-        if is_lost or (n_there and self.request.sampling.number("pooling")):
-            n_there, is_there = 0, True  # rows whose scores were lost, or that are pooled, are read again
+        is_there = self.n_kept > 0 and self.state is not State.WAITING
+        is_lost = self.request.scores_prompt and n_kept > len(self.scores)
+        if is_lost or (n_kept and self.request.sampling.number("pooling")):
+            n_kept, is_there = 0, True  # rows whose scores were lost, or that are pooled, are read again
         self.state, self.leader = State.PREFILL, None
         self.n_opened = len(self.history)
         self.mirostat_mus = self.mirostat_mus[0], self.mirostat_mus[0]
         self.n_copied = self.copied_from = 0
         # The last row is computed again, because its token may be lost.
-        self.n_sent = self.n_there = self.request.whole_until(min(n_there, len(self.history) - 1))
+        self.n_sent = self.n_kept = self.request.whole_until(min(n_kept, len(self.history) - 1))
         self.stops, self.checkpoints = [], [at for at in self.checkpoints if at <= self.n_sent]
         opening = OutFrame(self, 0, (), Flag.OPEN, self.lane + 1)
         return [opening, OutFrame(self, self.n_sent, (), Flag.TRIM)] if self.n_sent or is_there else [opening]

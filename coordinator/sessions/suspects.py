@@ -23,7 +23,7 @@ LOSSES_MAX = 3  # and at which it ends with an error
 FURTHER_ROWS = 256  # further than ever, as good as a token; so a prompt has as many tries at most as it has of these
 
 
-def given_up(error: RelaylineError) -> InternalError:
+def crashed_too_often(error: RelaylineError) -> InternalError:
     """Return what to tell a request that is not tried again; `error` is how the pipeline was lost the last time."""
     why = f"stages failed {LOSSES_MAX} times while this request ran without a new token"
     return InternalError(f"{why}; it is not tried again. Last failure: {error.message}")
@@ -54,7 +54,7 @@ class Suspects:
         has_ended_in_order = isinstance(error, NotReadyError)
         if has_ended_in_order or (instances == before and not isinstance(error, InternalError)):
             return []
-        return [(session, given_up(error)) for session in self.accuse(paused)]
+        return [(session, crashed_too_often(error)) for session in self.accuse(paused)]
 
     def paused(self, running: Iterable[Session]) -> list[Session]:
         """Return the sessions that had been started in a lost epoch, of these that had lanes."""

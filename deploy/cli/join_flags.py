@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 # Parameters that mean nothing where stages have been started already, and that a stage which joins cannot have.
 ENGINE_FLAGS = tuple(entry.parameter for entry in entries(EngineSettings) if entry.reader is Reader.STAGE)
-TOLD_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify")
+SET_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify")
 
 
 def serve_join_options(command: Command) -> Command:
@@ -174,7 +174,7 @@ def stage_join(given: dict[str, Any], security: LinkSecurity) -> StageJoinConfig
         for flag in _explicit(given, ("name", "cache", "advertise", "always_fetch")):
             raise UsageError(f"{flag} belongs to --join")
         return None
-    for flag in _explicit(given, TOLD_BY_ORDER):
+    for flag in _explicit(given, SET_BY_ORDER):
         raise UsageError(f"{flag} is set by the coordinator when a stage joins; give it to `relayline serve`")
     listen = given["listen"] if _explicit(given, ("listen",)) else None
     return join_config(given, address_of(*given["coordinator"]), given["name"], listen, security)

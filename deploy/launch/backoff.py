@@ -53,6 +53,6 @@ class RestartHistory:
             return None
         return min(self._policy.max_s, self._policy.first_s * self._policy.factor ** (self.n_deaths - 1))
 
-    def given_up(self, cause: str) -> str:
+    def ended_because(self, cause: str) -> str:
         """Return the message once it is not started again; `cause` is how it died the last time."""
         return f"{cause}; it died {self.n_deaths} times in a row" if self.n_deaths > 1 else cause

@@ -9,7 +9,7 @@ from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import check_support, inspect_model
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.prepare import check_last_layer
-from relayline.deploy.launch.survey import told_of, wants_survey
+from relayline.deploy.launch.survey import plan_record, wants_survey
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.planning.known_hosts import forget_hosts
 from relayline.deploy.planning.told import lines_of
@@ -34,7 +34,7 @@ def waits_for_hosts(manifest: Manifest, model: Path, measure: bool | None, *, is
 
 def keep_plan(manifest: Manifest, model: Path, path: Path) -> None:
     """Keep the description of a manifest whose layers are all fixed. Raises UsageError."""
-    write_plan(path, told_of(manifest, model))
+    write_plan(path, plan_record(manifest, model))
 
 
 def plan_event(manifest: Manifest, path: Path) -> dict[str, Any] | None:

@@ -252,7 +252,7 @@ class Keeper:
             ready_for_s = loop.time() - began_s if began_s else 0.0
             delay_s = history.died(ready_for_s, child.exit_code) if kept.first.done() else None
             if delay_s is None:
-                self._give_up(kept, history.given_up(cause) if kept.first.done() else cause)
+                self._give_up(kept, history.ended_because(cause) if kept.first.done() else cause)
                 return
             n_restarts = self.board[child.name].n_restarts + 1
             self.board.set_process(

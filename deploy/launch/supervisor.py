@@ -182,7 +182,7 @@ class Supervisor:
             delay_s = self._delay(kept, ready_for_s, is_damaged=is_damaged)
             if delay_s is None:
                 self.board.set_process(name, state=HostState.FAILED, pid=0, start_ticks=0, detail=cause)
-                self._fail(kept.history.given_up(cause))
+                self._fail(kept.history.ended_because(cause))
                 return
             n_restarts = self.board[name].n_restarts + 1
             self.board.set_process(

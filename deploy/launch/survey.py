@@ -193,13 +193,13 @@ def told_anew(manifest: Manifest, model: Path, state: PoolState) -> dict[str, An
     stages = [members[name].model_copy(update={"layers": edge}) for name, edge in zip(state.stages, held, strict=True)]
     spec = manifest.spec.model_copy(update={"stages": tuple(stages), "spares": ()})
     try:
-        said = told_of(manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory), model)
+        said = plan_record(manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory), model)
     except RelaylineError:
         return None
     return said | {"is_moved": True}
 
 
-def told_of(manifest: Manifest, model: Path) -> dict[str, Any]:
+def plan_record(manifest: Manifest, model: Path) -> dict[str, Any]:
     """Return the description of a manifest whose layers are all fixed. Raises UsageError."""
     known, facts = known_hosts(manifest, model), inspect_model(model)
     instance = instance_of(manifest, facts, known=known)

@@ -264,14 +264,14 @@ def _check_widths(artifact: StageArtifact) -> None:
     if artifact.layer_inputs is None and artifact.hashed is None:
         return
     width = artifact.layer_inputs.width if artifact.layer_inputs is not None else 0
-    beside_in = width * (artifact.source_layers - artifact.layer_start)
-    beside_in += artifact.hashed.n_values if artifact.hashed is not None else 0
-    beside_out = width * (artifact.source_layers - artifact.layer_end)
-    beside = [
-        ("in", artifact.width_in, beside_in),
-        *([] if artifact.hashed else [("out", artifact.width_out, beside_out)]),
+    extra_in = width * (artifact.source_layers - artifact.layer_start)
+    extra_in += artifact.hashed.n_values if artifact.hashed is not None else 0
+    extra_out = width * (artifact.source_layers - artifact.layer_end)
+    extras = [
+        ("in", artifact.width_in, extra_in),
+        *([] if artifact.hashed else [("out", artifact.width_out, extra_out)]),
     ]
-    for way, total, wanted in beside:
+    for way, total, wanted in extras:
         if total != artifact.n_embd + wanted:
             text = f"rows {way} have {total} values, not {artifact.n_embd} and {wanted} more"
             raise ArtifactError(f"{artifact.path}: metadata contradicts itself: {text}; split the model again")

@@ -30,7 +30,7 @@ class Load:
         self._tell, self._clock_s = tell, clock_s
         self._stopped = threading.Event()
         self._work = ""
-        self._logged_s = self._told_s = clock_s()
+        self._logged_s = self._reported_s = clock_s()
 
     def stop(self) -> None:
         """Let the load end at its next `at`."""
@@ -48,8 +48,8 @@ class Load:
         now_s = self._clock_s()
         if work != self._work:
             self._work, self._logged_s = work, now_s
-        if now_s - self._told_s >= TELL_EVERY_S:
-            self._told_s = now_s
+        if now_s - self._reported_s >= TELL_EVERY_S:
+            self._reported_s = now_s
             self._tell(work, share)
         if now_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = now_s

@@ -49,7 +49,7 @@ class JoinConfig:
         """Return the address to listen on. Raises StageLostError when the coordinator's name cannot be resolved."""
         return self.host or facing(self.coordinator)
 
-    def told_host(self) -> str:
+    def reported_host(self) -> str:
         """Return the host to report; empty leaves it to the coordinator, who sees where this stage calls from."""
         if self.advertise:
             return self.advertise

@@ -245,7 +245,9 @@ class JoinedStage:
         order, crashed = member.order, served.crashed
         port = int(served.address.rpartition(":")[2])
         while self._member is not None and same_work(self._member.order, order):
-            serving = pb.StageServing(host=self._config.told_host(), port=port, instance_id=served.facts.instance_id)
+            serving = pb.StageServing(
+                host=self._config.reported_host(), port=port, instance_id=served.facts.instance_id
+            )
             await self._member.report(serving=serving)
             switching = asyncio.create_task(changes.next_switch(self._member))
             try:

@@ -200,14 +200,14 @@ def _measure_context(
     n_tokens, found = n_computed * n_times, unknown
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
-        short_ns, long_ns = _beside_context(engine, times, n_rows, deadline_s)
+        short_ns, long_ns = _context_steps(engine, times, n_rows, deadline_s)
         row_ns = max(0, long_ns - short_ns) / (n_rows * n_tokens)
         if row_ns:  # else noise has hidden it
             found = _guess(engine, row_ns) if is_per_lane else _Context(row_ns)
         tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that
         fits = tile_ns <= tile_s * 1e9
         if fits and found.row_ns and _has_two_prices(engine) and min(rows_max, n_tokens) >= TILE:
-            short_ns, long_ns = _beside_context(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
+            short_ns, long_ns = _context_steps(engine, times, TILE, time.monotonic() + tile_s, tile_ns)
             tiled_ns = (long_ns - short_ns) / (TILE * n_tokens)
             if is_per_lane:
                 tiled_ns = min(found.row_ns, (TILE * tiled_ns - found.row_ns) / (TILE - 1))
@@ -222,7 +222,7 @@ def _guess(engine: NativeEngine, row_ns: float) -> _Context:
     return _Context(row_ns, FURTHER_PART * row_ns if engine.attention.has_scores else 0.0)
 
 
-def _beside_context(
+def _context_steps(
     engine: NativeEngine, times: StepTimes, n_rows: int, deadline_s: float, pass_ns: float = 0.0
 ) -> tuple[int, int]:
     """Return the fastest steps of n_rows of an empty lane and of the long one, whose passes take pass_ns."""

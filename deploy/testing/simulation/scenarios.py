@@ -73,7 +73,7 @@ class Beside:
         return self.during.itl_p99_ms / self.quiet.itl_p99_ms
 
 
-def prompt_beside(
+def prompt_during_decode(
     stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, *, link_ns: int = 0, setup: Setup = AUTO
 ) -> Beside:
     """Let a long prompt arrive while streams run."""

@@ -169,7 +169,7 @@ async def test_who_is_accused_twice_without_a_token_does_not_go_on_from_what_is_
         world.stages.n_behind = 0
         world.disconnect(error)
         world.connect()
-        there.append(client.session.n_there)
+        there.append(client.session.n_kept)
     assert there[0] > 0
     assert (there[1] == 0) == isinstance(error, InternalError)
     world.finish()

@@ -220,8 +220,8 @@ def test_what_stayed_and_what_is_sent_again_is_counted(world: World) -> None:
         session.n_sent = n_sent
     world.conductor.admission.running.update(enumerate(running))
     world.prepared()
-    for session, n_there in zip(running, (19, 12, 0), strict=True):
-        session.start(n_there)
+    for session, n_kept in zip(running, (19, 12, 0), strict=True):
+        session.start(n_kept)
     assert world.moves.connected(3 * S)
     move = world.moves.latest
     assert move is not None

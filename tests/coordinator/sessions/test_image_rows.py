@@ -81,8 +81,8 @@ def test_rows_that_see_each_other_leave_together_again_after_a_loss(rows_max: in
 
 def test_rows_in_a_grid_say_their_places_again_after_a_loss() -> None:
     one = Session(1, in_grids(), lambda _: False)
-    for n_there, begin in ((0, 0), (4, 2)):  # stages come back to no row inside an image
-        one.start(n_there)
+    for n_kept, begin in ((0, 0), (4, 2)):  # stages come back to no row inside an image
+        one.start(n_kept)
         one.stops = [3, 5, 6]  # nor do they keep a checkpoint there
         frames = [chunk.leave() for chunk in chunks_of(one, 2)]
         assert frames[0].position == begin

@@ -180,10 +180,10 @@ def test_what_is_there_is_there_for_the_next_start_alone() -> None:
     closes = kept.left_behind(going_on)
     assert [(frame.session.session_id, frame.flags) for frame in closes] == [(8, Flag.CLOSE), (9, Flag.CLOSE)]
     assert [frame.flags for frame in kept.start(going_on[0])] == [Flag.OPEN, Flag.TRIM]
-    assert (going_on[0].n_sent, going_on[0].n_there) == (40, 40)
+    assert (going_on[0].n_sent, going_on[0].n_kept) == (40, 40)
     frames = kept.start(going_on[0])
     assert [(frame.flags, frame.position) for frame in frames] == [(Flag.OPEN, 0), (Flag.TRIM, 0)], "others hold it yet"
-    assert (going_on[0].n_sent, going_on[0].n_there) == (0, 0)
+    assert (going_on[0].n_sent, going_on[0].n_kept) == (0, 0)
 
 
 def test_who_goes_on_from_what_is_there_copies_nothing_into_it() -> None:

@@ -52,13 +52,13 @@ def test_rows_whose_scores_a_loss_took_are_read_again() -> None:
     session.start()
     chunks_of(session, 64)
     score(session, 4)
-    opening, trim = session.start(n_there=6)
+    opening, trim = session.start(n_kept=6)
     assert shape([opening, trim]) == [(0, (), Flag.OPEN), (0, (), Flag.TRIM)]
     (chunk,) = chunks_of(session, 64)
     assert (chunk.position, len(chunk.tokens)) == (0, 8)
     score(session, 8)
     assert len(session.scores) == 7
-    session.start(n_there=6)
+    session.start(n_kept=6)
     assert [frame.position for frame in chunks_of(session, 64)] == [6]
 
 

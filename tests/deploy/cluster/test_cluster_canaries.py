@@ -148,8 +148,8 @@ def loses_a_row(patch: pytest.MonkeyPatch) -> None:
     """Of a history that is replayed, the latest token is left out."""
     start = Session.start
 
-    def forgetful(self: Session, n_there: int = 0) -> Any:
-        frames = start(self, n_there)
+    def forgetful(self: Session, n_kept: int = 0) -> Any:
+        frames = start(self, n_kept)
         if self.n_generated and self.n_sent < len(self.history) - 1:
             self.n_sent += 1
         return frames

@@ -56,7 +56,7 @@ def test_who_serves_between_its_deaths_is_never_given_up_and_who_does_not_is_soo
 def test_a_process_that_was_told_something_impossible_is_given_up_at_once() -> None:
     history = RestartHistory(RestartPolicy())
     assert history.died(100, 2) is None
-    assert history.given_up("coordinator ended with exit code 2") == "coordinator ended with exit code 2"
+    assert history.ended_because("coordinator ended with exit code 2") == "coordinator ended with exit code 2"
 
 
 def test_starts_that_a_native_fault_ended_are_given_up_earlier() -> None:

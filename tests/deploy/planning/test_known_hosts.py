@@ -17,7 +17,7 @@ from relayline.coordinator.planner.speed import Sample
 from relayline.deploy.cli.survey import teller
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.prepare import settled
-from relayline.deploy.launch.survey import told_of, unknown_hosts, wants_survey
+from relayline.deploy.launch.survey import plan_record, unknown_hosts, wants_survey
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning.busy import BUSY_SLOWER_MAX
 from relayline.deploy.planning.inputs import best_for, instance_of, load_of, shape_of
@@ -206,7 +206,7 @@ def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     whole = settled(manifest(), DEMO_MODEL, [(0, 2), (2, 8)])
     plan_file = tmp_path / "plan.json"
-    write_plan(plan_file, said := told_of(whole, DEMO_MODEL))
+    write_plan(plan_file, said := plan_record(whole, DEMO_MODEL))
     tell = teller(whole, plan_file)
     assert tell(PoolState((2,), ("laptop", "server"), ("laptop",))) == said, "drained, and nothing has moved yet"
     moved = tell(PoolState((5,), ("laptop", "server")))
@@ -254,6 +254,6 @@ def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_cho
 
 def test_a_plan_of_given_layers_is_told_too() -> None:
     n_layers = inspect_model(DEMO_MODEL).n_layers
-    said = told_of(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
+    said = plan_record(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
     assert [stage["layers"] for stage in said["stages"]] == [[0, 3], [3, n_layers]]
     assert said["from"] == "estimated"

@@ -16,7 +16,7 @@ from relayline.deploy.testing.simulation.scenarios import (
     burst,
     churn,
     paused,
-    prompt_beside,
+    prompt_during_decode,
     slowing,
     steady,
     steady_figures,
@@ -131,14 +131,14 @@ def test_one_stream_goes_row_by_row_at_full_speed() -> None:
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("n_streams", [1, 4, 16])
 def test_a_long_prompt_leaves_running_streams_their_pace(curve: str, n_streams: int) -> None:
-    seen = prompt_beside(equal_stages(2, curve), n_streams, 2_000)
+    seen = prompt_during_decode(equal_stages(2, curve), n_streams, 2_000)
     assert seen.itl_p99_ratio <= 2.0
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms, "and the prompt advances all the same"
 
 
 def test_flights_of_single_rows_meet_where_pairs_have_room_for_a_prompt() -> None:
     """Flights of one row are best for four streams alone; two of two rows take six rows of a prompt along each."""
-    seen = prompt_beside(equal_stages(2, "matrix"), 4, 1_000)
+    seen = prompt_during_decode(equal_stages(2, "matrix"), 4, 1_000)
     assert seen.quiet.rows_mean == pytest.approx(1, rel=0.1)
     assert seen.itl_p99_ratio <= 1.7
     assert seen.ttft_ms <= 2.2 * seen.ttft_alone_ms
@@ -148,12 +148,12 @@ def test_flights_of_single_rows_meet_where_pairs_have_room_for_a_prompt() -> Non
 @pytest.mark.parametrize("n_streams", [4, 6, 8])
 def test_decode_flights_behind_a_flight_of_prompt_rows_keep_their_pace_on_many_stages(n_streams: int) -> None:
     """They cannot overtake it, so that its way through all stages is theirs: a large chunk would take four steps."""
-    assert prompt_beside(equal_stages(4, "matrix"), n_streams, 600).itl_p99_ratio <= 1.95
+    assert prompt_during_decode(equal_stages(4, "matrix"), n_streams, 600).itl_p99_ratio <= 1.95
 
 
 def test_prompt_rows_suit_flights_that_were_chosen_by_hand() -> None:
     """Automatically four streams would meet beside a prompt, with more of its rows riding than single rows can take."""
-    assert prompt_beside(equal_stages(2, "matrix"), 4, 1_000, setup=fixed(4, 1)).itl_p99_ratio <= 2.0
+    assert prompt_during_decode(equal_stages(2, "matrix"), 4, 1_000, setup=fixed(4, 1)).itl_p99_ratio <= 2.0
 
 
 @pytest.mark.parametrize(("factor", "link_ms", "most_ms"), [(1.05, 0, 12), (1.15, 0, 24), (1.0, 10, 38)])
@@ -219,10 +219,10 @@ def test_rows_of_a_growing_context_are_known_to_be_dearer(
     dearer by a fifth.
     """
     stages = equal_stages(2, "arithmetic", context_ns=13_000, context_tiled_ns=context_tiled_ns)
-    known = prompt_beside(stages, n_streams, 2_000)
+    known = prompt_during_decode(stages, n_streams, 2_000)
     assert known.itl_p99_ratio <= 2.0 * 1.2
     monkeypatch.setattr(GroupPlanner, "at", lambda self, *_: self)
-    unknown = prompt_beside(stages, n_streams, 2_000)
+    unknown = prompt_during_decode(stages, n_streams, 2_000)
     assert known.itl_p99_ratio < unknown.itl_p99_ratio
 
 
@@ -368,7 +368,7 @@ def test_many_streams_and_stages_come_close_to_the_bound(n_stages: int, n_stream
 def test_who_allows_running_streams_a_longer_wait_has_prompts_read_sooner() -> None:
     stages, found = equal_stages(2, "arithmetic"), []
     for stretch in (2.0, 4.0):
-        seen = prompt_beside(stages, 4, 500, setup=Setup(ScheduleConfig(itl_stretch=stretch)))
+        seen = prompt_during_decode(stages, 4, 500, setup=Setup(ScheduleConfig(itl_stretch=stretch)))
         assert seen.during.itl_mean_ms <= stretch * seen.quiet.itl_mean_ms
         found.append(seen.ttft_ms)
     assert found[1] < 0.8 * found[0]

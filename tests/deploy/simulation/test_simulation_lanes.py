@@ -8,7 +8,7 @@ import pytest
 
 from relayline.coordinator.schedule import stage_cost
 from relayline.deploy.testing.simulation.run import Simulation
-from relayline.deploy.testing.simulation.scenarios import churn, prompt_beside, steady, steady_part
+from relayline.deploy.testing.simulation.scenarios import churn, prompt_during_decode, steady, steady_part
 from relayline.deploy.testing.simulation.world import MS, Request, StageModel, World, equal_stages
 
 
@@ -42,7 +42,7 @@ def test_churn_breaks_no_rule(seed: int, prices: tuple[float, float]) -> None:
 @pytest.mark.parametrize(("n_streams", "ratio_max"), [(4, 2.0), (16, 2.2)])
 def test_a_long_prompt_leaves_running_streams_their_pace(n_streams: int, ratio_max: float) -> None:
     """With many streams the blocks are cut anew when the prompt comes, and some streams wait for theirs once."""
-    seen = prompt_beside(per_lane(2, "arithmetic"), n_streams, 1_000)
+    seen = prompt_during_decode(per_lane(2, "arithmetic"), n_streams, 1_000)
     assert seen.itl_p99_ratio <= ratio_max
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms
 
@@ -50,9 +50,9 @@ def test_a_long_prompt_leaves_running_streams_their_pace(n_streams: int, ratio_m
 def test_plans_know_that_further_rows_of_a_chunk_cost_less_than_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prices as in docs/results/curves.md. Plans that take every row for a first one send fewer at once."""
     stages = per_lane(2, "arithmetic", 6_000, 1_500)
-    seen = prompt_beside(stages, 4, 1_000)
+    seen = prompt_during_decode(stages, 4, 1_000)
     monkeypatch.setattr(stage_cost, "price_per_lane", lambda first_ns, _, row_tokens, __: first_ns * row_tokens)
-    blind = prompt_beside(stages, 4, 1_000)
+    blind = prompt_during_decode(stages, 4, 1_000)
     assert seen.itl_p99_ratio <= 2.1
     assert seen.ttft_ms < 0.95 * blind.ttft_ms
 

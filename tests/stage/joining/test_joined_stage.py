@@ -344,7 +344,7 @@ def test_where_a_stage_listens_and_what_it_tells(
     tmp_path: Path, given: dict[str, str], listens: str, told: str
 ) -> None:
     made = config("127.0.0.1:7000", tmp_path, **given)
-    assert (made.listen_host(), made.told_host()) == (listens, told)
+    assert (made.listen_host(), made.reported_host()) == (listens, told)
 
 
 def test_the_side_that_faces_the_coordinator() -> None:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from relayline.coordinator.engine.revoking import check_servers, keep_told
+from relayline.coordinator.engine.revoking import check_servers, push_revocations
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 from relayline.coordinator.joining.port import make_roster, serve_joining
@@ -497,7 +497,7 @@ async def test_a_coordinator_leaves_a_stage_whose_own_credential_is_revoked(tmp_
     async with guarded_stage(security_of(ids.box2)) as (_, address, listener):
         known, clients = Revocations(head), [ToldClient(address, head)]
         await check_servers([address], head, known)
-        telling = asyncio.create_task(keep_told(known, clients, head, lost.set_result))
+        telling = asyncio.create_task(push_revocations(known, clients, head, lost.set_result))
         revoke(ids.ca, lambda identity: identity.name == "box1", NOW)
         async with asyncio.timeout(WAIT_S):
             await clients[0].told.wait()

@@ -121,7 +121,7 @@ class RunAhead:
         return frozenset([item.lane.index for item in rows.values()])
 
     def next_step(self, now_ns: int) -> Step | None:
-        """Return the rows that the streams will probably ask for, None if there are none."""
+        """Return the rows that the streams will probably ask for, None if there are none. Then nothing is due."""
         frames = self._frames(self._streams, self._room(0), now_ns)
         return Step([], frames, AHEAD, now_ns, 0, 0) if frames else None
 
@@ -159,7 +159,10 @@ class RunAhead:
     def _frames(self, keys: Iterable[_Key], room: int, now_ns: int) -> list[QueuedFrame]:
         """Return the frames of those of the streams that may run, as the coordinator would send them."""
         streams = [(key, self._streams[key]) for key in keys if key in self._streams]
-        due = [(key, stream) for key, stream in streams if stream.may_run and self._fits(key, stream)][:room]
+        due = [(key, stream) for key, stream in streams if stream.may_run]
+        for key, stream in due:
+            stream.is_due = self._fits(key, stream)  # otherwise its epoch is over, or its answer as long as may be
+        due = [each for each in due if each[1].is_due][:room]
         payload = np.array([[stream.token] for _, stream in due], np.int32)
         return [
             QueuedFrame(
@@ -289,7 +292,7 @@ class RunAhead:
             for sample in output.samples:
                 key = (output.route_id, sample.session_id)
                 frame = members.get(key)
-                if frame is None or not frame.flags & Flag.WANTS_SAMPLE:
+                if frame is None or not frame.flags & Flag.WANTS_SAMPLE or sample.embedding:
                     continue
                 stream = self._streams.setdefault(key, _Stream())
                 stream.position, stream.token, stream.epoch = sample.position, sample.token, frame.epoch

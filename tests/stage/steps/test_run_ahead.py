@@ -21,7 +21,7 @@ from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes.frames import Flag
 from tests.stage.steps.test_picking import KINDS, N_TOKENS
 from tests.support.draft_world import GUESSES, KEYS, SAMPLE, DraftWorld, frame_of, played_plainly
-from tests.support.fakes import MAX_ROWS, ROUTE, FakeEngine, control, new_executor, rows_frame, step_of
+from tests.support.fakes import CTX, MAX_ROWS, ROUTE, FakeEngine, control, new_executor, rows_frame, step_of
 from tests.support.polling import pause
 
 PLAIN_KINDS = [kind for kind in KINDS if "grammar" not in kind]
@@ -187,6 +187,30 @@ def test_a_failed_step_ahead_is_no_fault_of_anybody() -> None:
     truth = played_plainly(DraftWorld({}), 8)
     world.run([world.row(key) for key in KEYS])
     assert all(world.history[key] == truth[key][: len(world.history[key])] for key in KEYS)
+
+
+def test_streams_of_an_epoch_that_is_over_are_not_due() -> None:
+    """The decode thread asks again at once as long as something is due."""
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    world.ahead.settle()
+    for route_id in {key[0] for key in KEYS}:
+        world.executor.leave_route(route_id)
+    assert world.ahead.is_due
+    assert world.ahead.next_step(0) is None
+    assert not world.ahead.is_due
+
+
+def test_a_stream_at_the_end_of_its_lane_is_not_due() -> None:
+    world = ahead_world()
+    key = KEYS[0]
+    for other in KEYS[1:]:
+        world.run([control(other[1], Flag.CLOSE, route_id=other[0])])
+    while len(world.history[key]) <= CTX:
+        world.run([world.row(key)])
+    assert not world.ahead.lanes
+    assert not world.ahead.is_due
 
 
 def test_a_stage_of_several_computes_nothing_ahead() -> None:

@@ -32,6 +32,7 @@ log = logging.getLogger("relayline.up")
 
 STOP_TIMEOUT_S = COORDINATOR_STOP_TIMEOUT_S + 2 * STAGE_STOP_TIMEOUT_S  # of a whole pipeline: its drain, its stages
 
+BEHIND = "runs as before the last change: one before it did not come up; `up` again goes on"
 LEAVES = "takes no new requests; it starts again when those that run there have ended"
 
 Echo = Callable[[str, str], None]
@@ -151,7 +152,9 @@ class Keeper:
                 self.board.set_process(each.local.name, is_behind=True)
         for at, each in enumerate(waiting):
             if not await self._renew(served, each):
-                left = [other.backend.name for other in waiting[at + 1 :]]
+                left = [other.local.name for other in waiting[at + 1 :] if other.local is not None]
+                for name in left:
+                    self.board.set_process(name, detail=BEHIND)
                 if left:
                     log.warning("%s did not come up, so these stay as they are: %s", each.backend.name, ", ".join(left))
                 return

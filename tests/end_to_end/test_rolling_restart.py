@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -56,9 +57,13 @@ class Clients:
                 self.answers[answer.status, answer.headers[PIPELINE_HEADER]] += 1
 
 
-async def pids(state: Path) -> dict[str, int]:
+async def processes(state: Path) -> dict[str, dict[str, Any]]:
     (house,) = json.loads((await asyncio.to_thread(relayline, "status", "--state-dir", state, "--json")).stdout)
-    return {each["name"]: each["pid"] for each in house["processes"] if each["state"] == "ready"}
+    return {each["name"]: each for each in house["processes"]}
+
+
+async def pids(state: Path) -> dict[str, int]:
+    return {name: each["pid"] for name, each in (await processes(state)).items() if each["state"] == "ready"}
 
 
 async def context_of(session: aiohttp.ClientSession, name: str) -> int:
@@ -92,7 +97,9 @@ async def test_replicas_take_a_changed_manifest_one_after_the_other(tmp_path: Pa
                 failed = await asyncio.to_thread(relayline, *again, timeout_s=150)
                 assert failed.returncode == 1
                 assert "chat-2: not changed, because another one did not come up" in failed.stderr
-                assert (await pids(state))["house-chat-2"] == after["house-chat-2"]
+                left = (await processes(state))["house-chat-2"]
+                assert (left["pid"], left["state"]) == (after["house-chat-2"], "ready")
+                assert "runs as before the last change" in left["detail"]
                 (tmp_path / "chat.yaml").write_text(manifest(256))
                 mended = await asyncio.to_thread(relayline, *again, timeout_s=150)
                 assert mended.returncode == 0, mended.stderr

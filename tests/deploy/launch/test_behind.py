@@ -63,9 +63,13 @@ def test_each_is_a_manifest_as_up_starts_it(house: Write) -> None:
     assert "lanes" in first.spec.context.model_fields_set
 
 
-def test_what_a_manifest_leaves_open_stays_open_behind_a_gateway(house: Write) -> None:
+def test_what_a_manifest_leaves_open_stays_open_behind_a_gateway(house: Write, tmp_path: Path) -> None:
     """The address that other hosts are given is this machine's, as for a pipeline by itself."""
     (_, second, _) = pipelines_behind(load_gateway(house(TWO)))
+    inner = tmp_path / "inner.yaml"
+    inner.write_text(inner.read_text().replace("tokens: 64, lanes: 2", "tokens: 64"))
+    (first, *_) = pipelines_behind(load_gateway(tmp_path / "house.yaml"))
+    assert "lanes" not in first.manifest.spec.context.model_fields_set, "so a model with large states has fewer"
     assert at_home(second.manifest, lambda _: False, lambda _: "10.255.0.9").spec.coordinator.host == "10.255.0.9"
 
 

@@ -106,7 +106,7 @@ class Passes:
         return window.root
 
     def _open(self, now_ns: int) -> Window:
-        self.close(now_ns)
+        self._close(now_ns)  # not finished here: the answer that made room for this pass may still have to be counted
         root = trace_context.new_root()
         window = self._current = Window(root, self._is_sampled(root), now_ns, now_ns, self.n_stages)
         self._windows[window.trace_id] = window
@@ -139,11 +139,16 @@ class Passes:
                 window.waiting = {key for key in window.waiting if key[0] != session_id}
 
     def close(self, now_ns: int) -> None:
-        """Close the current window for new passes."""
+        """Close the current window for new passes, and finish it if no answers are to come."""
+        window = self._close(now_ns)
+        if window is not None:
+            self._finish_if_over(window)
+
+    def _close(self, now_ns: int) -> Window | None:
         window, self._current = self._current, None
         if window is not None:
             window.is_closed, window.closed_ns = True, now_ns
-            self._finish_if_over(window)
+        return window
 
     def look(self, now_ns: int) -> None:
         """Close the current window after its second, and finish windows whose answers do not come."""

@@ -134,6 +134,18 @@ def test_the_answer_that_ends_a_session_is_counted() -> None:
     assert [(window.n_tokens, window.last_ns) for window in world.done] == [(1, WINDOW_NS + 1)]
 
 
+def test_an_answer_that_makes_room_for_the_first_pass_of_the_next_second_is_counted() -> None:
+    """Frames that follow from an answer leave before it is counted."""
+    world = World()
+    context = world.leave(0, 1)
+    world.passes.forget(1)
+    following = world.leave(WINDOW_NS, 2)
+    assert world.done == []
+    world.back(context, WINDOW_NS + MS, 1)
+    assert [(window.root, window.n_tokens) for window in world.done] == [(context, 1)]
+    assert world.passes.window_of(following) is not None
+
+
 def test_any_answer_ends_seconds_that_wait_for_nobody() -> None:
     world = World()
     world.leave(0, 1)

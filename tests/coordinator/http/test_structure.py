@@ -58,6 +58,8 @@ SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "p", "strict": T
 LOOSE = {key: value for key, value in PERSON.items() if key != "additionalProperties"}
 FREE = {**LOOSE, "additionalProperties": {"type": "integer"}}
 MORE = '{"name":"","age":1,"height":2}'
+NAMED_TWICE = '{"name":"","age":1,"age":2}'
+FREE_TWICE = '{"name":"","age":1,"height":2,"height":3}'  # no grammar can count them, as docs/reference/http-api.md says
 GBNF = 'root ::= "a"* end\nend ::= "b"'
 
 
@@ -69,7 +71,7 @@ GBNF = 'root ::= "a"* end\nend ::= "b"'
         ({"response_format": {"type": "json_object", "schema": PERSON}}, "response_format.schema", PEOPLE),
         ({"json_schema": PERSON}, "json_schema", PEOPLE),
         ({"json_schema": LOOSE}, "json_schema", (PEOPLE[0], [*PEOPLE[1], MORE])),
-        ({"json_schema": FREE}, "json_schema", ([*PEOPLE[0], MORE], PEOPLE[1])),
+        ({"json_schema": FREE}, "json_schema", ([*PEOPLE[0], MORE, FREE_TWICE], [*PEOPLE[1], NAMED_TWICE])),
         ({"json_schema": True}, "json_schema", (["5", '{"a":1}', '"x"', "null"], ["x", ""])),
         ({"guided_json": PERSON}, "guided_json", PEOPLE),
         ({"guided_json": json.dumps(PERSON)}, "guided_json", PEOPLE),

@@ -33,10 +33,7 @@ class Result:
         known: dict[str, list[str]] = {}
         unknown = []
         for test, message in self.failures:
-            reason = next(
-                (why for name, pattern, why in EXPLAINED if re.fullmatch(name, self.suite.name)
-                 and re.search(pattern, f"{test}: {message}")), "",
-            )  # fmt: skip
+            reason = next((each.reason for each in EXPLAINED if each.fits(self.suite.name, test, message)), "")
             if reason:
                 known.setdefault(reason, []).append(test)
             else:

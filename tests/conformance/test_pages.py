@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.conformance import commands
 from tests.conformance.commands import SUITES_DIR
+from tests.conformance.explained import EXPLAINED, Explanation
 from tests.conformance.results import Result, read_report, written
 from tests.conformance.table import SUITES
 
 REPORT = """<testsuites><testsuite>
-<testcase classname="a.TestModels" name="test_delete">
-<failure message="Error code: 405 - DELETE is not allowed on /v1/models/x"/></testcase>
+<testcase classname="a.TestModels" name="test_method_delete[loose]">
+<failure message="openai.APIStatusError: Error code: 405 - DELETE is not allowed on /v1/models/relayline-demo"/>
+</testcase>
+<testcase classname="a.TestModels" name="test_method_delete[strict]">
+<failure message="openai.InternalServerError: Error code: 500 - internal error"/></testcase>
 <testcase classname="a.TestModels" name="test_list"/>
 <testcase classname="a.TestModels" name="test_odd"><skipped/></testcase>
 <testcase name="POST /x"><failure message="ST101">1. Server
@@ -29,16 +34,34 @@ def test_a_report_is_told_apart(tmp_path: Path) -> None:
     result, other = Result(SUITES[0], "openai 1", "2026-11-27, abc"), Result(SUITES[1], "anthropic 1")
     read_report(result, report)
     read_report(other, report)
-    assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 3)
+    assert (result.n_passed, result.n_skipped, len(result.failures)) == (1, 1, 4)
     known, unknown = result.split()
-    assert [*known.values()] == [["TestModels::test_delete"]]
-    assert unknown == [("POST /x", "ST101 1. Server error"), ("TestModels::test_bad", "AssertionError: nobody knows")]
-    assert len(other.split()[1]) == 3  # the explanation is of another suite
+    assert [*known.values()] == [["TestModels::test_method_delete[loose]"]]
+    assert unknown == [
+        ("TestModels::test_method_delete[strict]", "openai.InternalServerError: Error code: 500 - internal error"),
+        ("POST /x", "ST101 1. Server error"),
+        ("TestModels::test_bad", "AssertionError: nobody knows"),
+    ]
+    assert len(other.split()[1]) == 4  # the explanation is of another suite
     page = written([result, Result(SUITES[2], skipped="no such package")])
-    assert "| openai-python | openai 1 | 2026-11-27, abc | 1 | 1 | 1 | 2 |" in page
+    assert "| openai-python | openai 1 | 2026-11-27, abc | 1 | 1 | 1 | 3 |" in page
     assert "not run: no such package" in page
     assert "## Not explained" in page
-    assert "client. (`TestModels::test_delete`)" in page
+    assert "client. (`TestModels::test_method_delete`)" in page
+
+
+@pytest.mark.parametrize("explanation", EXPLAINED, ids=lambda each: f"{each.suite}-{each.tests}")
+def test_an_explanation_holds_for_no_other_failure(explanation: Explanation) -> None:
+    assert explanation.suite in {suite.name for suite in SUITES}
+    for message in (
+        "",
+        "it failed",
+        "Error code: 500 - internal error",
+        "assert 500 == 200 + where 500 = <utils.Server",
+    ):
+        assert not re.match(explanation.message, message)
+    for test in ("", "test_other", "TestOther::test_other"):
+        assert not re.fullmatch(explanation.tests, test)
 
 
 def test_a_suite_that_leaves_no_report_has_failed(tmp_path: Path) -> None:

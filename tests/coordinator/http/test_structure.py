@@ -59,7 +59,9 @@ LOOSE = {key: value for key, value in PERSON.items() if key != "additionalProper
 FREE = {**LOOSE, "additionalProperties": {"type": "integer"}}
 MORE = '{"name":"","age":1,"height":2}'
 NAMED_TWICE = '{"name":"","age":1,"age":2}'
-FREE_TWICE = '{"name":"","age":1,"height":2,"height":3}'  # no grammar can count them, as docs/reference/http-api.md says
+FREE_TWICE = (
+    '{"name":"","age":1,"height":2,"height":3}'  # no grammar can count them, as docs/reference/http-api.md says
+)
 GBNF = 'root ::= "a"* end\nend ::= "b"'
 
 

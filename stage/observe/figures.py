@@ -35,6 +35,7 @@ COUNTERS: tuple[Figure, ...] = (  # of StageStats
     Figure(names.METRIC_STEPS, "Native steps", "n_steps"),
     Figure(names.METRIC_ROWS, "Rows decoded, without padding", "n_rows"),
     Figure(names.METRIC_ROWS_AHEAD, "Of these rows, those computed before they were asked for", "n_rows_ahead"),
+    Figure(names.METRIC_ROWS_DROPPED, "Rows computed ahead in vain; not among the rows decoded", "n_rows_dropped"),
     Figure(names.METRIC_PADDED_ROWS, "Padding rows decoded in the same steps", "n_padded_rows"),
     Figure(names.METRIC_MICRO_BATCHES, "Micro-batches that llama.cpp ran", "n_micro_batches"),
     Figure(names.METRIC_STEP_SECONDS, "Time inside native decode", "busy_ns", SECONDS),

@@ -39,6 +39,7 @@ class StageStats:
         self.wait_sum_ns = self.encode_ns = 0
         self.predicted_ns = self.measured_ns = 0  # of the steps for which the cost curves said anything
         self.n_decode_frames = self.decode_held_ns = 0  # held: waiting and in native steps
+        self.n_rows_dropped = 0  # computed ahead in vain
         self.n_rows_ahead = 0  # computed before they were asked for, see stage.steps.run_ahead
         self.n_epochs = 0  # times that a coordinator connected this stage
         self.n_steps = self.n_rows = self.n_frames = self.busy_ns = self.n_padded_rows = self.n_micro_batches = 0
@@ -48,6 +49,7 @@ class StageStats:
 
     def step_done(self, result: StepResult) -> None:
         """Count one step. A batch of only controls, or with all frames refused, is not a native step."""
+        self.n_rows_dropped += result.n_dropped
         waits_ns = result.waits_ns
         self.recent_wait_ns.extend(waits_ns)
         for wait_ns in waits_ns:

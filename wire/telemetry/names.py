@@ -245,6 +245,7 @@ METRIC_FRAME_WAIT: Final = "relayline_frame_wait_seconds"  # histogram
 METRIC_STEPS: Final = "relayline_steps"
 METRIC_ROWS: Final = "relayline_rows"
 METRIC_ROWS_AHEAD: Final = "relayline_rows_ahead"
+METRIC_ROWS_DROPPED: Final = "relayline_rows_ahead_dropped"
 METRIC_PADDED_ROWS: Final = "relayline_padded_rows"
 METRIC_MICRO_BATCHES: Final = "relayline_micro_batches"
 METRIC_CLOSE_REASONS: Final = "relayline_batch_close"  # by reason

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from relayline.stage.observe.stats import StageStats
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import DrainPolicy
@@ -107,6 +108,9 @@ def test_a_row_ahead_that_nobody_asks_for_leaves_nothing() -> None:
     assert before != world.engine.lanes
     assert world.ahead.n_dropped == n_dropped + len(KEYS)
     assert not world.ahead.lanes
+    stats = StageStats()
+    stats.step_done(world.run([world.row(key) for key in KEYS]))
+    assert stats.n_rows_dropped == len(KEYS)
 
 
 def test_a_close_takes_the_row_ahead_of_its_session_alone() -> None:

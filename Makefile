@@ -82,8 +82,8 @@ test: setup ## the whole test suite
 test-quick: setup ## without the slow tests
 	@$(PYTEST) -m "not slow and not mlflow and not bench and not nightly"
 
-test-nightly: setup ## the cases of large grids that the other targets leave out
-	@$(PYTEST) -m nightly
+test-nightly: setup ## the cases of large grids, and the drawn examples, that the other targets leave out
+	@RELAYLINE_EXAMPLES=all $(PYTEST) -m "nightly or hypothesis"
 
 test-plain: ## what runs llama.cpp, against one without relayline's kernels, which it compiles in build/plain
 	@$(MAKE) --no-print-directory VENV=$(PLAIN) RELAYLINE_KERNELS=off setup

@@ -25,6 +25,7 @@ from relayline.coordinator.answers.syntax import (
     write_calls,
 )
 from relayline.coordinator.answers.tagged_calls import Types, json_of, type_of
+from tests.support.examples import thinned
 
 BY_LABEL = {syntax.label: syntax for syntax in SYNTAXES}
 MARKED = [syntax for syntax in SYNTAXES if syntax.trigger]
@@ -144,7 +145,7 @@ _VALUES = st.recursive(
 _ARGUMENTS = st.dictionaries(_NAMES, _VALUES, max_size=4)
 
 
-@settings(max_examples=150)
+@settings(max_examples=thinned(150))
 @given(st.sampled_from(SYNTAXES), st.dictionaries(_NAMES, _ARGUMENTS, min_size=1, max_size=3), st.data())
 def test_any_calls_in_any_pieces(syntax: Syntax, tools: dict[str, dict[str, Any]], data: st.DataObject) -> None:
     calls = [*tools.items()]
@@ -155,7 +156,7 @@ def test_any_calls_in_any_pieces(syntax: Syntax, tools: dict[str, dict[str, Any]
     assert found.text == ""
 
 
-@settings(max_examples=150)
+@settings(max_examples=thinned(150))
 @given(st.sampled_from(SYNTAXES), st.lists(st.text('<>/{}[]":, \nabtoolcf_=', max_size=12), max_size=8), st.data())
 def test_any_text_comes_out_the_same_however_it_is_cut(syntax: Syntax, words: list[str], data: st.DataObject) -> None:
     """Marks at random among brackets and letters: mostly no calls, and nothing may be lost, told twice, or raise."""

@@ -24,11 +24,12 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.examples import thinned
 from tests.support.session_world import EVENTS, ORACLE_VOCAB, World, oracle, play
 from tests.support.sessions import SAMPLE
 
 
-@settings(max_examples=200)
+@settings(max_examples=thinned(200))
 @given(
     EVENTS,
     st.integers(1, 3),

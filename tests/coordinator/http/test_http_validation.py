@@ -26,6 +26,7 @@ from relayline.stage.sampling.sampler import SamplingOptions
 from relayline.wire.common.bounds import GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.examples import thinned
 from tests.support.http_support import MODEL, FakeGenerator, serving
 
 LIMITS = HttpLimits()
@@ -411,13 +412,13 @@ def check(status: int, body: dict[str, Any]) -> None:
         assert "\n" not in body["error"]["message"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=thinned(300))
 @given(path=PATHS, body=BODY | JSON)
 def test_no_json_body_is_a_500(post: Post, path: str, body: object) -> None:
     check(*post(path, json.dumps(body).encode()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=thinned(60))
 @given(path=PATHS, raw=st.binary(max_size=60))
 def test_no_bytes_are_a_500(post: Post, path: str, raw: bytes) -> None:
     status, body = post(path, raw)

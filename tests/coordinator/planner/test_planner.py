@@ -19,6 +19,7 @@ from relayline.coordinator.planner.search import Edges, best_split
 from relayline.coordinator.planner.speed import ROWS, Sample, Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain, one_more, other_last
 from relayline.coordinator.schedule.groups import GroupPlanner
+from tests.support.examples import thinned
 
 MB = 1_000_000
 SAME = pytest.approx
@@ -99,7 +100,7 @@ def rate_of(instance: Instance, edges: Edges) -> float:
     return best_rate(Costs(instance), edges, instance.load.streams)
 
 
-@settings(max_examples=N_EXAMPLES)
+@settings(max_examples=thinned(N_EXAMPLES))
 @given(instances())
 def test_no_brute_force_beats_the_planner(instance: Instance) -> None:
     splits = every_split(instance)
@@ -114,7 +115,7 @@ def test_no_brute_force_beats_the_planner(instance: Instance) -> None:
     assert best.rate == SAME(rate_of(instance, best.edges), rel=1e-12)
 
 
-@settings(max_examples=N_EXAMPLES // 2)
+@settings(max_examples=thinned(N_EXAMPLES // 2))
 @given(instances(), st.data())
 def test_given_ranges_are_kept(instance: Instance, data: st.DataObject) -> None:
     splits = every_split(instance)
@@ -130,7 +131,7 @@ def test_given_ranges_are_kept(instance: Instance, data: st.DataObject) -> None:
     assert best.rate == SAME(max(rate_of(fixed, edges) for edges in every_split(fixed)), rel=1e-9)
 
 
-@settings(max_examples=N_EXAMPLES // 2)
+@settings(max_examples=thinned(N_EXAMPLES // 2))
 @given(instances(), st.data())
 def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.DataObject) -> None:
     before = best_split(instance)
@@ -160,7 +161,7 @@ def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.Da
         assert after.rate >= before.rate * (1 - 1e-9)
 
 
-@settings(max_examples=N_EXAMPLES // 2)
+@settings(max_examples=thinned(N_EXAMPLES // 2))
 @given(instances())
 def test_where_nothing_fits_the_remedies_are_true(instance: Instance) -> None:
     if best_split(instance) is not None:

@@ -20,6 +20,7 @@ from relayline.coordinator.sessions.prefixes import Prefixes
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
+from tests.support.examples import thinned
 
 SYSTEM = tuple(range(40))
 
@@ -176,7 +177,7 @@ class World:
 
 @pytest.mark.parametrize("mode", ["auto", "drain"])
 @given(seed=st.integers(0, 2**32), chunk_rows=st.integers(1, 60))
-@settings(max_examples=120)
+@settings(max_examples=thinned(120))
 def test_whoever_leaves_or_begins_again_all_others_are_read_and_nothing_is_copied_too_early(
     mode: str, seed: int, chunk_rows: int
 ) -> None:

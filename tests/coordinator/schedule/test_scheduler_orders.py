@@ -20,6 +20,7 @@ from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.deploy.testing.simulation.world import staircase
 from relayline.wire.envelopes.frames import Flag
+from tests.support.examples import thinned
 from tests.support.scheduling import Fixed, new_session, row, start
 
 
@@ -113,7 +114,7 @@ class Machine:
         assert scheduler.take(0) == []
 
 
-@settings(max_examples=80)
+@settings(max_examples=thinned(80))
 @given(st.sampled_from(["auto", "fixed", "drain"]), st.integers(0, 2**32))
 def test_nothing_is_lost_whatever_the_order(mode: str, seed: int) -> None:
     machine = Machine(mode, seed)

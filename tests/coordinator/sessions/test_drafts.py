@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayline.coordinator.sessions.drafts import LENGTH_MAX, LOOKBACK_TOKENS, Acceptance, Drafter
+from tests.support.examples import thinned
 
 
 def drafter(history: list[int], prediction: list[int] | tuple[int, ...] = ()) -> Drafter:
@@ -144,7 +145,7 @@ def test_the_search_is_bounded() -> None:
     assert drafter([1, 2, 3, *noise, 1, 2]).tokens(0, 1) == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=thinned(300))
 @given(
     history=st.lists(st.integers(0, 3), max_size=30),
     prediction=st.lists(st.integers(0, 3), max_size=20),

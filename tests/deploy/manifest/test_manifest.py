@@ -25,6 +25,7 @@ from relayline.deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX,
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.stage.engine.kv_cache import KV_TYPES
 from relayline.wire.common.kv_layout import KV_LAYOUTS
+from tests.support.examples import thinned
 from tests.support.manifest_strategies import manifests
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: small}\n"
@@ -263,7 +264,7 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
 # --- text and values --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=thinned(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(manifest=manifests())
 def test_written_and_read_back_it_is_the_same(manifest: Manifest) -> None:
     text = dump_manifest(manifest)
@@ -271,7 +272,7 @@ def test_written_and_read_back_it_is_the_same(manifest: Manifest) -> None:
     assert dump_manifest(parsed(text)) == text
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=thinned(100), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), path=st.sampled_from(EXAMPLES))
 def test_mutated_text_is_read_or_refused(data: st.DataObject, path: Path) -> None:
     text = bytearray(path.read_bytes())
@@ -291,14 +292,14 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=thinned(80))
 @given(metadata=VALUES, spec=VALUES)
 def test_any_values_are_read_or_refused(metadata: object, spec: object) -> None:
     text = json.dumps({"apiVersion": API_VERSION, "kind": "Pipeline", "metadata": metadata, "spec": spec})
     assert all(line.startswith("m.yaml:1: ") and "\n" not in line for line in complaints(text.encode()))
 
 
-@settings(max_examples=100)
+@settings(max_examples=thinned(100))
 @given(data=st.binary(max_size=200))
 @example(b"\xef\xbb\xbf" + SMALLEST.encode())
 @example(b"a: \xc2\x85")

@@ -12,6 +12,7 @@ from relayline.stage.steps.batcher import CONTROLS_ONLY, CONTROLS_PER_STEP_MAX, 
 from relayline.stage.steps.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
+from tests.support.examples import thinned
 from tests.support.fakes import ROUTE, FakeEngine, control, new_executor, rows_frame
 
 
@@ -356,7 +357,7 @@ def _frame(event: tuple[object, ...], position: int) -> QueuedFrame:
     return control(session, {"open": Flag.OPEN, "trim": Flag.TRIM, "close": Flag.CLOSE}[str(event[0])], route_id=route)
 
 
-@settings(max_examples=300)
+@settings(max_examples=thinned(300))
 @given(EVENTS)
 def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) -> None:
     """Every frame leaves exactly once, in a step or as dropped, and a session's frames leave in their order."""

@@ -16,6 +16,7 @@ from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import DrainPolicy, GroupPolicy, Policy, SinglePolicy
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
+from tests.support.examples import thinned
 from tests.support.fakes import control, rows_frame
 
 CURVE = CostCurve([(1, 10), (2, 10), (3, 12), (4, 10), (8, 20)])
@@ -57,7 +58,7 @@ def told(step: Step | None) -> tuple[Any, ...] | None:
 @pytest.mark.parametrize(
     "policy", [DrainPolicy(8, 4), SinglePolicy(8), GroupPolicy(8, CURVE)], ids=lambda p: type(p).__name__
 )
-@settings(max_examples=200)
+@settings(max_examples=thinned(200))
 @given(EVENTS)
 def test_frames_pushed_together_run_as_those_pushed_one_by_one(policy: Policy, events: list[Any]) -> None:
     together, singly = Batcher(policy), Batcher(policy)

@@ -27,6 +27,7 @@ from relayline.wire.envelopes import dtypes, envelope
 from relayline.wire.envelopes.frames import Flag
 from tests.stage.sampling.test_constraint import LONG_GRAMMAR
 from tests.support.draft_world import FOLLOWING, GUESSES, KEYS, SAMPLE, DraftWorld, answers_of, frame_of, played_plainly
+from tests.support.examples import thinned
 from tests.support.fakes import CTX, EPOCH, ROUTE, VOCAB, FakeEngine, control, greedy, new_executor, new_wiring, step_of
 
 N_TOKENS = 24
@@ -84,7 +85,7 @@ def test_with_drafts_equals_without(kind: str, n_seeds: int, vocabulary: LLToken
     assert n_accepted > 10 * n_seeds
 
 
-@settings(max_examples=25)
+@settings(max_examples=thinned(25))
 @given(st.integers(0, 1 << 30), st.sampled_from([kind for kind in KINDS if "grammar" not in kind]))
 def test_any_guesses_in_any_split(seed: int, kind: str) -> None:
     plain, drafted = DraftWorld(KINDS[kind], seed=seed), DraftWorld(KINDS[kind], seed=seed)

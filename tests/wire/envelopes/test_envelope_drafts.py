@@ -24,6 +24,7 @@ from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import CHECKSUM_BYTES, EnvelopeView, parse
 from relayline.wire.envelopes.frames import Flag, Head
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.examples import thinned
 from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, varint
 
 SAMPLE, GUESSES = Flag.WANTS_SAMPLE, Flag.WANTS_SAMPLE | Flag.DRAFTED
@@ -222,7 +223,7 @@ def test_round_trip_of_mixed_frames(heads: list[Head], dtype: int, scaled: bool,
     assert canonical(pb.RelayRequest.FromString(message)) == message
 
 
-@settings(max_examples=300)
+@settings(max_examples=thinned(300))
 @given(mixed_heads(), st.sampled_from([DTYPE_TOKENS, DTYPE_F16, DTYPE_F32]), st.data())
 def test_mutated_bytes_are_read_or_refused(heads: list[Head], dtype: int, data: st.DataObject) -> None:
     """Bytes behind the payload above all, where drafts stand, changed, cut out or doubled."""

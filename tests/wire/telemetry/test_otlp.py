@@ -23,6 +23,7 @@ from relayline.wire.telemetry import _otlp
 from relayline.wire.telemetry.otlp import quick, request_of
 from relayline.wire.telemetry.spans import Event, Finished, FinishedSpan, Link
 from relayline.wire.telemetry.telemetry import Role, Telemetry, TelemetryConfig
+from tests.support.examples import thinned
 
 RESOURCE, OTHER = Resource({"service.name": "a", "n": 1}), Resource({"service.name": "b"})
 SCOPE = InstrumentationScope("relayline", "1")
@@ -46,7 +47,7 @@ SPANS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=thinned(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(SPANS, st.sampled_from([RESOURCE, OTHER]), st.integers(0, 3)), min_size=1, max_size=3))
 def test_a_request_is_what_the_sdk_makes_of_the_same_spans(made: list[tuple[Finished, Resource, int]]) -> None:
     spans = [FinishedSpan(said, resource, SCOPE, n_dropped, n_dropped) for said, resource, n_dropped in made]

@@ -15,6 +15,7 @@ from relayline.coordinator.http.inner_form import Inner
 from relayline.coordinator.http.messages import asking as messages
 from relayline.coordinator.http.responses import asking as responses
 from relayline.wire.common.errors import InvalidRequestError
+from tests.support.examples import thinned
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10),
@@ -68,7 +69,7 @@ def check(read: Any, raw: bytes) -> None:
         assert all(json.loads(item)["id"] == item_id for item_id, item in said.input_items)
 
 
-@settings(max_examples=60)
+@settings(max_examples=thinned(60))
 @example(body={"input": [{"role": "user", "content": "a", "id": None}]})
 @given(body=BODY | JSON)
 @pytest.mark.parametrize("read", [responses.read, messages.read, messages.read_counted])

@@ -66,7 +66,7 @@ export class Attachments {
     this.images = [];
     this.reading = Promise.resolve(); // files in the order in which they came
     this.chosen = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true });
-    this.button = h("button", { type: "button", hidden: true, title: "Or paste one, or drop one here", onclick: () => this.chosen.click() }, "Attach image");
+    this.button = h("button", { type: "button", hidden: true, title: "You can also paste an image, or drop it here", onclick: () => this.chosen.click() }, "Attach image");
     this.list = h("ul.attached", { "aria-label": "Attached images", hidden: true });
     this.told = h("p.vh", { role: "status" });
     this.element = h("div.attach", null, this.list, this.told, this.chosen);
@@ -147,7 +147,7 @@ export class Attachments {
   draw() {
     this.list.hidden = !this.images.length;
     this.list.replaceChildren(...this.images.map((image) => h("li", null, ...thumbs([image]),
-      h("button", { type: "button", "aria-label": `Take out ${image.name}`, title: "Take out", onclick: () => this.drop(image) }, "×"))));
+      h("button", { type: "button", "aria-label": `Remove ${image.name}`, title: "Remove", onclick: () => this.drop(image) }, "×"))));
   }
 
   update() {

@@ -43,7 +43,7 @@ export function connectView() {
   const list = h(".tools-list");
   let shown = "";
   return {
-    element: h("section", null, h(".head", null, h("h2", null, "Connect your tool"), h("p", null, "The address is the one that this page came from; replace the key, or leave it where the server asks for none.")), list),
+    element: h("section", null, h(".head", null, h("h2", null, "Connect your tool"), h("p", null, "This is the address of this page. Replace the key; if the server requires none, leave it.")), list),
     update() {
       const base = `${location.origin}${home}v1`;
       const model = feed.facts.model_id || "MODEL";

@@ -142,7 +142,7 @@ export async function ask(path, given = {}) {
   if (frozen) {
     const answer = frozen.answers[frozen.aliases[path] || path];
     if (answer) return { json: async () => answer };
-    throw new ApiError(404, "This report does not hold that.");
+    throw new ApiError(404, "This report does not contain that.");
   }
   const headers = { ...(given.body ? { "Content-Type": "application/json" } : {}) };
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;

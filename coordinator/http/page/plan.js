@@ -41,7 +41,7 @@ export function planView() {
   function showIfs() {
     const counts = computed.streams;
     const base = computed.plans[0];
-    say(note, computed.is_known ? "Predicted from what each stage has measured of its own steps, with the formula that the running scheduler plans with. Memory is not checked here; relayline plan does." : "The stages have not measured their steps yet.");
+    say(note, computed.is_known ? "Predicted from each stage's measured steps, with the formula of the running scheduler. Memory is not checked here; relayline plan checks it." : "The stages have not measured their steps yet.");
     ifs.replaceChildren(
       h("tr", null, h("th", { scope: "col" }, "Plan"), h("th", { scope: "col" }, "Layers"), counts.map((n) => h("th.n", { scope: "col" }, `${n} stream${n === 1 ? "" : "s"}`))),
       ...computed.plans.map((plan) => h("tr", null, h("td", null, plan === base ? h("b", null, plan.name) : plan.name), h("td.num", null, plan.layers.map(layers).join("  ")),
@@ -61,19 +61,19 @@ export function planView() {
     const lines = [];
     if (join) {
       const names = waiting.length ? waiting : ["NAME"];
-      lines.push(h("p.soft", null, waiting.length ? `Waited for: ${waiting.join(", ")}. On that machine:` : "Every place is taken. To move a stage, end it and run on the other machine:"));
+      lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "Every stage has joined. To move a stage to another machine, end it and run there:"));
       for (const name of names) lines.push(codeBlock(`relayline stage --join ${join} --name ${name} --tls DIRECTORY`));
       lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA; on this machine alone --token-file FILE is enough:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
-    } else lines.push(h("p.soft", null, "This coordinator was given the addresses of its stages. For machines that join by themselves, write them into a manifest and start it on the first one; it prints the line for each other:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
-    lines.push(h("p.soft", null, "Another cut, other lanes or another context are a new start. relayline plan says what each needs in memory:"), codeBlock("relayline plan pipeline.yaml"));
+    } else lines.push(h("p.soft", null, "This coordinator was started with the addresses of its stages. To let machines join by themselves, put them into a manifest and start it on the first one. It prints the line for each other machine:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    lines.push(h("p.soft", null, "Other lanes or another context need a new start. relayline plan shows the memory that they need:"), codeBlock("relayline plan pipeline.yaml"));
     next.replaceChildren(...lines);
   }
 
   return {
     element: h("div", null,
       h("section", null, h(".head", null, h("h2", null, "The plan that runs")), h(".panel", null, facts, h(".pad", null, bar, warning, idle), h(".scroll", { tabindex: "0", role: "region", "aria-label": "Stages" }, h("table", null, head, body)))),
-      h("section", null, h(".head", null, h("h2", null, "What others would give"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
+      h("section", null, h(".head", null, h("h2", null, "Predicted speed of other plans"), note, h(".tools", null, h("button", { type: "button", onclick: look }, "Compute again"))), h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Plans" }, h("table", null, ifs))),
       h("section", null, h(".head", null, h("h2", null, "The next machine")), next)),
     show() {
       look();
@@ -91,7 +91,7 @@ export function planView() {
         fact("Lanes", count(state.lanes), `of ${count(state.ctx_tokens)} tokens`),
         fact("Groups", count(plan.n_groups), `of ${plan.group_rows} rows`),
         fact("A token every", ms(period), "predicted"),
-        fact("Beside steps", ms(plan.overhead_ns / 1e6), "a round trip"),
+        fact("Overhead", ms(plan.overhead_ns / 1e6), "per round trip"),
         fact("Prompt chunk", count(plan.chunk_rows), "rows"),
       );
       const unequal = state.imbalance;

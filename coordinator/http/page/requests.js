@@ -9,7 +9,7 @@ const ROWS_SHOWN = 120; // batches in the table at once
 const LANE = 34;
 
 const COLUMNS = [
-  ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts right", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"],
+  ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts accepted", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"],
 ];
 const NARROW_WITHOUT = [3, 5, 6];
 
@@ -108,7 +108,7 @@ export function requestsView() {
   }
 
   function placeholder() {
-    detail.replaceChildren(h("p.empty", null, "Choose a request to see its way through the stages: which batches it travelled in, with whom, how long it waited, and what each step cost against its prediction."));
+    detail.replaceChildren(h("p.empty", null, "Choose a request to see its way through the stages: its batches, the other requests in them, how long it waited, and the time of each step compared with the prediction."));
   }
 
   placeholder();
@@ -246,7 +246,7 @@ class Life {
       fact("First token", ms(stream.ttft_ms)),
       fact("Answer", count(stream.tokens), stream.finish_reason || "so far"),
       fact("Each token", gaps ? ms(gaps.p50) : none, gaps ? `p95 ${ms(gaps.p95)}` : ""),
-      fact("Drafts right", right),
+      fact("Drafts accepted", right),
       fact("Took", ms(trace.duration_ms)),
     );
     this.events.hidden = !stream.events.length && !stream.shared_with;

@@ -457,7 +457,7 @@ export function describeStep(line, step) {
   if (line.dataset.step === key) return; // said once: screen readers would say it again
   line.dataset.step = key;
   if (!step) {
-    line.replaceChildren(h("span.soft", null, "Point at a block to see who travels in it. Arrow keys walk, space pauses, + and − zoom, Enter opens its request."));
+    line.replaceChildren(h("span.soft", null, "Point at a block to see its streams. Arrow keys move, space pauses, + and − zoom, Enter opens its request."));
     return;
   }
   const part = (name, value) => h("span", null, h("span", null, name), h("span.num", null, value));

@@ -103,7 +103,7 @@ async def test_a_person_attaches_images_and_asks_about_them(tokenizer: Tokenizer
         assert (
             await tab.value("document.querySelector('.compose [role=status]').textContent") == "large.png is attached"
         )
-        await tab.value("document.querySelector('[aria-label=\"Take out pasted.png\"]').click()")
+        await tab.value("document.querySelector('[aria-label=\"Remove pasted.png\"]').click()")
         await tab.until(f"{N_SHOWN} === 2")
         await give(tab, "drop", ("broken.png", b"no image"))
         await tab.until("document.querySelector('.bad').innerText.includes('broken.png is not an image')")

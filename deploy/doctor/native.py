@@ -88,7 +88,8 @@ try:
         found["step"] = f"the demo model cannot be loaded ({{sys.argv[1]}})"
 except Exception as error:
     found["llama_error"] = f"{{type(error).__name__}}: {{error}}"
-print("\\n" + json.dumps(found), flush=True) os._exit(0)  # some backends abort at exit if something was not freed
+print("\\n" + json.dumps(found), flush=True)
+os._exit(0)  # some backends abort at exit if something was not freed
 """
 
 

@@ -207,6 +207,8 @@ class RunAhead:
             if (stream := self._streams.get(frame.session_key)) is not None:
                 stream.arrived(frame)
         self._answered = []
+        if not any(frame.is_prefill for frame in step.frames):
+            self._rows_asked = max(step.n_rows, self._rows_asked - 1)
         if self._computed is None:
             return [step]
         touched = {frame.session_key for frame in step.controls}
@@ -288,8 +290,6 @@ class RunAhead:
         if not self._rows_max:
             return
         members = {frame.session_key: frame for frame in result.members}
-        if not any(frame.is_prefill for frame in result.members):
-            self._rows_asked = max(len(members), self._rows_asked - 1)
         for output in result.outputs:
             for sample in output.samples:
                 key = (output.route_id, sample.session_id)

@@ -152,6 +152,14 @@ def test_streams_that_were_answered_wait_for_the_rest_of_their_group() -> None:
     assert [len(step) for step in world.engine.steps[n_steps:]] == [2, 1, 3, 3, 3]
 
 
+def test_as_many_rows_run_ahead_as_the_coordinator_sends_together() -> None:
+    """Where larger steps round differently, the coordinator's own steps are the measure."""
+    world = DraftWorld({}, ahead_rows=2)
+    for _ in range(4):
+        world.run([world.row(key) for key in KEYS])
+    assert len(world.engine.steps[-1]) == len(KEYS)
+
+
 def test_a_row_that_is_not_asked_for_does_not_ride_for_ever() -> None:
     world = ahead_world()
     for _ in range(12):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from relayline.deploy.manifest import load_manifest, parse_manifest
 from relayline.deploy.manifest.load import ManifestError
@@ -21,6 +20,7 @@ from relayline.deploy.render.targets import render
 from relayline.wire.links.roles import Role, identity_among
 from relayline.wire.telemetry import names
 from tests.support.golden_renders import EXAMPLES, example_file
+from tests.support.yaml_text import read_all, read_yaml
 
 REPLICAS = """
 apiVersion: relayline.dev/v1alpha1
@@ -39,7 +39,7 @@ spec:
 
 
 def objects(files: dict[str, str], kind: str) -> list[dict[str, Any]]:
-    documents = [document for text in files.values() for document in yaml.safe_load_all(text)]
+    documents = [document for text in files.values() for document in read_all(text)]
     return [document for document in documents if document["kind"] == kind]
 
 
@@ -220,15 +220,15 @@ def test_kustomize_builds_the_base_and_an_overlay(tmp_path: Path, files: dict[st
         (base / name).write_text(text)
     text = cluster.kustomization("team-chat", "kubernetes", "llm", list(files))
     (base / cluster.KUSTOMIZATION_FILE).write_text(text)
-    assert yaml.safe_load(text)["resources"] == list(files)
+    assert read_yaml(text)["resources"] == list(files)
     (overlay / cluster.KUSTOMIZATION_FILE).write_text(
         "resources: [../base]\nnamespace: staging\nimages: [{name: registry.example.com/ml/relayline, newTag: 0.2.0}]\n"
     )
     if kubectl is None:
         pytest.skip("kubectl is not installed")
     done = subprocess.run([kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=60, check=True)
-    built = [document for document in yaml.safe_load_all(done.stdout) if document]
-    n_objects = sum(len([*yaml.safe_load_all(each)]) for each in files.values())
+    built = [document for document in read_all(done.stdout) if document]
+    n_objects = sum(len([*read_all(each)]) for each in files.values())
     assert len(built) == n_objects
     assert {one["metadata"]["namespace"] for one in built} == {"staging"}
     assert f"{inside.MODELS_DIR}/qwen2.5-14b-instruct-q4_k_m.gguf" in done.stdout

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from relayline.deploy.cli import main as cli
@@ -22,18 +21,19 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.links.enrolment import read_token
 from tests.deploy.manifest.test_manifest import parsed, with_stages
 from tests.support.golden_renders import example_file, rendered
+from tests.support.yaml_text import read_yaml
 
 HEAD, SERVER = "compose.10.0.0.1.yaml", "compose.10.0.0.2.yaml"
 TWO_HOSTS = with_stages("name: here", "name: there, host: 10.0.0.2") + "  coordinator: {host: 10.0.0.1}\n"
 
 
 def example() -> dict[str, Any]:
-    return {name: yaml.safe_load(text) for name, text in rendered("several-hosts", compose_hosts.TARGET).items()}
+    return {name: read_yaml(text) for name, text in rendered("several-hosts", compose_hosts.TARGET).items()}
 
 
 def files_of(text: str) -> dict[str, Any]:
     made = render(parsed(text), compose_hosts.TARGET)
-    return {name: yaml.safe_load(one) for name, one in made.items()}
+    return {name: read_yaml(one) for name, one in made.items()}
 
 
 def invoke(*arguments: object) -> Result:
@@ -77,7 +77,7 @@ def test_the_coordinators_manifest_has_the_hosts_as_they_are() -> None:
         ("server-cores", "10.0.0.2", 50_052, 9_465),
     ]
     assert inner.spec.coordinator.host == "10.0.0.1"
-    targets = yaml.safe_load(example()[HEAD]["configs"]["prometheus"]["content"])["scrape_configs"][1]
+    targets = read_yaml(example()[HEAD]["configs"]["prometheus"]["content"])["scrape_configs"][1]
     assert targets["static_configs"][0]["targets"] == ["10.0.0.1:9464", "10.0.0.2:9464", "10.0.0.2:9465"]
 
 
@@ -108,7 +108,7 @@ def test_memory_cores_and_gpus_are_passed_on() -> None:
 
 def test_links_in_the_clear_need_the_directories_of_tokens() -> None:
     files = render(parsed(TWO_HOSTS + "  wire: {tls: {mode: off}}\n"), compose_hosts.TARGET)
-    head, there = (yaml.safe_load(files[name])["services"] for name in (HEAD, SERVER))
+    head, there = (read_yaml(files[name])["services"] for name in (HEAD, SERVER))
     assert "--enrol-listen" not in head["coordinator"]["command"]
     assert "50049:50049" not in head["coordinator"]["ports"]
     assert there["there"]["volumes"][1]["source"] == "./tls/there"
@@ -160,7 +160,7 @@ def test_the_command_writes_a_file_for_each_host(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("compose.*")} == {HEAD, SERVER}
     models = load_manifest(source).model_path
     assert models is not None
-    mounts = yaml.safe_load((tmp_path / HEAD).read_text())["services"]["coordinator"]["volumes"]
+    mounts = read_yaml((tmp_path / HEAD).read_text())["services"]["coordinator"]["volumes"]
     (mount,) = [v for v in mounts if isinstance(v, dict) and v["target"] == inside.MODELS_DIR]
     relative = mount["source"].removeprefix("${RELAYLINE_MODELS:-").removesuffix("}")
     assert (tmp_path / relative).resolve() == models.parent.resolve()
@@ -223,7 +223,7 @@ def test_hosts_join_by_the_tokens_that_the_head_of_the_file_makes(
         for old, new in loopback.items():
             content = content.replace(old, new)
         files[name] = content
-    head, there = (yaml.safe_load(files[name]) for name in (HEAD, SERVER))
+    head, there = (read_yaml(files[name]) for name in (HEAD, SERVER))
     tokens = run_head(files[HEAD])
     models = tmp_path / "models"
     models.mkdir()

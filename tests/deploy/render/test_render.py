@@ -12,7 +12,6 @@ from typing import Any
 import click
 import kubernetes_validate
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 
 from relayline.deploy.cli import main as cli
@@ -29,6 +28,7 @@ from relayline.wire.common.errors import UsageError
 from tests.deploy.manifest.test_manifest import SMALLEST, check_jsonschema, parsed, with_stages
 from tests.support.golden_renders import CASES, EXAMPLES, GOLDEN, golden_files, rendered
 from tests.support.manifest_strategies import manifests
+from tests.support.yaml_text import read_all, read_yaml
 
 OPERATORS = {"cert-manager.io", "monitoring.coreos.com"}  # test_cluster_objects looks at their objects
 KUBERNETES = "1.32"  # the oldest version whose schema has everything that is used
@@ -39,7 +39,7 @@ kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.
 
 
 def documents(files: dict[str, str]) -> list[dict[str, Any]]:
-    return [document for text in files.values() for document in yaml.safe_load_all(text)]
+    return [document for text in files.values() for document in read_all(text)]
 
 
 def of_kind(files: dict[str, str], kind: str) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def contained_manifest(files: dict[str, str]) -> Manifest:
     """The manifest that the rendered coordinator will read."""
     first = next(iter(files))
     if first.startswith("compose."):
-        text = yaml.safe_load(files[first])["configs"]["pipeline"]["content"].replace("$$", "$")
+        text = read_yaml(files[first])["configs"]["pipeline"]["content"].replace("$$", "$")
     else:
         (config,) = of_kind(files, "ConfigMap")
         text = config["data"]["pipeline.yaml"]
@@ -195,7 +195,7 @@ def commands(value: object) -> Iterator[list[str]]:
 
 
 def test_compose_stops_the_coordinator_before_its_stages() -> None:
-    services = yaml.safe_load(rendered("smallest", "compose")["compose.yaml"])["services"]
+    services = read_yaml(rendered("smallest", "compose")["compose.yaml"])["services"]
     assert set(services["coordinator"]["depends_on"]) == {"stage-0", "stage-1"}
     assert services["coordinator"]["ports"] == [{"target": 8080, "published": "8080", "host_ip": "127.0.0.1"}]
     for name in ("coordinator", "stage-0", "stage-1"):
@@ -204,7 +204,7 @@ def test_compose_stops_the_coordinator_before_its_stages() -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == "compose"], ids="-".join)
 def test_compose_makes_read_only_what_it_copies_no_file_into(case: tuple[str, str]) -> None:
-    compose = yaml.safe_load(rendered(*case)["compose.yaml"])
+    compose = read_yaml(rendered(*case)["compose.yaml"])
     for name, service in compose["services"].items():
         copied = [config for config in service.get("configs", ()) if "file" not in compose["configs"][config["source"]]]
         assert not (copied and service.get("read_only")), f"Compose refuses to start {name}"
@@ -212,11 +212,11 @@ def test_compose_makes_read_only_what_it_copies_no_file_into(case: tuple[str, st
 
 
 def test_compose_has_the_observability_services_under_a_profile() -> None:
-    services = yaml.safe_load(rendered("smallest", "compose")["compose.yaml"])["services"]
+    services = read_yaml(rendered("smallest", "compose")["compose.yaml"])["services"]
     assert {name for name, s in services.items() if s.get("profiles") == ["observability"]} == set(
         observability.SERVICES
     )
-    beside = yaml.safe_load((EXAMPLES.parent / "observability" / "compose.yaml").read_text())["services"]
+    beside = read_yaml((EXAMPLES.parent / "observability" / "compose.yaml").read_text())["services"]
     images = {name: service["image"] for name, service in beside.items()}
     assert {name: services[name]["image"] for name in observability.SERVICES} == images
 
@@ -225,19 +225,19 @@ def test_compose_takes_no_text_of_the_user_for_a_variable() -> None:
     files = render(parsed(SMALLEST + '  coordinator: {modelId: "a$HOME"}\n'), "compose", "/data/$x")
     assert "modelId: a$$HOME" in files["compose.yaml"]
     assert "${RELAYLINE_MODELS:-/data/$$x}" in files["compose.yaml"]
-    braced = yaml.safe_load(render(parsed(SMALLEST), "compose", "/data/}x/$y")["compose.yaml"])
+    braced = read_yaml(render(parsed(SMALLEST), "compose", "/data/}x/$y")["compose.yaml"])
     (mount,) = [
         v for v in braced["services"]["coordinator"]["volumes"] if isinstance(v, dict) and "/data" in v["source"]
     ]
     assert mount["source"] == "/data/}x/$$y", "a brace would end the variable early"
     named = render(parsed(SMALLEST + '  deployment: {image: "a/$HOME"}\n'), "compose", "/data")["compose.yaml"]
-    assert yaml.safe_load(named)["services"]["coordinator"]["image"] == "a/$$HOME"
+    assert read_yaml(named)["services"]["coordinator"]["image"] == "a/$$HOME"
 
 
 @pytest.mark.parametrize("text", ["a\x85b", "a\u2028b: c", "\u2029", "a\rb", "a\nb\x85c", " - }x #\x85"])
 def test_line_breaks_of_yaml_are_text_like_any_other(text: str) -> None:
-    assert yaml.safe_load(dump_yaml({"key": text, "list": [text]})) == {"key": text, "list": [text]}
-    source = yaml.safe_load(render(parsed(SMALLEST), "compose", f"/data/{text}")["compose.yaml"])
+    assert read_yaml(dump_yaml({"key": text, "list": [text]})) == {"key": text, "list": [text]}
+    source = read_yaml(render(parsed(SMALLEST), "compose", f"/data/{text}")["compose.yaml"])
     (mount,) = [
         v for v in source["services"]["coordinator"]["volumes"] if isinstance(v, dict) and "/data" in v["source"]
     ]
@@ -245,7 +245,7 @@ def test_line_breaks_of_yaml_are_text_like_any_other(text: str) -> None:
 
 
 def test_a_gpu_stage_asks_for_a_gpu() -> None:
-    services = yaml.safe_load(rendered("gpu-and-cpu", "compose")["compose.yaml"])["services"]
+    services = read_yaml(rendered("gpu-and-cpu", "compose")["compose.yaml"])["services"]
     assert services["card"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     assert services["card"]["image"].endswith("-cuda")
     assert "reservations" not in services["processor"]["deploy"]["resources"]
@@ -257,11 +257,11 @@ def test_a_gpu_stage_asks_for_a_gpu() -> None:
 
 def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
     text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")
-    services = yaml.safe_load(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
+    services = read_yaml(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
     asked = [services[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "ab"]
     assert asked == [["0", "1"], ["2", "3", "4"]], "no device belongs to two of them"
     text = with_stages("name: a, device: gpu", "name: b, device: gpu, devices: CUDA1", "name: c, device: gpu")
-    beside = yaml.safe_load(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
+    beside = read_yaml(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
     asked = [beside[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "abc"]
     assert asked == [["0"], ["0", "1"], ["2"]], "b uses CUDA1 alone, and the name has to mean the same inside"
     text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from relayline.coordinator.gateway.serve import GatewayConfig
 from relayline.deploy.launch.gateway_plan import config_of_running
@@ -20,6 +19,7 @@ from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
 from tests.deploy.manifest.test_manifest import check_jsonschema
 from tests.support.golden_renders import rendered, rendered_gateway
+from tests.support.yaml_text import read_all, read_yaml
 
 HEAD = "apiVersion: relayline.dev/v1alpha1\nkind: {kind}\nmetadata: {{name: {name}}}\nspec:\n"
 STAGES = "stages: [{name: low, threads: 1, device: gpu}, {name: high, threads: 1}]"
@@ -39,7 +39,7 @@ TWICE = "  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [{nam
 
 
 def of_gateway(files: dict[str, str], kind: str) -> dict[str, Any]:
-    (found,) = (one for one in yaml.safe_load_all(files["gateway.yaml"]) if one["kind"] == kind)
+    (found,) = (one for one in read_all(files["gateway.yaml"]) if one["kind"] == kind)
     return found
 
 
@@ -53,7 +53,7 @@ def read_inside(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_gateway_finds_every_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = rendered("house", "kubernetes")
-    compose = yaml.safe_load(rendered("house", "compose")["compose.yaml"])
+    compose = read_yaml(rendered("house", "compose")["compose.yaml"])
     for name in ("chat", "chat-2"):
         keys = tmp_path / front.BACKENDS_DIR.lstrip("/") / name / front.KEYS_FILE
         keys.parent.mkdir(parents=True)
@@ -67,10 +67,7 @@ def test_the_gateway_finds_every_pipeline(tmp_path: Path, monkeypatch: pytest.Mo
         ("small", "http://house-small", ""),
     ]
     services = {
-        one["metadata"]["name"]
-        for text in files.values()
-        for one in yaml.safe_load_all(text)
-        if one["kind"] == "Service"
+        one["metadata"]["name"] for text in files.values() for one in read_all(text) if one["kind"] == "Service"
     }
     assert {one.url.removeprefix("http://") for one in config.backends if "house" in one.url} <= services
     config = read_inside(compose["configs"]["gateway"]["content"], tmp_path, monkeypatch)
@@ -85,7 +82,7 @@ def test_the_gateway_finds_every_pipeline(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_object_of_the_cluster_is_there_once() -> None:
-    objects = [one for text in rendered("house", "kubernetes").values() for one in yaml.safe_load_all(text)]
+    objects = [one for text in rendered("house", "kubernetes").values() for one in read_all(text)]
     counts = Counter((one["kind"], one["metadata"]["name"]) for one in objects)
     assert set(counts.values()) == {1}
     assert ("Deployment", "house") in counts
@@ -97,7 +94,7 @@ def test_every_object_of_the_cluster_is_there_once() -> None:
 
 
 def test_compose_keeps_pipelines_apart_and_publishes_the_gateway_alone(tmp_path: Path) -> None:
-    compose = yaml.safe_load(rendered_gateway(written(tmp_path, TWICE), "compose")["compose.yaml"])
+    compose = read_yaml(rendered_gateway(written(tmp_path, TWICE), "compose")["compose.yaml"])
     services = compose["services"]
     assert {"gateway", "a-coordinator", "a-low", "a-high", "a-2-coordinator", "a-2-x"} <= services.keys()
     published = {name for name, one in services.items() if "ports" in one and name not in observability.SERVICES}
@@ -109,9 +106,7 @@ def test_compose_keeps_pipelines_apart_and_publishes_the_gateway_alone(tmp_path:
         services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for name in ("a-low", "a-2-x")
     ]
     assert gpus == [["0"], ["1"]], "no two pipelines have one GPU"
-    jobs = {
-        job["job_name"]: job for job in yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
-    }
+    jobs = {job["job_name"]: job for job in read_yaml(compose["configs"]["prometheus"]["content"])["scrape_configs"]}
     assert set(jobs) == {"relayline", "relayline-stages-a", "relayline-stages-a-2"}
     targets = [each["targets"] for each in jobs["relayline"]["static_configs"]]
     assert targets == [["gateway:8080"], ["a-coordinator:8080"], ["a-2-coordinator:8080"]]
@@ -125,7 +120,7 @@ def test_keys_and_certificates_of_pipelines_elsewhere_are_secrets(tmp_path: Path
     )
     path = written(tmp_path, spec)
     compose = rendered_gateway(path, "compose")["compose.yaml"]
-    assert yaml.safe_load(compose)["secrets"] == {
+    assert read_yaml(compose)["secrets"] == {
         "api-keys": {"file": "./api-keys"}, "far-key": {"file": "./key-far"}, "far-ca": {"file": "./ca-far.pem"},
     }  # fmt: skip
     assert "#   put an API key of https://h:1 into ./key-far\n" in compose
@@ -177,7 +172,7 @@ def test_the_command_writes_it_with_a_kustomization(tmp_path: Path) -> None:
     path = written(tmp_path, TWICE)
     done = relayline("render", path, "--target", "kubernetes", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    base = yaml.safe_load((tmp_path / "out" / "kustomization.yaml").read_text())
+    base = read_yaml((tmp_path / "out" / "kustomization.yaml").read_text())
     assert base["resources"][:2] == ["gateway.yaml", "a/config.yaml"]
     assert all((tmp_path / "out" / file).exists() for file in base["resources"])
     assert "relayline: note: a-2: stage 'x' has no memoryGib" in done.stderr
@@ -188,8 +183,8 @@ def test_the_command_writes_it_with_a_kustomization(tmp_path: Path) -> None:
         pytest.skip("kubectl is not installed")
     command = [kubectl, "kustomize", str(tmp_path / "out")]
     built = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    n_objects = sum(len([*yaml.safe_load_all((tmp_path / "out" / file).read_text())]) for file in base["resources"])
-    assert len([one for one in yaml.safe_load_all(built) if one]) == n_objects
+    n_objects = sum(len([*read_all((tmp_path / "out" / file).read_text())]) for file in base["resources"])
+    assert len([one for one in read_all(built) if one]) == n_objects
 
 
 def test_gateway_by_manifest_says_what_it_cannot_do(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner
 
 from relayline.deploy.cli import main as cli
@@ -22,6 +21,7 @@ from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, running
 from tests.deploy.manifest.test_manifest import SMALLEST, parsed
 from tests.support.golden_renders import rendered_gateway
+from tests.support.yaml_text import read_yaml
 
 KEY = "key-of-the-only-client"
 PORTS = {
@@ -37,7 +37,7 @@ class Machine:
 
     def __init__(self, text: str, root: Path) -> None:
         self.text, self.root = text, root
-        self.compose = yaml.safe_load(text)
+        self.compose = read_yaml(text)
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Run the commands at the head of the file, and put every config and secret where its service reads it."""

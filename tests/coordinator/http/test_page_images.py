@@ -33,7 +33,7 @@ class Seeing(Encoder):
     """Two rows of each image; remembers the files."""
 
     def __init__(self) -> None:
-        self.n_embd, self.identity = 4, b"seeing"
+        self.n_embd, self.identity, self.are_mutual = 4, b"seeing", False
         self.files: list[bytes] = []
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], np.ndarray[Any, Any]]:

@@ -221,7 +221,11 @@ _LLAMA_SERVER = (
         _NOT_STORIES,
     ),
     ("test_completion::test_completion(_stream)?", r"assert \d+ == (18|46)$", _NOT_STORIES),
-    ("test_completion::test_completion_stream_vs_non_stream", r"assert (\"|').*(\"|') == (\"|')", _NOT_STORIES),
+    (
+        "test_completion::test_completion_stream_vs_non_stream",
+        r"(AssertionError: )?assert (\"|').*(\"|') == (\"|')",
+        "The test starts llama-server with a seed for all requests; here each draws anew unless it names one.",
+    ),
     (
         "test_completion::test_completion_response_fields",
         "AssertionError: assert 'I believe th.*' == '<s> I believ",
@@ -229,7 +233,7 @@ _LLAMA_SERVER = (
     ),
     (
         "test_completion::test_completion_prompt_cache",
-        r"AssertionError: assert \('prompt_n' in \{.*and \(\d+ \+ 0\) == 222\)",
+        r"AssertionError: assert \('prompt_n' in \{.*and \(\d+ \+ \d+\) == 2\d\d\)",
         _NOT_STORIES,
     ),
     ("test_chat_completion::test_chat_completion_cached_tokens", "assert 17 == 77$", _NOT_STORIES),

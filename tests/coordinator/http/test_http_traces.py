@@ -269,7 +269,7 @@ async def test_nothing_is_remembered_at_level_off(tokenizer: Tokenizer) -> None:
             await reply.read()
         async with session.get("/v1/traces/last") as reply:
             assert reply.status == 404
-            assert "trace level off" in (await reply.json())["error"]["message"]
+            assert "trace level is off" in (await reply.json())["error"]["message"]
     assert world.kept.spans() == []
 
 

@@ -25,8 +25,9 @@ log = logging.getLogger("relayline.child")
 LAST_LINES_MAX = 20  # kept to explain a death
 LINE_BYTES_MAX = 1 << 20
 NATIVE_FAULTS = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE}  # a library's, most likely
-# Secrets, which a supervisor cannot pass on as flags, because other users would see them in the process list.
-KEPT_VARIABLES = ("RELAYLINE_API_KEY",)
+# A secret, which a supervisor cannot pass on as a flag, because other users would see it in the process list; and the
+# switch of the kernels, which has no flag: their library reads it.
+KEPT_VARIABLES = ("RELAYLINE_API_KEY", "RELAYLINE_KERNELS")
 
 
 def child_environment(token: str = "") -> dict[str, str]:

@@ -38,6 +38,7 @@ QUICK = ("--version",)  # a child that ends by itself
 def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {
         "RELAYLINE_API_KEY": "key",
+        "RELAYLINE_KERNELS": "off",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
         "HTTPS_PROXY": "http://proxy:3128",
         "LD_LIBRARY_PATH": "/opt/cuda",

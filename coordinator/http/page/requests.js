@@ -246,7 +246,7 @@ class Life {
       fact("First token", ms(stream.ttft_ms)),
       fact("Answer", count(stream.tokens), stream.finish_reason || "so far"),
       fact("Each token", gaps ? ms(gaps.p50) : none, gaps ? `p95 ${ms(gaps.p95)}` : ""),
-      fact("Drafts accepted", right),
+      fact("Drafts", right, stream.drafted_tokens ? "accepted" : ""),
       fact("Took", ms(trace.duration_ms)),
     );
     this.events.hidden = !stream.events.length && !stream.shared_with;

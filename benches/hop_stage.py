@@ -153,8 +153,8 @@ class Recorder:
             recorder._pushed_ns = time.monotonic_ns()
             return push(runner, frames)
 
-        def stamped_execute(step: Step) -> StepResult:
-            result = execute(step)
+        def stamped_execute(step: Step, riders: Sequence[QueuedFrame] = ()) -> StepResult:
+            result = execute(step, riders)
             assert not result.padded_rows, "a padded step has other rows than were sent"
             if step.frames:
                 sealed_ns, engine = time.monotonic_ns(), recorder._engine
@@ -171,7 +171,7 @@ class Recorder:
 
         inbound.parse = stamped_parse  # type: ignore[assignment, attr-defined]
         Runner.push = stamped_push  # type: ignore[assignment, method-assign]
-        executor.execute = stamped_execute  # type: ignore[method-assign, assignment]
+        executor.execute = stamped_execute  # type: ignore[method-assign]
         RelayLink.send = stamped_send  # type: ignore[assignment, method-assign]
 
     def stamps(self) -> list[Stamps]:

@@ -203,6 +203,8 @@ class RunAhead:
 
     def parts(self, step: Step) -> list[Step]:
         """Divide a step: rows that were computed ahead are answered first, and need no decode."""
+        if not self._rows_max:
+            return [step]
         for frame in step.frames:
             if (stream := self._streams.get(frame.session_key)) is not None:
                 stream.arrived(frame)
@@ -239,6 +241,8 @@ class RunAhead:
 
     def execute(self, part: Step) -> StepResult:
         """Carry out one of `parts`, in their order."""
+        if not self._rows_max:
+            return self._executor.execute(part)
         asked = self._asked.pop(id(part), None)
         if asked is not None:
             return self._answer(part, asked)
@@ -287,8 +291,6 @@ class RunAhead:
     def _expect(self, result: StepResult) -> None:
         """Note what the streams of a step will ask for next, and tell what was computed in vain."""
         result.n_dropped, self._n_told = self.n_dropped - self._n_told, self.n_dropped
-        if not self._rows_max:
-            return
         members = {frame.session_key: frame for frame in result.members}
         for output in result.outputs:
             for sample in output.samples:

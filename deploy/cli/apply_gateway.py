@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from relayline.deploy.manifest.gateway import Member
 
 LOOK_EVERY_S = 0.3
-ALONE = "takes a new start, and no replica would answer meanwhile; `up` leaves it as it is"
+ALONE = "needs a new start, and no replica would answer meanwhile; `up` leaves it as it is"
 RESTARTS = "starts it again, after its running requests; its replicas answer meanwhile"
 
 
@@ -239,7 +239,7 @@ def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool)
     if differs.is_reordered:
         click.echo("the order of the pipelines changes")
     for field in differs.others:
-        click.echo(f"{field}: takes a new start")
+        click.echo(f"{field}: needs a new start")
 
 
 def _show_start(plan: GatewayPlan, *, as_json: bool) -> None:

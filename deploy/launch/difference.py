@@ -35,7 +35,7 @@ class Difference:
     cuts: Cuts
     """The first layer of each stage but the first, as the manifest wants it."""
     others: tuple[Change, ...]
-    """What takes a new start."""
+    """What needs a new start."""
     added: tuple[Stage, ...] = ()
     """Stages that join what runs."""
 

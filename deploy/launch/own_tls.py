@@ -1,8 +1,10 @@
 """Credentials that the launcher makes itself, for a manifest that needs them and names none.
 
-STATE/tls/ the CA of this pipeline, see deploy.launch.certificates STATE/tls/coordinator/ the coordinator's material
-STATE/tls/NAME/ what the stage of that name needs, where it runs here STATE/join/token the coordinator's join token,
-where links are plaintext STATE/join/NAME.token a stage's, also where the manifest names the coordinator's
+* STATE/tls/: the CA of this pipeline, see deploy.launch.certificates.
+* STATE/tls/coordinator/: the coordinator's key and certificate.
+* STATE/tls/NAME/: those of the stage of that name, if it runs here.
+* STATE/join/token: the coordinator's join token, where links are plaintext.
+* STATE/join/NAME.token: a stage's join token, also where the manifest names the coordinator's.
 """
 
 from __future__ import annotations

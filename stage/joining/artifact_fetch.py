@@ -49,9 +49,9 @@ class Source(Protocol):
 async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
     """Return the path of the member's artifact, complete and checked, with pipeline.json next to it.
 
-    Raises ArtifactError if it keeps arriving damaged or the coordinator has none, StartError if the disk cannot take
-    it, ProtocolError for an order that names no artifact, the loss of the coordinator while bytes are missing, and
-    LoadStoppedError once the load is stopped while a file is read.
+    Raises ArtifactError if it keeps arriving damaged or the coordinator has none, and StartError if the disk cannot
+    take it. Raises ProtocolError for an order that names no artifact. If the coordinator is lost while bytes are
+    missing, its loss is raised. Raises LoadStoppedError if the load is stopped while a file is read.
     """
     artifact = member.order.artifact
     slot = Slot(cache, artifact)

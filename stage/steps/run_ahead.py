@@ -102,7 +102,7 @@ class RunAhead:
         self._executor, self._rows_max = executor, rows_max
         self._streams: dict[_Key, _Stream] = {}  # bounded by the lanes: see `_forget_closed`
         self._computed: _Computed | None = None
-        self._asked: dict[int, list[Placed]] = {}  # rows of steps that were split off, by the identity of the step
+        self._split_off: tuple[Step, list[Placed]] | None = None  # what of the present step was computed ahead
         self._answered: list[_Key] = []  # the streams that the present step has answered from rows ahead
         self._rows_asked = 0  # of the largest step of decode rows that the coordinator has made lately
         self.n_used = self.n_dropped = 0  # rows computed ahead, by what became of them
@@ -225,7 +225,7 @@ class RunAhead:
         if not asked:
             return [step]
         answered = dataclasses.replace(step, controls=[], frames=[item.frame for item in asked])
-        self._asked[id(answered)] = asked
+        self._split_off = answered, asked
         return [answered, dataclasses.replace(step, frames=others)] if others or step.controls else [answered]
 
     def _is_same(self, frame: QueuedFrame, ahead: QueuedFrame) -> bool:
@@ -243,9 +243,9 @@ class RunAhead:
         """Carry out one of `parts`, in their order."""
         if not self._rows_max:
             return self._executor.execute(part)
-        asked = self._asked.pop(id(part), None)
-        if asked is not None:
-            return self._answer(part, asked)
+        split_off, self._split_off = self._split_off, None
+        if split_off is not None and split_off[0] is part:
+            return self._answer(*split_off)
         riders: list[QueuedFrame] = []
         if part.frames:
             riders = self._riders(part)

@@ -1,4 +1,4 @@
-"""A changed manifest against what runs: layers apart from what takes a new start, and nothing that nobody changed."""
+"""A changed manifest against what runs: layers apart from what needs a new start, and nothing that nobody changed."""
 
 from __future__ import annotations
 

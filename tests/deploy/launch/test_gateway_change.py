@@ -1,4 +1,4 @@
-"""A gateway's manifest against the one that runs: what can change while it serves, and what takes a new start."""
+"""A gateway's manifest against the one that runs: what can change while it serves, and what needs a new start."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.links.guard import caller
 from relayline.wire.links.relay_link import RelayLink
-from relayline.wire.links.trouble import retold
+from relayline.wire.links.trouble import neighbour_error
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -168,7 +168,7 @@ class Epochs:
             security = self.facts.config.security
             return await RelayLink.open(request.next_address, hello, on_lost, security, request.next_pass)
         except UnauthenticatedError as error:
-            raise retold(error, f"stage {artifact.stage_index}") from error
+            raise neighbour_error(error, f"stage {artifact.stage_index}") from error
 
     # --- its end ------------------------------------------------------------------------------------------------------
 

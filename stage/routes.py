@@ -81,8 +81,8 @@ class Route:
             return
         is_right = who.name == expected.name if expected.name else who == self.owner
         if not is_right:
-            told = f"stage {expected.name}" if expected.name else "its coordinator"
-            raise UnauthenticatedError(f"stage {self.stage_index} accepts work from {told}, not from {who}")
+            owner = f"stage {expected.name}" if expected.name else "its coordinator"
+            raise UnauthenticatedError(f"stage {self.stage_index} accepts work from {owner}, not from {who}")
 
     def check_watcher(self, who: Identity | None, shown_pass: str) -> None:
         """Raise UnauthenticatedError unless `who` uses this route: its coordinator, or its upstream stage."""

@@ -74,7 +74,7 @@ PURE_CORES = (
     "coordinator/schedule/pool.py",
     "coordinator/schedule/groups.py",
     "coordinator/schedule/cycles.py",
-    "coordinator/schedule/prompts_beside.py",
+    "coordinator/schedule/prompt_mix.py",
     "coordinator/observe/overlap.py",
     "coordinator/engine/membership.py",
     "coordinator/engine/availability.py",

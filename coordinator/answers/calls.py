@@ -83,12 +83,12 @@ def _spelt(text: str, is_in: bool, is_escaped: bool) -> str:
     """
     if not _CONTROL.search(text):
         return text
-    told: list[str] = []
+    spelt: list[str] = []
     for char in text:
-        told.append(json.dumps(char)[2 if is_escaped else 1 : -1] if is_in and char < " " else char)
+        spelt.append(json.dumps(char)[2 if is_escaped else 1 : -1] if is_in and char < " " else char)
         is_in ^= char == '"' and not is_escaped
         is_escaped = is_in and char == "\\" and not is_escaped
-    return "".join(told)
+    return "".join(spelt)
 
 
 class ObjectCall:
@@ -148,11 +148,11 @@ class ObjectCall:
         self.name = name
 
     def _stream(self, scanner: ObjectScanner, text: str) -> str:
-        told, end = scanner.take(text)
+        arguments, end = scanner.take(text)
         if end is None:
-            return told
+            return arguments
         self._tail = ObjectScanner(depth=1)
-        return told + self._end(self._tail, text[end:])
+        return arguments + self._end(self._tail, text[end:])
 
     def _end(self, scanner: ObjectScanner, text: str) -> str:
         """Find the end behind the arguments: the last bracket, or the mark, for small models forget that bracket."""
@@ -174,14 +174,14 @@ class ObjectCall:
             call = json.loads(self._held[:end], strict=False)
             name = next((call[key] for key in self._name_keys if key in call), None)
             arguments = next((call[key] for key in self._argument_keys if key in call), None)
-            told = sayable(arguments) or "{}" if isinstance(arguments, str) else to_json(arguments or {})
+            arguments_text = sayable(arguments) or "{}" if isinstance(arguments, str) else to_json(arguments or {})
         except (ValueError, RecursionError):
             raise NotACallError from None
         if not isinstance(name, str) or not name or (arguments is None and self._names is not None):
             raise NotACallError
         self._called(name)
         self.rest = self._held[end:]
-        return told
+        return arguments_text
 
 
 def to_json(value: Any) -> str:
@@ -246,7 +246,7 @@ class NamedCall:
         self.name = text.removeprefix(self._body.prefix)
 
     def _stream(self, scanner: ObjectScanner, text: str) -> str:
-        told, end = scanner.take(text)
+        arguments, end = scanner.take(text)
         if end is not None:
             self.rest = text[end:]
-        return told
+        return arguments

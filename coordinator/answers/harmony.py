@@ -136,10 +136,10 @@ class HarmonyReader:
 
     def _begin(self, header: str) -> None:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-        told = recipient[1] if recipient else ""
-        name = told.removeprefix("functions.")
+        full_name = recipient[1] if recipient else ""
+        name = full_name.removeprefix("functions.")
         self._is_new = True
-        is_offered = self._reading is not None and (name != told or name in self._reading.types)
+        is_offered = self._reading is not None and (name != full_name or name in self._reading.types)
         if is_offered and 0 < len(name) <= NAME_CHARS_MAX:
             self._kind, self._name, self._call, self._since = "call", name, NamedCall(_CALL), ""
             self._call.push(f"{name}{_MESSAGE}")

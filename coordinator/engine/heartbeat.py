@@ -53,14 +53,14 @@ class Heartbeat:
 
     async def _beat(self, index: int) -> bool:
         estimate, sent_ns = self.estimates[index], time.monotonic_ns()
-        answer = await self._stages[index].beat(_told(estimate, sent_ns))
+        answer = await self._stages[index].beat(_beat_of(estimate, sent_ns))
         if answer is None:
             return False
         estimate.heard(answer.sent_ns, answer.received_ns, answer.theirs_ns)
         return True
 
 
-def _told(estimate: OffsetEstimate, now_ns: int) -> pb.BeatRequest:
+def _beat_of(estimate: OffsetEstimate, now_ns: int) -> pb.BeatRequest:
     """Return the clock offset that a stage is sent."""
     best = estimate.best(now_ns)
     if best is None:

@@ -161,12 +161,12 @@ class StageClient:
             batch.close_reason = printable(batch.close_reason, bounds.PEER_NAME_CHARS_MAX)
         return found
 
-    async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
+    async def beat(self, beat: pb.BeatRequest) -> RoundTrip | None:
         """Send the stage its clock offset and ask for its time; None if there is no answer in time."""
         sent_ns = time.monotonic_ns()
         try:
             answer: pb.BeatResponse = await rpc.call(
-                self._channel, "Beat", told, pb.BeatResponse, self.address, STATUS_TIMEOUT_S
+                self._channel, "Beat", beat, pb.BeatResponse, self.address, STATUS_TIMEOUT_S
             )
         except RelaylineError:
             return None

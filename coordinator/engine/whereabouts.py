@@ -19,28 +19,28 @@ LOOK_S = 3.0  # to get an answer at an address; the log must name a problem with
 
 
 async def whereabouts(
-    name: str, told: str, seen: str, port: int, security: LinkSecurity, who: Identity | None = None
+    name: str, reported: str, peer: str, port: int, security: LinkSecurity, who: Identity | None = None
 ) -> tuple[str, str]:
     """Return the address (host:port) of a stage, and a line for the log where it differs from the stage's own report.
 
-    `told` is the host that the stage reports, empty for none. `seen` is the host that its membership comes from, and
-    `who` the name in its credential.
+    `reported` is the host that the stage reports, empty for none. `peer` is the host that its membership comes from,
+    and `who` the name in its credential.
     """
-    if told in ("", seen):
-        return address_of(seen, port), ""
-    said, other = address_of(told, port), address_of(seen, port)
-    if is_loopback(seen) and not is_loopback(told):  # this very host, where neighbours on others would not find it
-        return said, ""
-    at_said, at_other = await asyncio.gather(_trouble(said, security, who), _trouble(other, security, who))
-    if not at_said:
-        return said, ""
-    if not at_other:
-        line = f"stage {name} reports the address {said}, but it is not there ({at_said})"
-        remedy = f"If it stays there, start it with --advertise {seen}"
+    if reported in ("", peer):
+        return address_of(peer, port), ""
+    own, other = address_of(reported, port), address_of(peer, port)
+    if is_loopback(peer) and not is_loopback(reported):  # this very host, where neighbours on others would not find it
+        return own, ""
+    own_trouble, other_trouble = await asyncio.gather(_trouble(own, security, who), _trouble(other, security, who))
+    if not own_trouble:
+        return own, ""
+    if not other_trouble:
+        line = f"stage {name} reports the address {own}, but it is not there ({own_trouble})"
+        remedy = f"If it stays there, start it with --advertise {peer}"
         return other, f"{line}; the coordinator reaches it at {other}, the address that it joins from. {remedy}"
-    return said, (
-        f"stage {name} reports the address {said} ({at_said}) and joins from {seen}, but it is at neither "
-        f"({at_other}); start it again with --advertise HOST and --listen HOST:PORT of an address where "
+    return own, (
+        f"stage {name} reports the address {own} ({own_trouble}) and joins from {peer}, but it is at neither "
+        f"({other_trouble}); start it again with --advertise HOST and --listen HOST:PORT of an address where "
         "it can be reached"
     )
 

@@ -34,14 +34,14 @@ def main() -> None:
         _reap(children)
         if not message:
             break
-        told = json.loads(message)
-        number = told["number"]
-        if "path" not in told:
+        order = json.loads(message)
+        number = order["number"]
+        if "path" not in order:
             _end(children, number)
             continue
         pipe = socket.socket(fileno=given[0])
         with contextlib.suppress(Exception):  # the one that waits at the other end sees it closed
-            tokenizer = _loaded(tokenizers, told["path"])
+            tokenizer = _loaded(tokenizers, order["path"])
             child = os.fork()
             if child == 0:
                 control.close()

@@ -31,13 +31,13 @@ class ForkServer:
         """
         ours, its = socket.socketpair()
         number = next(self._numbers)
-        told = json.dumps({"number": number, "path": str(tokenizer.absolute())}).encode()
+        order = json.dumps({"number": number, "path": str(tokenizer.absolute())}).encode()
         with self._lock, its:
             try:
-                socket.send_fds(self._started(), [told], [its.fileno()])
+                socket.send_fds(self._started(), [order], [its.fileno()])
             except (BrokenPipeError, ConnectionError):  # killed, by the kernel perhaps
                 self._stop()
-                socket.send_fds(self._started(), [told], [its.fileno()])
+                socket.send_fds(self._started(), [order], [its.fileno()])
         return number, ours
 
     def end(self, number: int) -> None:

@@ -59,10 +59,10 @@ class LiveFeed:
 
     async def _plan(self) -> None:
         described = await self._generator.describe(with_recent=False)
-        stages, told = self._control.stages(), described.get("stages")
+        stages, listed = self._control.stages(), described.get("stages")
         statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in stages))
         known = [status for status in statuses if status is not None]
-        if not isinstance(told, list) or len(known) != len(told):
+        if not isinstance(listed, list) or len(known) != len(listed):
             raise NotReadyError("not every stage answers; a plan needs the measurements of all")
         shared = share_host([stage.address for stage in stages])
         devices = device_numbers([place_of(status.place) for status in known])
@@ -70,8 +70,8 @@ class LiveFeed:
             stage_cost(status, _rows_max(status), is_per_lane=status.kv_per_lane, shares_host=shares, device=device)
             for status, shares, device in zip(known, shared, devices, strict=True)
         ]
-        edges = tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in told)
-        names = [str(stage.get("name") or f"stage {stage['index']}") for stage in told]
+        edges = tuple((int(stage["layers"][0]), int(stage["layers"][1])) for stage in listed)
+        names = [str(stage.get("name") or f"stage {stage['index']}") for stage in listed]
         running, lanes = described.get("plan"), described.get("lanes")
         overhead_ns = float(running.get("overhead_ns", 0.0)) if isinstance(running, dict) else 0.0
         ctx_tokens = described.get("ctx_tokens")
@@ -100,8 +100,8 @@ class LiveFeed:
     async def _look(self) -> None:
         described = await self._generator.describe(with_recent=False)
         stages = self._control.stages()
-        told = described.get("stages")
-        known = told if isinstance(told, list) and len(told) == len(stages) else [{}] * len(stages)
+        listed = described.get("stages")
+        known = listed if isinstance(listed, list) and len(listed) == len(stages) else [{}] * len(stages)
         limit = steps_asked(len(stages))
         asked = (self._ask(index, stage, known[index], limit) for index, stage in enumerate(stages))
         found = await asyncio.gather(*asked)

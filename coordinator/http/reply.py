@@ -86,9 +86,9 @@ async def _stream(
                 events += _events(dialect, job, states, merge, arrival, grown)
         except Exception as error:
             # The status is long sent. The event makes OpenAI's clients raise; for all others the connection is cut.
-            told = error if isinstance(error, RelaylineError) else _unforeseen(request)
-            note_failure(request, told.label, told.message)
-            events.append(dialect.failure_event(told))
+            failure = error if isinstance(error, RelaylineError) else _unforeseen(request)
+            note_failure(request, failure.label, failure.message)
+            events.append(dialect.failure_event(failure))
             is_whole = False
             break
         if not _is_open(states):

@@ -329,11 +329,11 @@ def _biases(
             if not is_number or str(int(token)) != token:  # 007 would be 7 a second time
                 raise InvalidRequestError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
         return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
-    told = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
-    tokens = {key: bias for key, bias in told if isinstance(key, int)}
+    biases = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
+    tokens = {key: bias for key, bias in biases if isinstance(key, int)}
     if min(tokens, default=0) < 0:
         raise InvalidRequestError(f"logit_bias: {min(tokens)} is not a token id", param="logit_bias")
-    texts = tuple((key, bias) for key, bias in told if isinstance(key, str) and key and bias)
+    texts = tuple((key, bias) for key, bias in biases if isinstance(key, str) and key and bias)
     return tuple(sorted((token, bias) for token, bias in tokens.items() if bias)), texts
 
 

@@ -57,13 +57,13 @@ class Encoder:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._pipe = ours
         ours.settimeout(IMAGE_START_S)
-        kind, told, _ = self._heard()
+        kind, head, _ = self._receive()
         if kind not in (READY, READY_MUTUAL):
             self._end()
             raise UsageError(
-                told.decode(errors="replace") or f"--mmproj {self._files[0]}: loading it ended the process"
+                head.decode(errors="replace") or f"--mmproj {self._files[0]}: loading it ended the process"
             )
-        self.identity, self.are_mutual = told, kind == READY_MUTUAL
+        self.identity, self.are_mutual = head, kind == READY_MUTUAL
 
     def encode(self, data: bytes, rows_max: int) -> tuple[list[Segment], npt.NDArray[np.float32]]:
         """Return the segments that an image becomes, and its rows: f32 [n, n_embd]; none if they are over `rows_max`.
@@ -82,25 +82,25 @@ class Encoder:
         except OSError:
             self._end()
             raise InternalError(_DIED) from None
-        kind, told, rows = self._heard()
+        kind, head, rows = self._receive()
         if kind == ENCODED:
-            return msgspec.msgpack.decode(told, type=list[Segment]), rows
+            return msgspec.msgpack.decode(head, type=list[Segment]), rows
         if kind == REFUSED:
-            raise InvalidRequestError(told.decode(errors="replace"))
-        raise InternalError(told.decode(errors="replace") or _DIED)
+            raise InvalidRequestError(head.decode(errors="replace"))
+        raise InternalError(head.decode(errors="replace") or _DIED)
 
-    def _heard(self) -> tuple[bytes, bytes, npt.NDArray[np.float32]]:
+    def _receive(self) -> tuple[bytes, bytes, npt.NDArray[np.float32]]:
         """Return the kind of an answer, its head and its rows; the kind is empty where the process has died."""
         rows = np.empty((0, self.n_embd), np.float32)
         with contextlib.suppress(OSError):
             assert self._pipe is not None
-            head = read_exactly(self._pipe, FROM_ENCODER.size)
-            if head is not None:
-                kind, n_told, n_bytes = FROM_ENCODER.unpack(head)
-                told = read_exactly(self._pipe, n_told)
+            header = read_exactly(self._pipe, FROM_ENCODER.size)
+            if header is not None:
+                kind, n_head_bytes, n_bytes = FROM_ENCODER.unpack(header)
+                head = read_exactly(self._pipe, n_head_bytes)
                 rows = np.empty((n_bytes // (4 * self.n_embd), self.n_embd), np.float32)
-                if told is not None and (not rows.size or read_into(self._pipe, rows.data.cast("B"))):
-                    return kind, bytes(told), rows
+                if head is not None and (not rows.size or read_into(self._pipe, rows.data.cast("B"))):
+                    return kind, bytes(head), rows
         self._end()
         return b"", b"", rows
 

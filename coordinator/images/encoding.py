@@ -43,9 +43,9 @@ def main() -> None:
             projector = Projector(path, vocabulary, n_embd, max_tokens)
             identity = _identity(path)
         except (RelaylineError, OSError) as error:
-            _say(pipe, FAILED, str(error).encode(errors="replace"))
+            _send(pipe, FAILED, str(error).encode(errors="replace"))
             return
-        _say(pipe, READY_MUTUAL if projector.are_mutual else READY, identity)
+        _send(pipe, READY_MUTUAL if projector.are_mutual else READY, identity)
         _serve(pipe, projector)
 
 
@@ -58,18 +58,18 @@ def _serve(pipe: socket.socket, projector: Projector) -> None:
         try:
             segments, rows = projector.encode(bytes(data), rows_max)
         except InvalidRequestError as error:
-            _say(pipe, REFUSED, error.message.encode(errors="replace"))
+            _send(pipe, REFUSED, error.message.encode(errors="replace"))
         except RelaylineError as error:
-            _say(pipe, FAILED, error.message.encode(errors="replace"))
+            _send(pipe, FAILED, error.message.encode(errors="replace"))
         except Exception as error:
-            _say(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
+            _send(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
         else:
-            _say(pipe, ENCODED, msgspec.msgpack.encode(segments), rows.data.cast("B") if rows.size else b"")
+            _send(pipe, ENCODED, msgspec.msgpack.encode(segments), rows.data.cast("B") if rows.size else b"")
 
 
-def _say(pipe: socket.socket, kind: bytes, told: bytes, rows: bytes | memoryview = b"") -> None:
-    pipe.sendall(FROM_ENCODER.pack(kind, len(told), len(rows)))
-    pipe.sendall(told)
+def _send(pipe: socket.socket, kind: bytes, head: bytes, rows: bytes | memoryview = b"") -> None:
+    pipe.sendall(FROM_ENCODER.pack(kind, len(head), len(rows)))
+    pipe.sendall(head)
     pipe.sendall(rows)
 
 

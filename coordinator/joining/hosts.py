@@ -65,7 +65,7 @@ class Hosts:
         roster.idle_state = lambda place: HostState.DRAINED if self._pool.is_drained(place.index) else HostState.SPARE
         self._added: list[str] = []
         self._is_planning = False
-        self._told = ""  # the latest line about what cannot be done
+        self._logged_trouble = ""  # the latest line about what cannot be done
 
     def was_added(self, names: Sequence[str]) -> None:
         """These came while an earlier coordinator served."""
@@ -98,7 +98,7 @@ class Hosts:
     def moved(self) -> None:
         """Layers have moved."""
         self._pool.moved()
-        self._told = ""
+        self._logged_trouble = ""
         self.keep()
 
     def keep(self) -> None:
@@ -133,9 +133,9 @@ class Hosts:
             await self._change(holders, must_be_known=bool(gone))
         except RelaylineError as error:
             self._pool.failed(time.monotonic_ns())
-            if error.message != self._told:
+            if error.message != self._logged_trouble:
                 log.warning("layers were not moved: %s", error.message)
-            self._told = error.message
+            self._logged_trouble = error.message
         else:
             fields = {"from": _named(names, gone), "to": _named(names, new)}
             log.info("layers change hands", extra={"fields": fields})

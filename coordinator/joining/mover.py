@@ -216,7 +216,7 @@ class LayerMover:
         number, self._switching = self._switching, 0
         epochs = self._pipeline.epochs
         epochs.file, self._next = self._next.file, None
-        told = self._service.switch()
+        places = self._service.switch()
         names = tuple(self._service.place(at).name for at in self.moves.holders)
         epochs.stage_names = names
         self._pipeline.conductor.availability.changes_engines(names)
@@ -224,7 +224,7 @@ class LayerMover:
             self._hosts.moved()
         else:
             self._spawn(self._keep(PoolState(epochs.file.cuts, names)))
-        self._spawn(self._service.tell_switch(number, told, hand_over_ns(self._pipeline.conductor)))
+        self._spawn(self._service.tell_switch(number, places, hand_over_ns(self._pipeline.conductor)))
 
     def _on_stands(self) -> None:
         if self._switching or not self.moves.connected(time.monotonic_ns()):

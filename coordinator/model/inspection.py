@@ -278,8 +278,8 @@ def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
 
 def _row_widths(model: GgufModel, n_embd: int, n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
     """Return how many values enter each layer for each token. The first one is given looked-up embeddings."""
-    width, beside = n_embd * family.streams(facts), _sidebands_of(family, facts)
-    widths = tuple((width if layer else n_embd) + beside.values_into(layer) for layer in range(n_layers))
+    width, sidebands = n_embd * family.streams(facts), _sidebands_of(family, facts)
+    widths = tuple((width if layer else n_embd) + sidebands.values_into(layer) for layer in range(n_layers))
     if max(widths) > N_EMBD_MAX:
         text = f"its layers pass on rows of {max(widths)} values; the limit is {N_EMBD_MAX}"
         raise ModelFileError(f"{model.path}: {text}")

@@ -71,8 +71,8 @@ class Sidebands:
         for name in self.tables().values():
             found, dims = tensors.get(name), wanted.get(name, (self.n_experts_used, self.n_vocab))
             if found is None or found.dims != dims:
-                told = "is missing" if found is None else f"has shape {list(found.dims)}, not {list(dims)}"
-                raise ModelFileError(f"tensor {name} {told}")
+                problem = "is missing" if found is None else f"has shape {list(found.dims)}, not {list(dims)}"
+                raise ModelFileError(f"tensor {name} {problem}")
         for name, type_id in ((LAYER_NORM, _F32_ID), *((t, _I32_ID) for t in self.tables().values() if "tid2eid" in t)):
             if name in self.tables().values() and tensors[name].type_id != type_id:
                 raise ModelFileError(f"tensor {name} is {tensors[name].type_name}")

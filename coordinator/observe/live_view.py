@@ -25,11 +25,11 @@ TRIPS_MAX = 6  # round trips of a stage; the shortest of them is reported
 RECENT_NS = 20_000_000_000  # since its end, in which a request may be in the steps that are shown
 LOOK_GAP_NS = 5_000_000_000  # between two looks: over a longer time the rate would not be current
 MS = 1e-6
-_TOLD = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
+_FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",
          "drafted_tokens", "accepted_tokens", "plan", "imbalance", "link", "missing",
          "idle")  # fmt: skip
-_TOLD_OF_STAGE = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
+_STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
                   "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
                   "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
                   "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
@@ -86,7 +86,7 @@ class LiveView:
         point = self._point(seen, stages, recent, before, now_ns)
         self._points.append((self._n_looks, msgspec.Raw(encode(point))))
         state = {
-            **{name: described.get(name) for name in _TOLD},
+            **{name: described.get(name) for name in _FIELDS},
             "stages": stages,
             "overlap": picture.overlap,
             "loss": None if seen.loss is None else {"stage": seen.loss[0], "why": seen.loss[1]},
@@ -197,15 +197,15 @@ def _stages(
     found = []
     olds = {stage.get("index"): stage for stage in before[1].get("stages", ())} if before is not None else {}
     for at, stage in enumerate(seen.described.get("stages", ())):
-        told = {name: stage[name] for name in _TOLD_OF_STAGE if stage.get(name) is not None}
+        entry = {name: stage[name] for name in _STAGE_FIELDS if stage.get(name) is not None}
         trip_ns = trips_ns[at] if at < len(trips_ns) else None
-        told["round_trip_ms"] = None if trip_ns is None else _ms(trip_ns)
+        entry["round_trip_ms"] = None if trip_ns is None else _ms(trip_ns)
         if at < len(seen.picture.stages):
-            told |= dataclasses.asdict(seen.picture.stages[at])
+            entry |= dataclasses.asdict(seen.picture.stages[at])
         old = olds.get(stage.get("index"))
         if before is not None and old is not None and stage.get("up") and old.get("up"):
-            told |= _rates(old, stage, now_ns - before[0])
-        found.append(told)
+            entry |= _rates(old, stage, now_ns - before[0])
+        found.append(entry)
     return found
 
 

@@ -18,7 +18,7 @@ from relayline.coordinator.planner.whatif import largest
 SEARCH_SIZE_MAX = 400  # stages x layers up to which pairs of pipelines are looked for: each takes two searches
 PAIR_HOSTS_MAX = 6  # there are 31 pairs of six hosts
 PAIR_GAIN = 1.1  # from which on two pipelines are recommended
-ALONE_TOLD = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is recommended
+ALONE_PART = 0.5  # of the plan's tokens, from which on a machine that holds the whole model is recommended
 LINK_GAIN = 1.1
 CTX_STEP = 256
 NO_DELAY = Link(0, 1e12)
@@ -68,7 +68,7 @@ def _alone(instance: Instance, best: Best) -> Iterator[str]:
             f"don't span: {host.name} {holds} the whole model alone and would make {rate_text(rate)}, where "
             f"{_together(len(instance.hosts))} make {rate_text(best.rate)}"
         )
-    elif rate >= ALONE_TOLD * best.rate:
+    elif rate >= ALONE_PART * best.rate:
         yield (
             f"{host.name} {holds} the whole model alone and would make {rate_text(rate)}; spanning makes "
             f"{best.rate / rate:.2f} times as many"

@@ -74,13 +74,13 @@ def explain(instance: Instance) -> Infeasible:
         return Infeasible(_structure(instance))
     shortages = _shortages(instance, found)
     remedies = _remedies(instance)
-    told = "; ".join(
+    shortage_text = "; ".join(
         f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for layers {short.layers[0]}..{short.layers[1] - 1} "
         f"but has {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
         for short in shortages
     )
     ways = f"; any of these helps: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"
-    return Infeasible(f"the model does not fit: {told}{ways}", shortages, remedies)
+    return Infeasible(f"the model does not fit: {shortage_text}{ways}", shortages, remedies)
 
 
 def _structure(instance: Instance) -> str:

@@ -38,7 +38,7 @@ from relayline.coordinator.schedule.cycles import (
     train_ns,
     turns_of,
 )
-from relayline.coordinator.schedule.prompts_beside import PromptsBeside
+from relayline.coordinator.schedule.prompt_mix import MixSearch
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import TileRule, has_time_for_tiles
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
@@ -187,8 +187,8 @@ class GroupPlanner:
 
     def rides(self, rows: int) -> list[int]:
         """Return how many prompt rows may join this many decode rows: the numbers that fill tiles, ascending."""
-        beside = 0 if self.is_per_lane else rows
-        return [total - beside for total in CHUNK_LADDER if beside < total <= self.rows_max - rows + beside]
+        n_decode = 0 if self.is_per_lane else rows
+        return [total - n_decode for total in CHUNK_LADDER if n_decode < total <= self.rows_max - rows + n_decode]
 
     def draft_room(self, n_streams: int) -> int:
         """Return how many guesses may follow one row of each of n_streams."""
@@ -241,14 +241,14 @@ class GroupPlanner:
         if pressure and n_streams:
             quiet_ns, turns = self._cycle_ns(n_streams, n_groups, rows), turns_of(n_streams, n_groups, rows)
             token_max_ns = pressure * PREDICTED_PART * self.itl_stretch * quiet_ns * turns
-            search, may_change = PromptsBeside(self), by_hand is None
+            search, may_change = MixSearch(self), by_hand is None
             choice = search.best(n_streams, (n_groups, rows), pressure, token_max_ns, may_change=may_change)
             if choice is None:
                 return GroupPlan(n_groups, rows, period_ns, 1, 1, 0, token_max_ns / turns, token_max_ns)
-            beside = choice.flights, choice.chunk, choice.ride
+            prompt_plan = choice.flights, choice.chunk, choice.ride
             turns = turns_of(n_streams, choice.n_groups, choice.rows)
             hold_max_ns = max(period_ns, choice.latency_ns * turns)
-            return GroupPlan(choice.n_groups, choice.rows, period_ns, *beside, token_max_ns / turns, hold_max_ns)
+            return GroupPlan(choice.n_groups, choice.rows, period_ns, *prompt_plan, token_max_ns / turns, hold_max_ns)
         chunk = self._train(train_rows or TRAIN_ROWS)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, chunk, hold_max_ns=period_ns)
 

@@ -179,7 +179,7 @@ class Scheduler:
             if not plans.is_reading and self._drafts.are_of(frames, self.n_decoding):
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
             n_decode = sum(len(frame.tokens) for frame in frames)
-            chunks = self._prompts.next_chunks(ride_rows, rule.beside(n_decode), n_decode)
+            chunks = self._prompts.next_chunks(ride_rows, rule.for_step(n_decode), n_decode)
             if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
                 left_rows = max(0, ride_rows - sum(len(chunk.tokens) for chunk in chunks))
                 pace.save(left_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups)

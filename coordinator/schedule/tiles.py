@@ -89,7 +89,7 @@ class TileRule:
             return ROWS_PER_ENVELOPE_MAX
         return ATTENTION_TILE_ROWS - 1 - n_streams
 
-    def beside(self, n_decode: int) -> TileRule:
+    def for_step(self, n_decode: int) -> TileRule:
         """Return the rule for a step with n_decode rows.
 
         Where rows below a tile would leave prompts hardly any room, only whole tiles stay by themselves.

@@ -208,12 +208,12 @@ class ChatTemplate:
 
 def _folded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the system turns put before the first user turn's text; without a user turn they stay."""
-    told = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    system_text = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     others = [message for message in messages if message["role"] != "system"]
     first = next((at for at, message in enumerate(others) if message["role"] == "user"), None)
     if first is None:
         return list(messages)
-    others[first] = {**others[first], "content": f"{told}\n\n{others[first]['content']}"}
+    others[first] = {**others[first], "content": f"{system_text}\n\n{others[first]['content']}"}
     return others
 
 

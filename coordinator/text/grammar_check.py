@@ -40,8 +40,8 @@ class GrammarChecker:
                 is_fresh = self._worker is None
                 answer = self._ask(asked)
                 if answer:
-                    told = json.loads(answer)
-                    return told["grammar"], told["fault"]
+                    result = json.loads(answer)
+                    return result["grammar"], result["fault"]
                 cause = self._end()
                 if is_fresh:  # else it may have died of what earlier grammars left in its memory
                     return "", cause

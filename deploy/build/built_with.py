@@ -28,7 +28,7 @@ def kernels_asked(cmake_args: str, environment: Mapping[str, str]) -> str:
     return "OFF" if asked.upper() == "OFF" else "ON"
 
 
-def told(kernels: str) -> str:
+def mark_text(kernels: str) -> str:
     """Return what llama_minimal.cmake leaves in a wheel that is built now: the kernels, each file's name and digest."""
     files = sorted(path for pattern in FILES for path in DEPLOY.glob(pattern))
     digests = (f"{path.relative_to(DEPLOY)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
@@ -39,7 +39,7 @@ def trouble(mark: Path, kernels: str) -> str:
     """Return how the wheel that left this mark differs; empty if it does not."""
     if not mark.is_file():
         return "the installed llama.cpp was not built from this source tree"
-    found, wanted = mark.read_text().splitlines(), told(kernels).splitlines()
+    found, wanted = mark.read_text().splitlines(), mark_text(kernels).splitlines()
     if found == wanted:
         return ""
     if found[:1] != wanted[:1] and found[:1] in (["kernels ON"], ["kernels OFF"]):

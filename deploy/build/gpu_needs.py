@@ -87,6 +87,6 @@ def _vulkan_fault(environment: Mapping[str, str], root: Path) -> str:
 
 
 if __name__ == "__main__":
-    told = fault(" ".join(sys.argv[1:]))
-    if told:
-        sys.exit(f"      {told}")
+    line = fault(" ".join(sys.argv[1:]))
+    if line:
+        sys.exit(f"      {line}")

@@ -33,8 +33,8 @@ def generate(target: Path) -> None:
 def layout_files() -> dict[Path, str]:
     """Return the files that wire/envelopes/layout.py writes, in a process that has just loaded the stubs."""
     code = "from relayline.wire.envelopes import layout as l; print(l.c_header(), l.page(), sep=chr(0), end='')"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    header, page = told.split("\0")
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    header, page = output.split("\0")
     return {ROOT / "wire/envelopes/_layout.h": header, ROOT / "docs/reference/envelopes.md": page}
 
 

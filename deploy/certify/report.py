@@ -98,7 +98,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(table)
     for result in report.results:
         if result.every is not None and result.every.first is not None:
-            _say(console, f"cut {_listed(result)}: first disagreement: {_told(result.every.first)}")
+            _say(console, f"cut {_listed(result)}: first disagreement: {_text_of(result.every.first)}")
     shapes = ", ".join(f"{name} {shape.max_relative:.1e}" for name, shape in noise.by_shape.items())
     _say(
         console,
@@ -143,7 +143,7 @@ def _cells(result: CutResult) -> tuple[str, str, str, str, str]:
     )
 
 
-def _told(disagreement: Disagreement) -> str:
+def _text_of(disagreement: Disagreement) -> str:
     tokens = f"{disagreement.found_token} instead of {disagreement.reference_token}"
     margin = f"margin {disagreement.relative_margin:.1e} ({disagreement.margin:.2g} in logits)"
     return f"{disagreement.session}, position {disagreement.position}: {tokens}, {margin}"

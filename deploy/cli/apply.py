@@ -108,9 +108,9 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
     """Print what differs; `restarts`: of a pipeline behind a gateway, what changes that need a restart do."""
     if as_json:
         changes = {"layers": differs.layers, "others": differs.others}
-        said = {key: [dataclasses.asdict(change) for change in found] for key, found in changes.items()}
-        told = {"added": [stage.name for stage in differs.added], "cuts": differs.cuts, "dry_run": is_dry}
-        click.echo(json.dumps({"event": "difference", "name": name, **said, **told}))
+        differences = {key: [dataclasses.asdict(change) for change in found] for key, found in changes.items()}
+        rest = {"added": [stage.name for stage in differs.added], "cuts": differs.cuts, "dry_run": is_dry}
+        click.echo(json.dumps({"event": "difference", "name": name, **differences, **rest}))
         return
     if not differs.layers and not differs.others and not differs.added:
         click.echo(f"{name} already runs as the manifest says; nothing to change")

@@ -180,14 +180,14 @@ def change(
 
 async def _until_changed(plan: GatewayPlan, launched: Launched, new: Sequence[str], *, as_json: bool) -> None:
     """Wait for the supervisor, which removes what was left for it; print what has to be run on other hosts."""
-    told: set[str] = set()
+    shown: set[str] = set()
     before = {record.name: record.pid for record in launched.state.processes}
     while launched.directory.more.exists():
         if not launched.is_running:
             log = launched.directory.log("up")
             raise StartError(f"the supervisor of {plan.name} has ended; its log is {log}")
         for name in new:
-            _tell_lines(plan, name, told, as_json=as_json)
+            _tell_lines(plan, name, shown, as_json=as_json)
         if not as_json:
             _tell_serving(launched.directory, [f"{plan.name}-{name}" for name in new], before)
         await asyncio.sleep(LOOK_EVERY_S)
@@ -204,12 +204,12 @@ def _tell_serving(directory: StateDir, names: Collection[str], pids: dict[str, i
             click.echo(f"{record.name} serves")
 
 
-def _tell_lines(plan: GatewayPlan, name: str, told: set[str], *, as_json: bool) -> None:
+def _tell_lines(plan: GatewayPlan, name: str, shown: set[str], *, as_json: bool) -> None:
     """Print, once, what is to be run on other hosts for a pipeline that starts; nothing for one elsewhere."""
     state = plan.started.state_of(name).load()
     for record in state.processes if state is not None and not state.phase.has_ended else ():
-        if record.command and record.state is HostState.WAITING and record.command not in told:
-            told.add(record.command)
+        if record.command and record.state is HostState.WAITING and record.command not in shown:
+            shown.add(record.command)
             event = {
                 "event": "remote",
                 "name": record.name,
@@ -224,9 +224,9 @@ def _tell_lines(plan: GatewayPlan, name: str, told: set[str], *, as_json: bool) 
 def _show(name: str, differs: GatewayDifference, *, is_dry: bool, as_json: bool) -> None:
     changes = {"added": differs.added, "removed": differs.removed, "changed": differs.changed}
     if as_json:
-        said = {word: [member.name for member in members] for word, members in changes.items()}
-        told = {"others": differs.others, "reordered": differs.is_reordered, "dry_run": is_dry}
-        click.echo(json.dumps({"event": "difference", "name": name, **said, **told}))
+        members_by_change = {word: [member.name for member in members] for word, members in changes.items()}
+        rest = {"others": differs.others, "reordered": differs.is_reordered, "dry_run": is_dry}
+        click.echo(json.dumps({"event": "difference", "name": name, **members_by_change, **rest}))
         return
     if not differs.changes_members and not differs.others:
         click.echo(f"{name}: no pipeline comes, goes or is replaced")

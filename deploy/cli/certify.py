@@ -120,11 +120,11 @@ async def _until_stopped(config: CertifyConfig, facts: ModelFacts, stopping: asy
     from relayline.deploy.certify.run import certify
     from relayline.deploy.launch.local import print_prefixed
 
-    def unheard(name: str, text: str) -> None:
+    def drop(name: str, text: str) -> None:
         """Take a stage's line; the last of them explain its death, if it dies."""
 
     with _progress_bar(config, facts) as progress:
-        work = asyncio.ensure_future(certify(config, facts, progress, print_prefixed if config.verbose else unheard))
+        work = asyncio.ensure_future(certify(config, facts, progress, print_prefixed if config.verbose else drop))
         stop = asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)

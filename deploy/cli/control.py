@@ -77,7 +77,7 @@ def _status_text(facts: dict[str, Any]) -> str:
     if facts["stages"] and (unequal := unequal_line({"imbalance": facts["imbalance"], "stages": facts["stages"]})):
         lines.append(f"  {unequal}")
     if facts["planned"] is not None and facts["planned"].get("from") == "measured":
-        from relayline.deploy.planning.told import lines_of
+        from relayline.deploy.planning.plan_description import lines_of
 
         lines += [f"  {line}" for line in lines_of(facts["planned"])]
     if facts["pipelines"]:

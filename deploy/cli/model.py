@@ -103,13 +103,13 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
     if not any(facts.state_bytes_per_lane):
         return {}
     counts = collections.Counter(facts.kinds or ATTENDS * facts.n_layers)
-    told = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
+    kinds = ", ".join(f"{count} {KIND_WORDS[kind]}" for kind, count in counts.items())
     each = max(facts.state_bytes_per_lane)
     total = _size(sum(facts.state_bytes_per_lane))
     n_lanes = usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes)
     drafts = "--rewind-rows N, each as much again" if facts.rewinds_states else "none: its states cannot be rewound"
     return {
-        "layer kinds": told,
+        "layer kinds": kinds,
         "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes by default",
         "drafts": drafts,
     }
@@ -123,11 +123,11 @@ def _width_of(facts: ModelFacts) -> str:
 
 
 def _embedding_of(facts: ModelFacts) -> str:
-    told = _size(facts.embedding_bytes)
+    text = _size(facts.embedding_bytes)
     if not facts.tied_embeddings:
-        return told
+        return text
     return (
-        told
+        text
         + (f", {_size(facts.head_bytes)} of it" if facts.embedding_bytes != facts.head_bytes else ",")
         + " also the head"
     )
@@ -136,12 +136,12 @@ def _embedding_of(facts: ModelFacts) -> str:
 def _sidebands_of(facts: ModelFacts) -> dict[str, str]:
     """Return the lines about further values that travel with rows; none for most models."""
     width, n_hashed = facts.sidebands.layer_inputs, facts.sidebands.hash_layers
-    told = {}
+    lines = {}
     if width:
-        told["beside rows"] = f"{width} values for each later layer, made on stage 0"
+        lines["beside rows"] = f"{width} values for each later layer, made on stage 0"
     if n_hashed:
-        told["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
-    return told
+        lines["by token id"] = f"the experts of the first {n_hashed} layers, which are all on stage 0"
+    return lines
 
 
 def _print_facts(facts: ModelFacts, console: Console) -> None:

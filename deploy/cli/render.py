@@ -61,9 +61,9 @@ def _render_gateway(path: Path, target: str, output: Path | None, *, force: bool
     gateway = load_gateway(path)
     pipelines = tuple(each.prepared(with_usual_lanes) for each in pipelines_behind(gateway, {}))
     rendered = {each.name: each.manifest for each in pipelines if each.manifest is not None}
-    beside = output or gateway.resolve(".")
+    directory = output or gateway.resolve(".")
     files = render_gateway(
-        gateway, pipelines, target, {name: models_dir(one, beside) for name, one in rendered.items()}
+        gateway, pipelines, target, {name: models_dir(one, directory) for name, one in rendered.items()}
     )
     front = Front(gateway, pipelines, {})
     for note in front_notes(front, in_kubernetes=target not in COMPOSE):

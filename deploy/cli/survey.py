@@ -17,7 +17,7 @@ from relayline.deploy.cli.options import given_settings, security_from
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
-from relayline.deploy.launch.survey import Planned, is_about, survey_and_plan, told_anew
+from relayline.deploy.launch.survey import Planned, is_about, moved_plan_record, survey_and_plan
 from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
@@ -72,8 +72,8 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     found = run(main)
     if found is None:
         raise click.exceptions.Exit(0)
-    planned, said = found
-    write_plan(plan_file, said)
+    planned, record = found
+    write_plan(plan_file, record)
     if given["settle"] is not None:  # then one that is started again finds fixed layers, and goes on with them
         write_settled(planned.manifest, given["settle"])
     given["manifest"], given["directory"] = planned.manifest, planned.directory
@@ -99,12 +99,12 @@ def teller(manifest: Manifest | None, plan_file: Path | None) -> Callable[[PoolS
         if manifest is None or model is None or plan_file is None:
             return None
         before = read_plan(plan_file)
-        said = before if before is not None and is_about(before, state) else told_anew(manifest, model, state)
-        if said is not None:
-            write_plan(plan_file, said)
+        record = before if before is not None and is_about(before, state) else moved_plan_record(manifest, model, state)
+        if record is not None:
+            write_plan(plan_file, record)
         else:
             plan_file.unlink(missing_ok=True)
-        return said
+        return record
 
     return tell
 

@@ -91,7 +91,7 @@ async def _watch(url: str, api_key: str, interval_s: float, *, once: bool, as_js
                     continue
                 now_s = time.monotonic()
                 _, picture = _looked(coordinator.url, before, after, now_s - looked_s, console.width)
-                live.update(Group(picture, Text(f"\n{keys.told}", style="dim")))
+                live.update(Group(picture, Text(f"\n{keys.help_line}", style="dim")))
                 before, looked_s = after, now_s
 
 
@@ -126,7 +126,7 @@ class Keys:
                 self.interval_s = min(INTERVAL_MAX_S, self.interval_s * 2)
 
     @property
-    def told(self) -> str:
+    def help_line(self) -> str:
         """One line for the foot of the picture."""
         return f"q quit, p hold, + - faster, slower (every {self.interval_s:g} s)"
 

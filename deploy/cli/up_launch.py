@@ -29,8 +29,8 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     changes = changes_of(changed)
     if path is not None:
         # Of a pipeline behind a gateway: its hosts are looked at like a manifest's own.
-        told = json.loads(given["change"]) if given["change"] else {}
-        manifest, source = at_home(with_usual_lanes(override(load_manifest(path), told))), path.absolute()
+        change = json.loads(given["change"]) if given["change"] else {}
+        manifest, source = at_home(with_usual_lanes(override(load_manifest(path), change))), path.absolute()
     else:
         # Everything is looked at before a model is loaded from the hub, which may take an hour.
         placeholder = smallest_manifest(Path("model.gguf"), given["name"])

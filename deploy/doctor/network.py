@@ -171,10 +171,10 @@ async def look_coordinator(url: str) -> list[Finding]:
 def _phase_of(body: bytes) -> str:
     """Return the phase that a coordinator's /health tells, empty where it tells none."""
     try:
-        told = json.loads(body)
+        answer = json.loads(body)
     except ValueError:
         return ""
-    word = told.get("status") if isinstance(told, dict) else None
+    word = answer.get("status") if isinstance(answer, dict) else None
     return word if isinstance(word, str) and word in set(Phase) else ""
 
 

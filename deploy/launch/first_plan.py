@@ -12,7 +12,7 @@ from relayline.deploy.launch.prepare import check_last_layer
 from relayline.deploy.launch.survey import plan_record, wants_survey
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.planning.known_hosts import forget_hosts
-from relayline.deploy.planning.told import lines_of
+from relayline.deploy.planning.plan_description import lines_of
 
 
 def waits_for_hosts(manifest: Manifest, model: Path, measure: bool | None, *, is_again: bool) -> bool:
@@ -39,7 +39,7 @@ def keep_plan(manifest: Manifest, model: Path, path: Path) -> None:
 
 def plan_event(manifest: Manifest, path: Path) -> dict[str, Any] | None:
     """Return the event that tells who gets which layers and why; None where hosts gave nothing to choose, or later."""
-    said = read_plan(path)
-    if said is None or None not in manifest.fixed_cuts() or all(stage.is_local for stage in manifest.stages):
+    planned = read_plan(path)
+    if planned is None or None not in manifest.fixed_cuts() or all(stage.is_local for stage in manifest.stages):
         return None
-    return {"event": "planned", "message": "\n".join(lines_of(said)), "plan": said}
+    return {"event": "planned", "message": "\n".join(lines_of(planned)), "plan": planned}

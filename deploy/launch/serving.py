@@ -93,21 +93,21 @@ def for_each_stage(
     places = []
     for place in join.stages:
         stage = stages.get(place.name)
-        told = TelemetryDefaults(
+        defaults = TelemetryDefaults(
             by_flag.get("level", telemetry.level),
             by_flag.get("otlp_endpoint", telemetry.otlp_endpoint),
             by_flag.get("sampler_ratio", telemetry.sampler_ratio),
             manifest.metrics_port(stage) if stage is not None else 0,
         )
         if stage is None:  # it was invited while an earlier coordinator served
-            places.append(dataclasses.replace(place, telemetry=told))
+            places.append(dataclasses.replace(place, telemetry=defaults))
             continue
         own = {name: value for name, value in stage.engine_settings.items() if name not in by_flag}
         places.append(
             dataclasses.replace(
                 place,
                 engine=dataclasses.replace(place.engine, **own),
-                telemetry=told,
+                telemetry=defaults,
                 listen_port=manifest.listen_port(stage),
                 memory_bytes=round((stage.memory_gib or 0) * GIB),
             )

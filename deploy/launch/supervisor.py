@@ -230,8 +230,8 @@ class Supervisor:
                     "restarts": record.n_restarts, "layers": event.get("layers")})  # fmt: skip
         if child is self._coordinator.child and not self._ready.done():
             self.board.set_phase(Phase.READY)
-            told = {"stages": len(self.plan.stages), "needs_key": self.plan.needs_key}
-            self._ready.set_result(event | told | self._for_other_hosts(event["url"]))
+            facts = {"stages": len(self.plan.stages), "needs_key": self.plan.needs_key}
+            self._ready.set_result(event | facts | self._for_other_hosts(event["url"]))
 
     def _for_other_hosts(self, url: str) -> dict[str, str]:
         """Return the URL under which clients on other hosts reach the API, empty for none; {} without such hosts."""
@@ -265,8 +265,8 @@ class Supervisor:
             if not self.board.has(event["name"]):  # it was invited while the pipeline served
                 self.board.add(ProcessRecord(event["name"], "stage", event["host"] or ELSEWHERE, HostState.WAITING))
             self._on_stage_event(event)
-            for said in self._waiting.told(event, time.monotonic()):
-                self._emit(said)
+            for found in self._waiting.events_for(event, time.monotonic()):
+                self._emit(found)
 
     def _on_stage_event(self, event: dict[str, Any]) -> None:
         name, address = event["name"], event.get("address") or ""
@@ -283,8 +283,12 @@ class Supervisor:
             return
         if known is HostState.WAITING and was is not HostState.WAITING:
             known = HostState.LOST  # a restarted coordinator has not seen it yet
-        told = {HostState.READY: "", **dict.fromkeys(IDLE, ""), HostState.LOST: "start it there again if it has ended"}
-        changes = {"state": known, "address": address, "detail": told.get(known, known.value)}
+        details = {
+            HostState.READY: "",
+            **dict.fromkeys(IDLE, ""),
+            HostState.LOST: "start it there again if it has ended",
+        }
+        changes = {"state": known, "address": address, "detail": details.get(known, known.value)}
         if address and self.board[name].host == ELSEWHERE:  # its host was unknown until now
             changes["host"] = host_of(address)
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")

@@ -23,7 +23,7 @@ from relayline.deploy.launch.splits import split_place
 from relayline.deploy.planning.inputs import best_for, instance_of, is_declared
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, remember_hosts
 from relayline.deploy.planning.measure import slices_for
-from relayline.deploy.planning.told import lines_of, told
+from relayline.deploy.planning.plan_description import describe_plan, lines_of
 from relayline.wire.common.errors import ArtifactError, RelaylineError
 from relayline.wire.common.process import first_of
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -165,7 +165,7 @@ def _plan(manifest: Manifest, model: Path, reports: dict[str, HostReport]) -> tu
     facts: ModelFacts = inspect_model(model)
     instance = instance_of(manifest, facts, known=known)
     best = best_for(instance)
-    return tuple(start for start, _ in best.edges[1:]), told(instance, best.edges, known)
+    return tuple(start for start, _ in best.edges[1:]), describe_plan(instance, best.edges, known)
 
 
 async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:
@@ -177,14 +177,14 @@ async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tel
     return directory
 
 
-def is_about(said: dict[str, Any], state: PoolState) -> bool:
+def is_about(record: dict[str, Any], state: PoolState) -> bool:
     """Return whether a description is about these layers of these stages."""
-    stages = said["stages"]
+    stages = record["stages"]
     cuts = tuple(stage["layers"][0] for stage in stages[1:])
     return cuts == state.cuts and tuple(stage["name"] for stage in stages) == state.stages
 
 
-def told_anew(manifest: Manifest, model: Path, state: PoolState) -> dict[str, Any] | None:
+def moved_plan_record(manifest: Manifest, model: Path, state: PoolState) -> dict[str, Any] | None:
     """Return the description of layers that have moved; None where nothing is known of a stage that holds some."""
     members = {stage.name: stage for stage in manifest.members}
     if not members.keys() >= set(state.stages):
@@ -193,10 +193,10 @@ def told_anew(manifest: Manifest, model: Path, state: PoolState) -> dict[str, An
     stages = [members[name].model_copy(update={"layers": edge}) for name, edge in zip(state.stages, held, strict=True)]
     spec = manifest.spec.model_copy(update={"stages": tuple(stages), "spares": ()})
     try:
-        said = plan_record(manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory), model)
+        record = plan_record(manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory), model)
     except RelaylineError:
         return None
-    return said | {"is_moved": True}
+    return record | {"is_moved": True}
 
 
 def plan_record(manifest: Manifest, model: Path) -> dict[str, Any]:
@@ -204,4 +204,4 @@ def plan_record(manifest: Manifest, model: Path) -> dict[str, Any]:
     known, facts = known_hosts(manifest, model), inspect_model(model)
     instance = instance_of(manifest, facts, known=known)
     cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)
-    return told(instance, ranges(facts.n_layers, cuts), known)
+    return describe_plan(instance, ranges(facts.n_layers, cuts), known)

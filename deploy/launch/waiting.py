@@ -22,7 +22,7 @@ GB, MB = 1e9, 1e6
 class _Fetch:
     began_s: float
     began_bytes: int
-    said_s: float
+    shown_s: float
 
 
 class Waiting:
@@ -32,25 +32,25 @@ class Waiting:
         """Take the stages' names in layer order."""
         self._states = dict.fromkeys(names, HostState.WAITING)
         self._fetches: dict[str, _Fetch] = {}
-        self._said: tuple[str, ...] = ()  # the members that the last line was about
+        self._shown: tuple[str, ...] = ()  # the members that the last line was about
         self.is_over = False
         """Set once every stage serves; no more lines follow."""
 
-    def told(self, event: dict[str, Any], now_s: float) -> list[dict[str, Any]]:
+    def events_for(self, event: dict[str, Any], now_s: float) -> list[dict[str, Any]]:
         """Take the coordinator's event about a stage; returns the events to emit, each with its `message`."""
         name = event["name"]
         if self.is_over or name not in self._states:
             return []
         self._states[name] = HostState(event["state"])
-        said = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
+        events = self._members() + self._fetch(name, event.get("done_bytes", 0), event.get("total_bytes", 0), now_s)
         self.is_over = all(state in (HostState.READY, *IDLE) for state in self._states.values())
-        return said
+        return events
 
     def _members(self) -> list[dict[str, Any]]:
         joined = tuple(name for name, state in self._states.items() if state in _JOINED)
-        if joined == self._said:
+        if joined == self._shown:
             return []
-        self._said = joined
+        self._shown = joined
         missing = [name for name in self._states if name not in joined]
         text = f"{len(joined)} of {len(self._states)} joined"
         if missing:
@@ -65,9 +65,9 @@ class Waiting:
         if fetch is None:
             self._fetches[name] = _Fetch(now_s, done_bytes, now_s)
             return []  # most are over before there is anything to say
-        if now_s - fetch.said_s < FETCH_LINE_EVERY_S or done_bytes >= total_bytes:
+        if now_s - fetch.shown_s < FETCH_LINE_EVERY_S or done_bytes >= total_bytes:
             return []
-        fetch.said_s = now_s
+        fetch.shown_s = now_s
         rate = (done_bytes - fetch.began_bytes) / (now_s - fetch.began_s)
         text = f"{name} fetches its layers: {done_bytes / GB:.2f} of {total_bytes / GB:.2f} GB"
         left_s = (total_bytes - done_bytes) / rate if rate > 0 else None

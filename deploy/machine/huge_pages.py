@@ -20,10 +20,10 @@ _VARIABLE = "GLIBC_TUNABLES"
 
 def environment_of(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment that `relayline` is to be started in with these arguments, the first its command."""
-    told = environment.get(_VARIABLE, "")
-    if not arguments or arguments[0] not in COMMANDS or TUNABLE in told or sys.platform != "linux":
+    tunables = environment.get(_VARIABLE, "")
+    if not arguments or arguments[0] not in COMMANDS or TUNABLE in tunables or sys.platform != "linux":
         return dict(environment)
-    return {**environment, _VARIABLE: ":".join(filter(None, (told, f"{TUNABLE}=1")))}
+    return {**environment, _VARIABLE: ":".join(filter(None, (tunables, f"{TUNABLE}=1")))}
 
 
 def start_anew(arguments: Sequence[str]) -> None:

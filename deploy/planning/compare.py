@@ -49,7 +49,9 @@ def compare(
     found = after.get("stages", [])
     cut = tuple(tuple(stage["layers"]) for stage in found)
     if cut != plan.best.edges:
-        raise StartError(f"the running pipeline has layers {_told(cut)}, this plan {_told(plan.best.edges)}")
+        raise StartError(
+            f"the running pipeline has layers {_layers_text(cut)}, this plan {_layers_text(plan.best.edges)}"
+        )
     if not all(stage.get("steps") for stage in found):
         raise StartError("the running pipeline has not decoded anything yet; send it some requests first")
     figures = [figure for index, stage in enumerate(found) for figure in _of_stage(plan, index, stage)]
@@ -82,7 +84,7 @@ def _generated(before: dict[str, Any], after: dict[str, Any]) -> int:
     return int(after["generated_tokens"]) - int(before["generated_tokens"])
 
 
-def _told(cut: tuple[tuple[int, ...], ...]) -> str:
+def _layers_text(cut: tuple[tuple[int, ...], ...]) -> str:
     return ", ".join(f"{edge[0]}-{edge[1] - 1}" for edge in cut) or "nothing"
 
 

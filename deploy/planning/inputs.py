@@ -126,14 +126,14 @@ def instance_of(
     places = zip(gpu_numbers(manifest), _offloads(manifest, facts, gpus), strict=True)
     for stage, n_threads, (device, offload) in zip(manifest.stages, threads, places, strict=True):
         measured = None if ignore_measured or not stage.is_local else _measured(manifest, facts, stage, n_threads)
-        told = known[stage.name].speed if stage.name in known else None
+        reported = known[stage.name].speed if stage.name in known else None
         hosts.append(
             Host(
                 name=stage.name,
                 machine=machines[place_of(stage)],
                 threads=n_threads,
                 speed=_given(manifest, stage, n_threads, bytes_per_weight)
-                or told
+                or reported
                 or measured
                 or _estimated(stage, n_threads, bytes_per_weight),
                 memory_bytes=None if stage.memory_gib is None else int(stage.memory_gib * GIB),
@@ -209,8 +209,8 @@ def _links(manifest: Manifest, known: Mapping[str, KnownHost]) -> list[Link]:
         if _same_machine(places[at], places[after]):
             found.append(LOOPBACK)
             continue
-        told = _slower(known.get(names[at]), known.get(names[after]), is_one=not at or not after)
-        found.append(told if told is not None and declared == StageLink() else _link_of(declared))
+        measured = _slower(known.get(names[at]), known.get(names[after]), is_one=not at or not after)
+        found.append(measured if measured is not None and declared == StageLink() else _link_of(declared))
     return found
 
 

@@ -71,8 +71,8 @@ def measure_speed(
     settings = EngineSettings(
         n_threads=n_threads, n_lanes=LANES, ctx_tokens=CTX_TOKENS, gpu_layers=gpu_layers, kv_type=kv_type
     )
-    told = {"n_threads", "n_lanes", "ctx_tokens", "gpu_layers", "kv_type"}
-    arguments = as_arguments(settings, lambda entry: entry.name in told)
+    names = {"n_threads", "n_lanes", "ctx_tokens", "gpu_layers", "kv_type"}
+    arguments = as_arguments(settings, lambda entry: entry.name in names)
     path = _path(model, n_threads, gpu_layers, kv_type, n_at_once)
     path.parent.mkdir(parents=True, exist_ok=True)
     turns: list[list[Sample]] = []

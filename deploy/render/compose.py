@@ -173,9 +173,9 @@ def _base(pipeline: Inside, name: str, stage: Stage | None, *, is_enrolling: boo
 
 
 def coordinator_service(
-    pipeline: Inside, models_dir: str, beside: Sequence[Stage], *, open_ports: Sequence[int] = ()
+    pipeline: Inside, models_dir: str, stages_here: Sequence[Stage], *, open_ports: Sequence[int] = ()
 ) -> Mapping:
-    """Return the coordinator's service. `beside`: the stages in the same file; `open_ports`: for those elsewhere."""
+    """Return the coordinator's service. `stages_here`: those in the same file; `open_ports`: for the others."""
     spec = pipeline.manifest.spec
     http = spec.coordinator.http
     service = _base(pipeline, COORDINATOR, None)
@@ -195,7 +195,7 @@ def coordinator_service(
         "expose": None if open_ports else exposed,
         "configs": [{"source": pipeline.part("pipeline"), "target": inside.MANIFEST_FILE}],
         # Compose stops dependents first: so the coordinator drains while its stages still run.
-        "depends_on": {pipeline.part(stage.name): {"condition": "service_started"} for stage in beside},
+        "depends_on": {pipeline.part(stage.name): {"condition": "service_started"} for stage in stages_here},
         "healthcheck": healthcheck(),
         "stop_grace_period": f"{inside.COORDINATOR_GRACE_S}s",
         "labels": dict(pipeline.manifest.metadata.labels),

@@ -55,11 +55,11 @@ def render(manifest: Manifest, models_dir: str) -> dict[str, str]:
     hosts = dict.fromkeys((head, *(stage.host for stage in manifest.stages)))
     files: dict[str, str] = {}
     for host in hosts:
-        beside = [stage for stage in manifest.stages if stage.host == host]
+        stages = [stage for stage in manifest.stages if stage.host == host]
         name = file_name(host)
         if name.lower() in map(str.lower, files):
             raise UsageError(f"two hosts would both have the file {name}; write a host the same way everywhere")
-        files[name] = _head_file(pipeline, beside, models_dir) if host == head else _host_file(pipeline, host, beside)
+        files[name] = _head_file(pipeline, stages, models_dir) if host == head else _host_file(pipeline, host, stages)
     return files
 
 
@@ -110,10 +110,10 @@ def _published(pipeline: Inside) -> Iterator[tuple[str, int, str]]:
         yield stage.host, ports.metrics, f"metrics of stage {stage.name!r}"
 
 
-def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
+def _head_file(pipeline: Inside, stages: list[Stage], models_dir: str) -> str:
     manifest = pipeline.manifest
     open_ports = [pipeline.join_port, *([pipeline.enrol_port] if pipeline.enrol_port else [])]
-    coordinator = coordinator_service(pipeline, models_dir, beside, open_ports=open_ports)
+    coordinator = coordinator_service(pipeline, models_dir, stages, open_ports=open_ports)
     if pipeline.enrol_port:
         # To be written: an invitation is bound to the first host that uses it.
         authority: Mapping = {"type": "bind", "source": TLS_SOURCE, "target": inside.AUTHORITY_DIR}
@@ -129,12 +129,12 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
         *jaeger["ports"],
         f"{observability.OTLP_PORT}:{observability.OTLP_PORT}",
     ]  # of other hosts' spans
-    gpus = gpu_ids(beside)
+    gpus = gpu_ids(stages)
     document: Mapping = {
         "name": manifest.name,
         "services": {
             COORDINATOR: coordinator,
-            **{stage.name: _credentialed(pipeline, stage, gpus[stage.name]) for stage in beside},
+            **{stage.name: _credentialed(pipeline, stage, gpus[stage.name]) for stage in stages},
             **monitoring,
         },
         "configs": {
@@ -144,17 +144,17 @@ def _head_file(pipeline: Inside, beside: list[Stage], models_dir: str) -> str:
         **({"secrets": {"api-keys": {"file": API_KEYS_SOURCE}}} if pipeline.uses_api_keys else {}),
         "volumes": {
             f"{COORDINATOR}-state": {},
-            **{f"{stage.name}-state": {} for stage in beside},
+            **{f"{stage.name}-state": {} for stage in stages},
             **observability.volumes(),
         },
     }
     escape_configs(document)
-    return yaml_file(TARGET, manifest.name, _head_explanation(pipeline, beside), [("", document)])
+    return yaml_file(TARGET, manifest.name, _head_explanation(pipeline, stages), [("", document)])
 
 
-def _host_file(pipeline: Inside, host: str, beside: list[Stage]) -> str:
-    services, gpus = {}, gpu_ids(beside)
-    for stage in beside:
+def _host_file(pipeline: Inside, host: str, stages: list[Stage]) -> str:
+    services, gpus = {}, gpu_ids(stages)
+    for stage in stages:
         if pipeline.enrol_port:
             command = pipeline.enrolling_command(stage, f"${{{token_variable(stage)}:-}}")
             services[stage.name] = stage_service(
@@ -165,9 +165,9 @@ def _host_file(pipeline: Inside, host: str, beside: list[Stage]) -> str:
     document: Mapping = {
         "name": pipeline.manifest.name,
         "services": services,
-        "volumes": {f"{stage.name}-state": {} for stage in beside},
+        "volumes": {f"{stage.name}-state": {} for stage in stages},
     }
-    return yaml_file(TARGET, pipeline.manifest.name, _host_explanation(pipeline, host, beside), [("", document)])
+    return yaml_file(TARGET, pipeline.manifest.name, _host_explanation(pipeline, host, stages), [("", document)])
 
 
 def _credentialed(pipeline: Inside, stage: Stage, gpus: Sequence[str]) -> Mapping:
@@ -183,19 +183,19 @@ def token_variable(stage: Stage) -> str:
     return f"RELAYLINE_TOKEN_{stage.name.upper().replace('-', '_')}"
 
 
-def _head_explanation(pipeline: Inside, beside: list[Stage]) -> str:
+def _head_explanation(pipeline: Inside, stages: list[Stage]) -> str:
     manifest, head = pipeline.manifest, pipeline.coordinator_host
     others = [stage for stage in manifest.stages if stage.host != head]
-    lines = ["", f"For host {head}: {', '.join((COORDINATOR, *(stage.name for stage in beside)))}.", ""]
+    lines = ["", f"For host {head}: {', '.join((COORDINATOR, *(stage.name for stage in stages)))}.", ""]
     lines += ["Once, beside this file:", f"  relayline certs init {TLS_SOURCE} --name {manifest.name}"]
     lines.append(f"  relayline certs issue {TLS_SOURCE} {head} --coordinator")
-    issued = beside if pipeline.enrol_port else manifest.stages
+    issued = stages if pipeline.enrol_port else manifest.stages
     lines += [f"  relayline certs issue {TLS_SOURCE} {stage.host} --stage {stage.name}" for stage in issued]
     if pipeline.uses_tls:
         lines.append(f"  relayline certs issue {TLS_SOURCE} prometheus --monitor && chmod -R a+rX {MONITOR_SOURCE}")
     if pipeline.uses_api_keys:
         lines.append(f"  put one API key per line into {API_KEYS_SOURCE}")
-    lines += [*_threads_line(beside), _READER_LINE, f"Then:  docker compose -f {file_name(head)} up -d", ""]
+    lines += [*_threads_line(stages), _READER_LINE, f"Then:  docker compose -f {file_name(head)} up -d", ""]
     if pipeline.enrol_port:
         lines.append("A token for each stage elsewhere, good for one host and one day; its host's file says what for:")
         lines += [f"  relayline certs invite {TLS_SOURCE} {stage.host} --stage {stage.name}" for stage in others]
@@ -214,23 +214,23 @@ def _head_explanation(pipeline: Inside, beside: list[Stage]) -> str:
 _READER_LINE = "  export RELAYLINE_UID=$(id -u) RELAYLINE_GID=$(id -g)   # so that containers may read these files"
 
 
-def _host_explanation(pipeline: Inside, host: str, beside: list[Stage]) -> str:
+def _host_explanation(pipeline: Inside, host: str, stages: list[Stage]) -> str:
     head = file_name(pipeline.coordinator_host)
-    lines = ["", f"For host {host}: {', '.join(stage.name for stage in beside)}. No other file is needed there.", ""]
+    lines = ["", f"For host {host}: {', '.join(stage.name for stage in stages)}. No other file is needed there.", ""]
     if pipeline.enrol_port:
         lines.append(f"Once, beside this file, with each stage's token (the head of {head} makes them):")
-        lines += [f"  echo {token_variable(stage)}=TOKEN >> .env" for stage in beside]
+        lines += [f"  echo {token_variable(stage)}=TOKEN >> .env" for stage in stages]
     else:
-        lines[1] = f"For host {host}: {', '.join(stage.name for stage in beside)}."
+        lines[1] = f"For host {host}: {', '.join(stage.name for stage in stages)}."
         lines.append(f"Once, beside this file: the directories that the head of {head} makes.")
-        lines += [f"  {TLS_SOURCE}/{stage.name}" for stage in beside]
+        lines += [f"  {TLS_SOURCE}/{stage.name}" for stage in stages]
         lines.append(_READER_LINE)
-    return "\n".join([*lines, *_threads_line(beside), f"Then:  docker compose -f {file_name(host)} up -d"])
+    return "\n".join([*lines, *_threads_line(stages), f"Then:  docker compose -f {file_name(host)} up -d"])
 
 
-def _threads_line(beside: list[Stage]) -> list[str]:
+def _threads_line(stages: list[Stage]) -> list[str]:
     """Return how stages without threads share a host, nothing where one has it alone."""
-    n_shared = sum(stage.threads == 0 for stage in beside)
+    n_shared = sum(stage.threads == 0 for stage in stages)
     if n_shared < 2:
         return []
     return [f"  export RELAYLINE_THREADS=$(( $(nproc) / {n_shared} ))   # of each stage without threads"]

@@ -158,8 +158,8 @@ def explanation(pipeline: Inside, secret_lines: list[str]) -> str:
         lines += [f"Put the model's file(s) into the volume of the claim {pods.models_claim(pipeline)}, at its top."]
     if uses_cert_manager(pipeline):
         return "\n".join([*lines, "cert-manager makes the certificates; its issuer must be there."])
-    told = "make the coordinator's secret again: the coordinator tells the stages."
-    lines.append(f"After `relayline certs revoke {tls} ...` {told}")
+    advice = "make the coordinator's secret again: the coordinator tells the stages."
+    lines.append(f"After `relayline certs revoke {tls} ...` {advice}")
     if pipeline.uses_tls and not deployment.monitoring.pod_monitor:
         monitor = f"relayline certs issue {tls} prometheus --monitor"
         lines.append(f"A Prometheus reads stages' metrics over TLS: {monitor}")

@@ -38,8 +38,8 @@ def manifest_text(path: Path, hosts: Sequence[str], n_lanes: int, *, calibrates:
         f"link: {{roundTripMs: 0, bandwidthGbps: 16}}}}"
         for at, name in enumerate(hosts, 1)
     ]
-    told = {"calibrates": str(calibrates).lower(), "join": _free_port(), "stages": "\n".join(stages)}
-    return MANIFEST.format(path=path, ctx=CTX_TOKENS, lanes=n_lanes, **told)
+    values = {"calibrates": str(calibrates).lower(), "join": _free_port(), "stages": "\n".join(stages)}
+    return MANIFEST.format(path=path, ctx=CTX_TOKENS, lanes=n_lanes, **values)
 
 
 def local_command(command: str, state: Path) -> list[str]:

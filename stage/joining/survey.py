@@ -113,8 +113,8 @@ async def _measure(
         found = msgspec.json.decode(await _in_child(arguments, limit_s), type=_Found)
     report.in_service, report.is_doubtful = found.in_service, found.is_doubtful
     for costs in found.slices:
-        told = report.slices.add()
-        for points, measured in ((told.decode, costs.decode), (told.prefill, costs.prefill)):
+        curves = report.slices.add()
+        for points, measured in ((curves.decode, costs.decode), (curves.prefill, costs.prefill)):
             points.extend(pb_wire.CostPoint(n_rows=rows, cost_ns=ns) for rows, ns in measured)
 
 

@@ -117,13 +117,13 @@ class StepTimes:
 
     def undisturbed_ns(self, wall_ns: int, cpu_ns: int) -> int:
         """Return the step's time from the clock and the process's processor time, in nanoseconds."""
-        if not self.n_threads or wall_ns < self._told_from_ns():
+        if not self.n_threads or wall_ns < self._judged_from_ns():
             return wall_ns
         share = min(1.0, cpu_ns / (wall_ns * self.n_threads))
         self.cores_share = 1.0 if self.n_threads == 1 else max(self.cores_share, share)
         return wall_ns if share >= UNDISTURBED * self.cores_share else round(wall_ns * share / self.cores_share)
 
-    def _told_from_ns(self) -> int:
+    def _judged_from_ns(self) -> int:
         """Return from which time on a step's processor time says whether it was disturbed."""
         return DISTURBED_MIN_NS if self.n_threads == 1 else round(CPU_TICK_NS / (1 - UNDISTURBED))
 
@@ -382,13 +382,13 @@ def _key(engine: NativeEngine) -> str:
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
-             ggml.devices() if settings.gpu_layers else (), *_told(settings),
+             ggml.devices() if settings.gpu_layers else (), *_device_settings(settings),
              *([settings.rewind_rows] if engine.rewind_rows else []))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _told(settings: EngineSettings) -> tuple[str, ...]:
+def _device_settings(settings: EngineSettings) -> tuple[str, ...]:
     """Return the settings of the stage's devices; nothing where there are none, so that known curves stay valid."""
-    said = [(entry, getattr(settings, entry.name)) for entry in entries(EngineSettings)]
-    return tuple(f"{entry.name}={value}" for entry, value in said
+    values = [(entry, getattr(settings, entry.name)) for entry in entries(EngineSettings)]
+    return tuple(f"{entry.name}={value}" for entry, value in values
                  if entry.name in DEVICE_SETTINGS and value != entry.default)  # fmt: skip

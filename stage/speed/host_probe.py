@@ -57,12 +57,12 @@ def main(argv: list[str]) -> None:
         print(error.message, file=sys.stderr)
         sys.exit(1)
     # The first slice has only layers, like most stages of a pipeline.
-    told = {
+    result = {
         "slices": [costs for costs, _, _ in found],
         "in_service": found[0][1] if found else 0.0,
         "is_doubtful": any(is_doubtful for _, _, is_doubtful in found),
     }
-    print(msgspec.json.encode(told).decode())
+    print(msgspec.json.encode(result).decode())
 
 
 if __name__ == "__main__":

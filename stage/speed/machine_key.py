@@ -46,10 +46,10 @@ def processor_name() -> str:
 def _libraries() -> list[str]:
     directory = Path(str(metadata.distribution(ENGINE_PACKAGE).locate_file(_LIBRARIES)))
     try:
-        return sorted(f"{file.name}={_told(file)}" for file in directory.iterdir())
+        return sorted(f"{file.name}={_fingerprint(file)}" for file in directory.iterdir())
     except OSError:
         return []
 
 
-def _told(file: Path) -> str:
+def _fingerprint(file: Path) -> str:
     return file.read_text(errors="replace") if file.suffix == _BUILT_WITH else str(file.stat().st_size)

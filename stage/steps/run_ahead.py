@@ -106,7 +106,7 @@ class RunAhead:
         self._answered: list[_Key] = []  # the streams that the present step has answered from rows ahead
         self._rows_asked = 0  # of the largest step of decode rows that the coordinator has made lately
         self.n_used = self.n_dropped = 0  # rows computed ahead, by what became of them
-        self._n_told = 0  # of those that were dropped
+        self._n_reported = 0  # of those that were dropped
 
     # --- what is computed ahead ---------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class RunAhead:
 
     def _expect(self, result: StepResult) -> None:
         """Note what the streams of a step will ask for next, and tell what was computed in vain."""
-        result.n_dropped, self._n_told = self.n_dropped - self._n_told, self.n_dropped
+        result.n_dropped, self._n_reported = self.n_dropped - self._n_reported, self.n_dropped
         members = {frame.session_key: frame for frame in result.members}
         for output in result.outputs:
             for sample in output.samples:

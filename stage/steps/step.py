@@ -134,7 +134,7 @@ class StepExecutor:
         members, padding = result.members, self._padding
         self._n_decodes += 1
         result.number = self._n_decodes
-        result.is_told = bool(members)
+        result.is_reported = bool(members)
         if members:
             result.context = self.mark(members)
         result.n_rows = sum([frame.n_rows for frame in members])
@@ -170,13 +170,13 @@ class StepExecutor:
 
         ahead: the result of that decode. The first step that uses it has the decode's time; others have none of it.
         """
-        if ahead.is_told:
+        if ahead.is_reported:
             self._n_decodes += 1
             result = StepResult(step, [], step.frames, step.frames, number=self._n_decodes, computed_in=ahead.number)
             result.started_ns = ahead.started_ns + ahead.decode_ns
         else:
             result = dataclasses.replace(ahead, step=step, due=step.frames, members=step.frames)
-        ahead.is_told = result.is_ahead = True
+        ahead.is_reported = result.is_ahead = True
         result.n_rows, result.context = len(placed), self.mark(step.frames)
         for item in placed:
             item.lane.next_position = item.position_after

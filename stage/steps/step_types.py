@@ -115,7 +115,7 @@ class StepResult:
     riding: list[Placed] = dataclasses.field(default_factory=list)  # rows of the decode that nobody has asked for yet
     computed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # all frames of the decode
     is_ahead: bool = False  # the decode began before these frames came
-    is_told: bool = False  # some result has the decode's time
+    is_reported: bool = False  # some result has the decode's time
     n_dropped: int = 0  # rows that had been computed ahead in vain since the result before
     computed_in: int = 0  # number of the decode that computed these rows, where an earlier result has its time
 

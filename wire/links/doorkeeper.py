@@ -55,7 +55,7 @@ class Doorkeeper:
         self._second, self._looks = 0, 0
         self._closed = False
         self._pending: dict[Peer, asyncio.TimerHandle] = {}  # event loop only
-        self._told: dict[str, float] = {}  # host -> when it said itself why it was refused, on the loop's clock
+        self._reports: dict[str, float] = {}  # host -> when it said itself why it was refused, on the loop's clock
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return gRPC's credentials: certificates demanded of every client, own ones renewed without a restart."""
@@ -129,8 +129,10 @@ class Doorkeeper:
         if word is not None:
             reason = reason_named((word[1] or b"").decode())
             if reason is not None:
-                self._told = {h: at for h, at in self._told.items() if at > self._loop.time() - 2 * SETTLED_AFTER_S}
-                self._told[host] = self._loop.time()
+                self._reports = {
+                    h: at for h, at in self._reports.items() if at > self._loop.time() - 2 * SETTLED_AFTER_S
+                }
+                self._reports[host] = self._loop.time()
                 self._on_refused(host, reason)
         elif first.startswith(_HTTP_STARTS):
             self._on_refused(host, Reason.PLAINTEXT_CLIENT)
@@ -139,8 +141,8 @@ class Doorkeeper:
 
     def _settled(self, peer: Peer) -> None:
         del self._pending[peer]
-        told = self._told.get(peer[0], float("-inf")) > self._loop.time() - 2 * SETTLED_AFTER_S
-        if not told and peer not in _connections(self.port):
+        has_reported = self._reports.get(peer[0], float("-inf")) > self._loop.time() - 2 * SETTLED_AFTER_S
+        if not has_reported and peer not in _connections(self.port):
             self._on_refused(peer[0], Reason.UNKNOWN)
 
 

@@ -13,19 +13,19 @@ class Health(grpc_health_aio.HealthServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: dict[str, int] = {}
+        self._statuses: dict[str, int] = {}
 
     async def set(self, service: str, status: int) -> None:
         """Say how a service is."""
-        self._told[service] = status
+        self._statuses[service] = status
         await super().set(service, status)
 
     async def enter_graceful_shutdown(self) -> None:
         """Say that nothing serves any more."""
-        self._told = dict.fromkeys(self._told, health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._statuses = dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING)
         await super().enter_graceful_shutdown()
 
     async def List(self, request: Any, context: Any) -> health_pb2.HealthListResponse:
         """Answer with the health of every service."""
-        told = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._told.items()}
-        return health_pb2.HealthListResponse(statuses=told)
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)

@@ -31,7 +31,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 TLS_HANDSHAKE_TIMEOUT_MS = 10_000  # a connection that never finishes its handshake is closed after this long
 SERVER_OPTIONS = (*rpc.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", TLS_HANDSHAKE_TIMEOUT_MS))
 
-_TOLD_CLIENT = {
+_CLIENT_ANSWERS = {
     Reason.TOKEN_MISSING: "asks for a join token; give --token-file FILE, RELAYLINE_TOKEN or --tls DIR",
     Reason.TOKEN_WRONG: "does not accept this join token; `relayline certs issue` makes each process its own",
     Reason.ROLE_NONE: "refuses this certificate: it states no role; issue it again with `relayline certs issue`",
@@ -151,7 +151,7 @@ class Listener:
         """End a call with the reason, and log it."""
         host, _ = peer_of(context.peer())
         self.refused(host, reason, detail)
-        await rpc.abort(context, UnauthenticatedError(f"{self._who} {_TOLD_CLIENT.get(reason, 'has taken note')}"))
+        await rpc.abort(context, UnauthenticatedError(f"{self._who} {_CLIENT_ANSWERS.get(reason, 'has taken note')}"))
 
 
 class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -42,7 +42,7 @@ class Reason(enum.Enum):
 
 
 # The listening end's log line about the client.
-SAID_OF_CLIENT: dict[Reason, str] = {
+CLIENT_REASONS: dict[Reason, str] = {
     Reason.SERVER_CA: "it does not trust the CA of this end's certificate",
     Reason.SERVER_EXPIRED: "this end's own certificate has expired; renew it with `relayline certs issue`",
     Reason.SERVER_EARLY: "this end's own certificate is not valid yet by that host's clock",
@@ -64,34 +64,34 @@ SAID_OF_CLIENT: dict[Reason, str] = {
 
 
 @dataclasses.dataclass(slots=True)
-class _Said:
+class _Logged:
     at_ns: int
-    unsaid: int = 0
+    n_skipped: int = 0
 
 
 class RefusalLog:
     """Which refusals get a line: the first of its kind per host, then one a minute with the number left out."""
 
     def __init__(self) -> None:
-        self._said: OrderedDict[tuple[str, Reason], _Said] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, Reason], _Logged] = OrderedDict()
 
     def line(self, now_ns: int, who: str, host: str, reason: Reason, detail: str = "") -> str | None:
         """Return the line for a refusal at `now_ns` (monotonic) by `who`, None if the same line was logged just now.
 
         `detail` is appended; the refused host must not be able to choose its text freely.
         """
-        said = self._said.get((host, reason))
-        if said is not None and now_ns - said.at_ns < QUIET_NS:
-            said.unsaid += 1
+        logged = self._logged.get((host, reason))
+        if logged is not None and now_ns - logged.at_ns < QUIET_NS:
+            logged.n_skipped += 1
             return None
-        again = f" ({said.unsaid} more since the last line)" if said is not None and said.unsaid else ""
-        self._said[host, reason] = _Said(now_ns)
-        self._said.move_to_end((host, reason))
-        while len(self._said) > HOSTS_MAX:
-            self._said.popitem(last=False)
+        again = f" ({logged.n_skipped} more since the last line)" if logged is not None and logged.n_skipped else ""
+        self._logged[host, reason] = _Logged(now_ns)
+        self._logged.move_to_end((host, reason))
+        while len(self._logged) > HOSTS_MAX:
+            self._logged.popitem(last=False)
         what = "got no call from" if reason is Reason.UNKNOWN else "refused"
-        besides = f" ({detail})" if detail else ""
-        return f"{who} {what} {host}: {SAID_OF_CLIENT[reason]}{besides}{again}"
+        in_brackets = f" ({detail})" if detail else ""
+        return f"{who} {what} {host}: {CLIENT_REASONS[reason]}{in_brackets}{again}"
 
 
 def reason_named(name: str) -> Reason | None:

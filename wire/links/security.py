@@ -70,8 +70,8 @@ class LinkSecurity:
     @property
     def directory(self) -> Path | None:
         """Where lists of revoked credentials are: next to the certificate, else next to the token; None for nowhere."""
-        beside = self.cert or self.token_file
-        return beside.parent if beside is not None else None
+        credential = self.cert or self.token_file
+        return credential.parent if credential is not None else None
 
     @property
     def identity(self) -> Identity | None:

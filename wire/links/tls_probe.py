@@ -79,7 +79,7 @@ def knock(address: str, reason: Reason) -> None:
         context.wrap_socket(raw, server_hostname=host_of(address)).close()
 
 
-def said_to_client(found: Finding, address: str, security: LinkSecurity) -> str:
+def client_message(found: Finding, address: str, security: LinkSecurity) -> str:
     """Return the line for the end that connected: what is wrong, then what to do."""
     cert, ca = security.cert, security.ca
     match found.reason:

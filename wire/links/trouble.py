@@ -18,7 +18,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError, UnauthenticatedError
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason
 from relayline.wire.links.security import LinkSecurity, host_of
-from relayline.wire.links.tls_probe import knock, probe, said_to_client
+from relayline.wire.links.tls_probe import client_message, knock, probe
 
 log = logging.getLogger("relayline.security")
 
@@ -65,10 +65,10 @@ async def explained(
         await _note_in_the_clear(address, found.reason)
     elif found.reason is not Reason.PLAINTEXT_CLIENT:  # that one is plain to see for the other end
         await asyncio.to_thread(knock, address, found.reason)
-    return UnauthenticatedError(said_to_client(found, address, security))
+    return UnauthenticatedError(client_message(found, address, security))
 
 
-def retold(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
+def neighbour_error(error: UnauthenticatedError, who: str) -> UnauthenticatedError:
     """Log that `who` gets no link, and return the error for the caller that asked `who` to make it."""
     log.warning("%s cannot connect to its neighbour: %s", who, error.message)
     return UnauthenticatedError(f"{who} cannot connect to its neighbour: {error.message}")

@@ -58,7 +58,7 @@ class Setting:
     """All values of a text that has no others."""
     words: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     """Named values of a number, in addition to the numbers from low to high."""
-    unsaid: Any = None
+    if_unknown: Any = None
     """The meaning of an order from a coordinator that does not know the setting; None: the default."""
     form: Callable[[str], Any] | None = None
     """Parses a text that is not empty. Raises ValueError, which says what to write instead."""
@@ -270,7 +270,7 @@ def read_message(table: type[Table], message: Message) -> Table:
     for name, entry in known.items():
         if name in fields:
             value = getattr(message, name)
-            values[name] = entry.unsaid if entry.unsaid is not None and not value else value
+            values[name] = entry.if_unknown if entry.if_unknown is not None and not value else value
         elif name in message.more:
             values[name] = entry.read(message.more[name])
     return table(**values)

@@ -193,7 +193,7 @@ class EngineSettings(Settings):
         flag="--kv-layout",
         place="context.kvLayout",
         reader=STAGE,
-        unsaid="unified",
+        if_unknown="unified",
     )
     rewind_rows: int = setting(
         0,

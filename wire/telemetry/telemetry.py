@@ -63,7 +63,7 @@ class Telemetry:
         self.level = self.config.level
         self._pipe, self._who = pipe, dict(who or {})
         self._clock: Clock | None = None
-        self._told: Clock | None = None  # the resource's note on the clock
+        self._noted_clock: Clock | None = None  # the resource's note on the clock
 
     @classmethod
     def start(
@@ -124,9 +124,9 @@ class Telemetry:
     def set_clock(self, clock: Clock) -> None:
         """Stamp spans with the coordinator's wall clock from here on, and say so in the resource."""
         self._clock = clock
-        if self._told is not None and clock.is_like(self._told):
+        if self._noted_clock is not None and clock.is_like(self._noted_clock):
             return  # a resource for every estimate would make a service of many of each stage
-        self._told = clock
+        self._noted_clock = clock
         offset_ns = clock.unix_offset_ns - own_offset_ns()
         self._say(
             {

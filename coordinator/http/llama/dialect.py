@@ -55,8 +55,8 @@ class LlamaDialect(OpenAIStream):
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read."""
-        told = shapes.PromptProgress.of(progress, time_ms)
-        return shapes.encode({**self._partial(index, "", []), "prompt_progress": told})
+        progress_fields = shapes.PromptProgress.of(progress, time_ms)
+        return shapes.encode({**self._partial(index, "", []), "prompt_progress": progress_fields})
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for one token."""

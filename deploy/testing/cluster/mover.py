@@ -126,7 +126,7 @@ class Mover:
             number, self._switching = self._switching, 0
             move = self.moves.latest
             assert move is not None
-            told = sorted({*self.holders, *move.holders})
+            places = sorted({*self.holders, *move.holders})
             self.n_handed += self.holders != move.holders
             self.holders, self.served = move.holders, parts(move.cuts)
             self.n_kept += sum(move.keeps)
@@ -135,7 +135,7 @@ class Mover:
             self._coordinator.conductor.availability.changes_engines(names)
             kept = dict(zip(move.holders, move.keeps, strict=True))
             self.pool.moved()
-            for at in told:
+            for at in places:
                 node = self._nodes[at]
                 node.ordered = self._part_of(at)
                 switch = functools.partial(node.switch, number, takes.get(at, ()), keeps=kept.get(at, False))

@@ -59,7 +59,7 @@ def best_of_sweep(world: World, tries: int = SWEEP_TRIES) -> tuple[float, tuple[
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Beside:
+class PrefillEffect:
     """Running streams before and during the prefill of a long prompt."""
 
     quiet: Figures
@@ -75,7 +75,7 @@ class Beside:
 
 def prompt_during_decode(
     stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, *, link_ns: int = 0, setup: Setup = AUTO
-) -> Beside:
+) -> PrefillEffect:
     """Let a long prompt arrive while streams run."""
     quiet_world = World(stages, streams(n_streams, 100), link_ns=link_ns)
     quiet = Simulation(quiet_world, setup).run()
@@ -87,7 +87,7 @@ def prompt_during_decode(
         until_ns += 1_000 * MS
         simulation.run(until_ns)
     alone = Simulation(World(stages, (Request(0, n_prompt, 2),), link_ns=link_ns), setup).run()
-    return Beside(
+    return PrefillEffect(
         quiet.audit.figures(*quiet.audit.steady_window(20 * n_streams)),
         simulation.audit.figures(arrives_ns, arrives_ns + late[0]),
         late[0] / 1e6,

@@ -38,7 +38,7 @@ def read(sessions: list[Session], rule: TileRule, rows_max: int, n_decode: int =
     for session in sessions:
         session.start()
         line.add(session, n_decode)
-    while chunks := line.next_chunks(rows_max, rule.beside(n_decode), n_decode):
+    while chunks := line.next_chunks(rows_max, rule.for_step(n_decode), n_decode):
         n_rows = sum(len(chunk.tokens) for chunk in chunks)
         assert n_rows <= rows_max
         if rule.is_per_lane and max(len(chunk.tokens) for chunk in chunks) >= TILE and not n_decode:

@@ -169,7 +169,7 @@ def test_keys_of_the_live_view() -> None:
     stopping = asyncio.Event()
     keys = top.Keys(stopping, 1.0)
     keys.press("+")
-    assert "every 0.5 s" in keys.told
+    assert "every 0.5 s" in keys.help_line
     for _ in range(20):
         keys.press("-")
     assert keys.interval_s == top.INTERVAL_MAX_S

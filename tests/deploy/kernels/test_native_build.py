@@ -396,7 +396,7 @@ def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_pa
     """Said by CMake and by Python: were these two not the same, every set-up would compile twice."""
     compile_commands(tmp_path, "", "-DSKBUILD_PLATLIB_DIR=/wheel")
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")
-    assert mark.read_text() == built_with.told("ON")
+    assert mark.read_text() == built_with.mark_text("ON")
     named = {line.split()[0] for line in mark.read_text().splitlines()[1:]}
     kernels = {f"kernels/{path.name}" for path in KERNELS.iterdir() if path.suffix not in {".md", ".py"}}
     assert named == {"build/llama_minimal.cmake"} | {name for name in kernels if "__" not in name}

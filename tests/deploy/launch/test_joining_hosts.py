@@ -153,7 +153,7 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
 
 def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0) -> list[str]:
     event: dict[str, Any] = {"name": name, "state": state, "done_bytes": done, "total_bytes": total}
-    return [told["message"] for told in waiting.told(event, now_s)]
+    return [shown["message"] for shown in waiting.events_for(event, now_s)]
 
 
 def test_who_is_missing_is_said_when_it_changes_and_not_again() -> None:

@@ -29,7 +29,7 @@ from relayline.deploy.planning.known_hosts import (
     refine_hosts,
     remember_hosts,
 )
-from relayline.deploy.planning.told import lines_of, told
+from relayline.deploy.planning.plan_description import describe_plan, lines_of
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.places import state_dir
 
@@ -81,7 +81,7 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_told() -> None:
     best = best_for(instance)
     (first, second) = (end - start for start, end in best.edges)
     assert second >= 2 * first
-    said = told(instance, best.edges, known)
+    said = describe_plan(instance, best.edges, known)
     assert said["from"] == "measured"
     assert [stage["relative_speed"] for stage in said["stages"]] == [1.0, 4.0]
     assert said["tok_s"] > 1.3 * said["equal_tok_s"]
@@ -100,7 +100,7 @@ def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
     instance = instance_of(manifest(), facts, known=known)
     assert instance.hosts[0].speed.source == "measured"
     assert instance.hosts[1].speed.layer_ns(8) == pytest.approx(BUSY_SLOWER_MAX * instance.hosts[0].speed.layer_ns(8))
-    said = told(instance, best_for(instance).edges, known)
+    said = describe_plan(instance, best_for(instance).edges, known)
     assert said["from"] == "measured"
     assert [stage["relative_speed"] for stage in said["stages"]] == [BUSY_SLOWER_MAX, 1.0]
     (line,) = [line for line in lines_of(said) if "server" in line and "layers" in line]
@@ -139,7 +139,7 @@ def test_a_host_without_room_is_said_to_be_full() -> None:
     roomy = remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     free = best_for(instance_of(manifest(), inspect_model(DEMO_MODEL), known=roomy))
     assert (free.edges[0], best.edges[0]) == ((0, 1), (0, facts.n_layers // 2)), "it leaves layers to the laptop"
-    assert "which is its limit" in lines_of(told(instance, best.edges, known))[2]
+    assert "which is its limit" in lines_of(describe_plan(instance, best.edges, known))[2]
 
 
 def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:
@@ -225,10 +225,10 @@ def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
 
 def test_what_a_busy_host_measured_makes_one_plan_and_is_not_kept() -> None:
     busy = dataclasses.replace(report("laptop", 1.5), is_doubtful=True)
-    told_now = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
-    instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=told_now)
+    remembered = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
+    instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=remembered)
     assert {host.speed.source for host in instance.hosts} == {"measured"}
-    said = told(instance, best_for(instance).edges, told_now)
+    said = describe_plan(instance, best_for(instance).edges, remembered)
     assert "busy when it was measured" in lines_of(said)[1]
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop"], "the next start measures it again"
     refine_hosts(manifest(), DEMO_MODEL, {"laptop": Sample(MIB, 0, [(1, 5e6)])})

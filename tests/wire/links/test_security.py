@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from relayline.stage.config import StageConfig
 from relayline.wire.common.errors import InternalError, UsageError
 from relayline.wire.links import rpc
-from relayline.wire.links.refusals import HOSTS_MAX, QUIET_NS, SAID_OF_CLIENT, Reason, RefusalLog, peer_of, reason_named
+from relayline.wire.links.refusals import CLIENT_REASONS, HOSTS_MAX, QUIET_NS, Reason, RefusalLog, peer_of, reason_named
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import (
     PLAINTEXT,
@@ -263,7 +263,7 @@ def test_what_is_remembered_is_bounded():
 
 
 def test_every_reason_has_its_words():
-    assert set(SAID_OF_CLIENT) == set(Reason)
+    assert set(CLIENT_REASONS) == set(Reason)
     assert [reason_named(reason.value) for reason in Reason] == list(Reason)
     assert reason_named("invented") is None
 

@@ -20,7 +20,7 @@ MET_PART = 0.92
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Beside:
+class PromptMix:
     """One way to mix prefill with decode."""
 
     n_groups: int
@@ -55,7 +55,7 @@ class FlightCosts(Protocol):
         """Return how many decode flights there may be."""
 
 
-class PromptsBeside:
+class MixSearch:
     """The search for one planner."""
 
     def __init__(self, costs: FlightCosts) -> None:
@@ -63,7 +63,7 @@ class PromptsBeside:
 
     def best(
         self, n_streams: int, best: tuple[int, int], pressure: int, token_max_ns: float, *, may_change: bool = True
-    ) -> Beside | None:
+    ) -> PromptMix | None:
         """Return the most prefill that keeps the bound on the streams' latency; None if none does.
 
         The decode flights are the best ones without prompts. If they may change, there may be one more, in case these
@@ -74,7 +74,7 @@ class PromptsBeside:
         The bound is held for flights that have spread over the stages, which they do as soon as each has gone round
         once. The first ones after a quiet time queue behind each other; those take fewer rows along, see `ride_within`.
         """
-        found: list[Beside] = []
+        found: list[PromptMix] = []
         for plan in (best, *(self._one_more(n_streams, *best) if may_change else ())):
             found.extend(self._within(plan, pressure, token_max_ns / turns_of(n_streams, *plan)))
         for plan in self._fewer(n_streams, best[0]) if may_change else ():
@@ -82,13 +82,13 @@ class PromptsBeside:
         best_rate = max((choice.rate for choice in found), default=0.0)
         good = [choice for choice in found if choice.rate * NEAR_BEST >= best_rate]
 
-        def rank(choice: Beside) -> tuple[float, int, int]:
+        def rank(choice: PromptMix) -> tuple[float, int, int]:
             turns = turns_of(n_streams, choice.n_groups, choice.rows)
             return choice.latency_ns * turns, choice.flights, choice.n_groups
 
         return min(good, key=rank, default=None)
 
-    def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[Beside]:
+    def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[PromptMix]:
         """Yield the choices of riding rows and of prompt flights that keep the bound, with these decode flights."""
         n_groups, rows = groups
         for ride in (0, *self._costs.rides(rows)):
@@ -97,9 +97,9 @@ class PromptsBeside:
                 continue  # more rows may take less time, as they do once attention goes in tiles
             if ride:
                 cycle_ns = joined(n_groups * max(decode), sum(decode) + self._costs.overhead_ns)
-                yield Beside(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
+                yield PromptMix(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
             if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
-                yield from self._beside_flights(groups, decode, ride, latency_max_ns)
+                yield from self._with_flights(groups, decode, ride, latency_max_ns)
 
     def _one_more(self, n_streams: int, n_groups: int, rows: int) -> Iterator[tuple[int, int]]:
         """Yield one flight more, and its rows, where the busiest stage has time for it.
@@ -118,9 +118,9 @@ class PromptsBeside:
             if n_stages <= fewer < n_groups and rows <= self._costs.rows_max:
                 yield fewer, rows
 
-    def _beside_flights(
+    def _with_flights(
         self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
-    ) -> Iterator[Beside]:
+    ) -> Iterator[PromptMix]:
         """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
         n_groups, way_ns = groups[0], sum(decode) + self._costs.overhead_ns
         for chunk in CHUNK_LADDER:
@@ -135,4 +135,4 @@ class PromptsBeside:
                 if latency_ns > latency_max_ns:
                     break
                 rate = flights * chunk / cycle_ns + n_groups * ride / max(cycle_ns, way_ns)
-                yield Beside(*groups, rate, latency_ns, flights, chunk, ride)
+                yield PromptMix(*groups, rate, latency_ns, flights, chunk, ride)

@@ -32,7 +32,7 @@ def rate_of(instance: Instance, edges: Edges) -> float:
     return best_rate(Costs(instance), edges, instance.load.streams) * 1e9
 
 
-def told(instance: Instance, edges: Edges, known: Mapping[str, KnownHost]) -> dict[str, Any]:
+def describe_plan(instance: Instance, edges: Edges, known: Mapping[str, KnownHost]) -> dict[str, Any]:
     """Return who got which layers and why: what GET /v1/pipeline says under `planned`.
 
     `from`: measured where all hosts are, else declared or estimated. Rates are tokens per second at `streams`.
@@ -94,7 +94,7 @@ def _facts(known: KnownHost | None) -> dict[str, Any]:
 
 
 def lines_of(planned: Mapping[str, Any]) -> list[str]:
-    """Return the result of `told` as lines."""
+    """Return the result of `describe_plan` as lines."""
     stages = planned["stages"]
     paces = ", ".join(f"{stage['name']} {stage['relative_speed']:.1f}x" for stage in stages)
     how = {"measured": "measured hosts", "declared": "declared speeds"}

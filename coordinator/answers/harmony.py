@@ -55,8 +55,12 @@ def with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     thought = message.get("reasoning_content")
     if not message.get("tool_calls") or not thought or message.get("thinking"):
         return message
-    said = message.get("content")
-    return {**message, "content": "", "thinking": f"{thought}\n\n{said}" if isinstance(said, str) and said else thought}
+    content = message.get("content")
+    return {
+        **message,
+        "content": "",
+        "thinking": f"{thought}\n\n{content}" if isinstance(content, str) and content else thought,
+    }
 
 
 class HarmonyReader:
@@ -231,8 +235,8 @@ def harmony_calls_grammar(wanted: Wanted) -> str:
     before = _before(rules, wanted.is_thinking)
     if wanted.is_required:
         return rules.whole(f"{before} {call}")
-    said = f"{rules.text(f'<|channel|>final{_MESSAGE}')} {'@answer' if wanted.answer else ANYTHING}"
-    whole = rules.whole(f"{before} ({call} | {said})")
+    final = f"{rules.text(f'<|channel|>final{_MESSAGE}')} {'@answer' if wanted.answer else ANYTHING}"
+    whole = rules.whole(f"{before} ({call} | {final})")
     return with_answer(whole, wanted.answer) if wanted.answer else whole
 
 
@@ -259,14 +263,14 @@ def cleaned(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("role") != "assistant" or not isinstance(content, str) or "<|channel|>" not in content:
         return message
     reader = HarmonyReader(CallReading(syntax=HARMONY, types={}), splits_reasoning=True)
-    said = (reader.push(content), reader.finish())
-    found = {**message, "content": "".join(each.text for each in said)}
-    thought = "".join(each.reasoning for each in said)
+    parts = (reader.push(content), reader.finish())
+    found = {**message, "content": "".join(each.text for each in parts)}
+    thought = "".join(each.reasoning for each in parts)
     if thought and not message.get("reasoning_content"):
         found["reasoning_content"] = thought
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
-    for part in (part for each in said for part in each.calls):
+    for part in (part for each in parts for part in each.calls):
         names[part.index] = names.get(part.index, "") + part.name
         arguments[part.index] = arguments.get(part.index, "") + part.arguments
     if names and not message.get("tool_calls"):

@@ -193,9 +193,9 @@ class AnswerReader:
         if not mark:
             self._hold_back(marks, self._say)
             return False
-        said = before.rstrip()
-        self._say(said)
-        self._announce(before[len(said) :] + mark, behind, is_bare=mark == bare_open)
+        content = before.rstrip()
+        self._say(content)
+        self._announce(before[len(content) :] + mark, behind, is_bare=mark == bare_open)
         return True
 
     def _hold_back(self, marks: Sequence[str], tell: Callable[[str], None]) -> None:

@@ -228,11 +228,11 @@ def _in_words(message: Message) -> Message:
         return message
     calls = [(call["function"]["name"], object_arguments(call["function"])) for call in message["tool_calls"]]
     try:
-        said = [text for text in (_text(message), write_calls(HERMES, calls)) if text]
+        texts = [text for text in (_text(message), write_calls(HERMES, calls)) if text]
     except RecursionError:
         raise InvalidRequestError("messages: arguments are nested too deeply", param="messages") from None
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**plain, "content": "\n".join(said)}
+    return {**plain, "content": "\n".join(texts)}
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:

@@ -105,12 +105,12 @@ class Connection:
     def tier(self) -> TierFacts:
         """The prefixes in the tiers of all stages."""
         facts = self.facts
-        stored = [{each.key: each.n_tokens for each in said.stored} for said in facts]
+        stored = [{each.key: each.n_tokens for each in stage.stored} for stage in facts]
         return TierFacts(
             stored_by_all(stored),
-            is_used=all(said.stores for said in facts),
-            is_on_disk=all(said.stores_on_disk for said in facts),
-            token_ns=sum(_price_ns(said.restore_token_ns) for said in facts),
+            is_used=all(stage.stores for stage in facts),
+            is_on_disk=all(stage.stores_on_disk for stage in facts),
+            token_ns=sum(_price_ns(stage.restore_token_ns) for stage in facts),
         )
 
     @property
@@ -369,9 +369,9 @@ async def _works_now(connection: Connection, route_id: int) -> list[Work] | None
     for stage, status in zip(connection.stages, statuses, strict=True):
         if status is None or status.route.epoch != connection.epoch:
             return None
-        said = status.route
-        counts = (said.envelopes_in, said.envelopes_out, said.returned, stage.returns.n_messages)
-        works.append(Work(*counts, said.is_sending, frozenset(said.session_ids)))
+        route = status.route
+        counts = (route.envelopes_in, route.envelopes_out, route.returned, stage.returns.n_messages)
+        works.append(Work(*counts, route.is_sending, frozenset(route.session_ids)))
     return works
 
 
@@ -383,15 +383,15 @@ async def _costs_now(connection: Connection) -> tuple[list[StageCost], list[Held
     for index, status in enumerate(statuses):
         if status is not None:
             known = costs[index]
-            said = stage_cost(status, known.rows_max, is_per_lane=known.is_per_lane)
-            costs[index] = dataclasses.replace(said, shares_host=known.shares_host, device=known.device)
+            fresh = stage_cost(status, known.rows_max, is_per_lane=known.is_per_lane)
+            costs[index] = dataclasses.replace(fresh, shares_host=known.shares_host, device=known.device)
             n_frames = status.n_decode_frames
             held.append(Held(n_frames, status.decode_held_ns + n_frames * HOST_STEP_NS))
     return costs, held if len(held) == len(statuses) else []
 
 
 def stage_cost(
-    said: pb.DescribeResponse | pb.StatusResponse,
+    reported: pb.DescribeResponse | pb.StatusResponse,
     rows_max: int,
     host_ns: int = HOST_STEP_NS,
     *,
@@ -401,22 +401,22 @@ def stage_cost(
 ) -> StageCost:
     """Read a stage's reported speed, and add the cost of a step outside the native decode."""
     return StageCost(
-        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.decode_curve),
-        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in said.prefill_curve),
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in reported.decode_curve),
+        CostCurve((point.n_rows, point.cost_ns + host_ns) for point in reported.prefill_curve),
         rows_max,
-        _price_ns(said.context_ns),
-        _price_ns(said.context_tiled_ns),
+        _price_ns(reported.context_ns),
+        _price_ns(reported.context_tiled_ns),
         is_per_lane=is_per_lane,
-        takes_lanes_apart=said.takes_lanes_apart,
+        takes_lanes_apart=reported.takes_lanes_apart,
         shares_host=shares_host,
         device=device,
     )
 
 
-def place_of(said: pb.Place) -> Place:
+def place_of(place: pb.Place) -> Place:
     """Return the place that a stage's description names."""
-    gpus = {device.id: f"{device.name} ({device.description})" for device in said.devices}
-    return Place(said.host_id, gpus, frozenset(said.cores), said.n_threads)
+    gpus = {device.id: f"{device.name} ({device.description})" for device in place.devices}
+    return Place(place.host_id, gpus, frozenset(place.cores), place.n_threads)
 
 
 def share_host(addresses: Sequence[str]) -> list[bool]:
@@ -425,9 +425,9 @@ def share_host(addresses: Sequence[str]) -> list[bool]:
     return [hosts.count(host) > 1 for host in hosts]
 
 
-def _price_ns(said_ns: float) -> float:
+def _price_ns(price_ns: float) -> float:
     """Return a price for planning; 0.0 (unknown) if it is not a usable number."""
-    return max(0.0, said_ns) if math.isfinite(said_ns) else 0.0
+    return max(0.0, price_ns) if math.isfinite(price_ns) else 0.0
 
 
 def check_stages(

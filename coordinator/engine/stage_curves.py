@@ -49,10 +49,10 @@ class CurveTelling:
         names, held = self._pipeline.config.stage_names, self._pipeline.file.stages
         statuses = await asyncio.gather(*(stage.status(with_recent=False) for stage in self._pipeline.stages))
         found = [
-            StageCurves(name, (stage.layer_start, stage.layer_end), _points(said.decode_curve),
-                        _points(said.prefill_curve))
-            for name, stage, said in zip(names, held, statuses, strict=False)
-            if said is not None and said.decode_curve
+            StageCurves(name, (stage.layer_start, stage.layer_end), _points(status.decode_curve),
+                        _points(status.prefill_curve))
+            for name, stage, status in zip(names, held, statuses, strict=False)
+            if status is not None and status.decode_curve
         ]  # fmt: skip
         if len(found) == len(held):
             await asyncio.to_thread(on_curves, found)

@@ -213,5 +213,5 @@ def _reason(error: Exception) -> str:
         return "it refuses connections"
     if isinstance(error, aiohttp.ClientSSLError):
         return "its certificate is not trusted"
-    said = getattr(cause, "strerror", None)
-    return str(said) if said else "the connection was lost"
+    reason = getattr(cause, "strerror", None)
+    return str(reason) if reason else "the connection was lost"

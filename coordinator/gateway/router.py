@@ -224,8 +224,8 @@ class Router:
 
 def nobody(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
     """Return the error for a model without a replica that answers."""
-    said = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
-    return _not_ready(f"no replica of {model or 'the model'} answers ({said})")
+    states = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
+    return _not_ready(f"no replica of {model or 'the model'} answers ({states})")
 
 
 def _not_ready(message: str) -> NotReadyError:

@@ -54,7 +54,7 @@ class Inner:
     """A body of another dialect, as a chat."""
 
     chat: ChatBody
-    said: bytes = b""  # msgpack of the fields that its answer repeats; its dialect knows the type
+    answer_options: bytes = b""  # msgpack of the fields that its answer repeats; its dialect knows the type
 
 
 def chat_of(fields: Fields, sent: Mapping[str, Any]) -> ChatBody:

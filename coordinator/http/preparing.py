@@ -136,7 +136,7 @@ class Prepared(Struct):
     input_json: str  # what telemetry records of the prompts, where wanted
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
-    said: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
+    answer_options: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
     pictures: list[Picture] = []  # of a chat; in its prompt, -1 stands for the first, -2 for the second
     rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
 
@@ -218,7 +218,7 @@ class Shop:
         plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
         prepared = self._prepared_completion(asked, found.body, plan, found.prompts, ctx_tokens, enter)
         texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
-        prepared.said = llama_asking.said(found, plan, texts or [""] * len(prepared.prompts))
+        prepared.answer_options = llama_asking.answer_options(found, plan, texts or [""] * len(prepared.prompts))
         return prepared
 
     def _prepared_completion(
@@ -284,7 +284,7 @@ class Shop:
             input_json="",
             start_ns=start_ns,
             end_ns=time.monotonic_ns(),
-            said=msgspec.msgpack.encode(embeddings_asking.said(body)),
+            answer_options=msgspec.msgpack.encode(embeddings_asking.answer_options(body)),
         )
 
     def _of_other_dialect(
@@ -296,7 +296,7 @@ class Shop:
             prepared = self._prepared_chat(asked, inner.chat, ctx_tokens, enter)
         except InvalidRequestError as error:
             raise rename(error) from None
-        prepared.said = inner.said
+        prepared.answer_options = inner.answer_options
         return prepared
 
     def _chat(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:

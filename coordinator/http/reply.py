@@ -194,20 +194,20 @@ def _so_far(job: Job, states: Sequence[ChoiceState], begun_ns: int) -> SoFar:
     now_ns = time.monotonic_ns()
     first_ns = min((state.first_ns for state in states if state.first_ns), default=now_ns)
     n_cached = usage.prompt_tokens_details.cached_tokens
-    n_read, n_said = usage.prompt_tokens - n_cached, usage.completion_tokens
+    n_read, n_generated = usage.prompt_tokens - n_cached, usage.completion_tokens
     # The first token of a choice comes of its prompt's last step, before the time that is measured here.
-    n_steps = n_said - sum(state.n_tokens > 0 for state in states)
-    read_ms, said_ms = (first_ns - begun_ns) / 1e6, (now_ns - first_ns) / 1e6
+    n_steps = n_generated - sum(state.n_tokens > 0 for state in states)
+    read_ms, generated_ms = (first_ns - begun_ns) / 1e6, (now_ns - first_ns) / 1e6
     timings = Timings(
         cache_n=n_cached,
         prompt_n=n_read,
         prompt_ms=read_ms,
         prompt_per_token_ms=read_ms / max(1, n_read),
         prompt_per_second=n_read * 1e3 / read_ms if read_ms else 0.0,
-        predicted_n=n_said,
-        predicted_ms=said_ms,
-        predicted_per_token_ms=said_ms / n_steps if n_steps else 0.0,
-        predicted_per_second=n_steps * 1e3 / said_ms if said_ms else 0.0,
+        predicted_n=n_generated,
+        predicted_ms=generated_ms,
+        predicted_per_token_ms=generated_ms / n_steps if n_steps else 0.0,
+        predicted_per_second=n_steps * 1e3 / generated_ms if generated_ms else 0.0,
     )
     return SoFar(usage if job.plan.continuous_usage else None, timings)
 
@@ -215,7 +215,7 @@ def _so_far(job: Job, states: Sequence[ChoiceState], begun_ns: int) -> SoFar:
 def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
     n_completion = sum(state.n_tokens for state in states)
     n_cached = sum(state.n_cached for state in states[:: job.plan.n])  # of each prompt's first choice
-    said = CompletionTokensDetails(
+    details = CompletionTokensDetails(
         reasoning_tokens=sum(state.n_thought for state in states),
         accepted_prediction_tokens=sum(state.n_predicted for state in states),
         # Several choices may be predicted right more often than the prediction is long.
@@ -225,4 +225,4 @@ def _usage(job: Job, states: Sequence[ChoiceState]) -> Usage:
         ),
     )
     n_all = job.n_prompt_tokens + n_completion
-    return Usage(job.n_prompt_tokens, n_completion, n_all, PromptTokensDetails(n_cached), said)
+    return Usage(job.n_prompt_tokens, n_completion, n_all, PromptTokensDetails(n_cached), details)

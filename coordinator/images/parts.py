@@ -93,8 +93,8 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked) -> str:
 
 
 def _picture(part: Mapping[str, Any], param: str) -> Picture:
-    said = part.get("image_url")
-    url = said.get("url") if isinstance(said, Mapping) else said
+    image_url = part.get("image_url")
+    url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
     if not isinstance(url, str):
         raise InvalidRequestError(f"{param}: must be text", param)
     if (head := _HEAD.match(url)) is None:

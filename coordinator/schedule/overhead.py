@@ -62,9 +62,9 @@ class Overhead:
         self._bounds_ns.append((took_ns - max(way_ns, ahead_ns), took_ns - way_ns))
         self._n_landed += 1
 
-    def stages_held(self, said: Sequence[Held]) -> None:
+    def stages_held(self, counters: Sequence[Held]) -> None:
         """Take the counters of every stage. A window ends when enough flights have landed in it."""
-        now = tuple(said)
+        now = tuple(counters)
         if self._since and self._n_flights < ROUND_TRIPS_MIN:
             return
         n_frames = [late.n_frames - early.n_frames for late, early in zip(now, self._since, strict=False)]

@@ -79,7 +79,7 @@ class Drafter:
         elif history:
             self._search()
 
-    def said(self, token: int) -> bool:
+    def take(self, token: int) -> bool:
         """Take the stream's next token. Returns whether its client's prediction went on with it."""
         is_predicted, asked_at = False, self._cursor
         if self._cursor >= 0:

@@ -320,7 +320,7 @@ class Session:
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
         n_cached = self.n_copied if self.n_generated == 1 else 0
         is_drafted = bool(self.ahead) and self.ahead.popleft() == token
-        is_predicted = self.drafter is not None and self.drafter.said(token)
+        is_predicted = self.drafter is not None and self.drafter.take(token)
         scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
         event = dataclasses.replace(event, embedding=embedding) if embedding else event

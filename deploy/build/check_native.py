@@ -64,8 +64,8 @@ def sanitizer_library() -> str:
     """Return the library that must be loaded before the interpreter, empty where the compiler links it itself."""
     names = ("libasan.so", "libclang_rt.asan-x86_64.so", "libclang_rt.asan-aarch64.so", "libclang_rt.asan.so")
     for name in names:
-        said = subprocess.run([*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-        path = Path(said.stdout.strip())
+        printed = subprocess.run([*compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        path = Path(printed.stdout.strip())
         if path.is_absolute() and path.exists():
             # The file that a linker script of that name refers to.
             real = re.search(r"/\S+\.so[.\d]*", path.read_text()) if path.stat().st_size < 4_096 else None

@@ -41,14 +41,14 @@ class WholeProcess:
     def __init__(self, config: WholeConfig) -> None:
         """Start the child and load the model. Raises ModelFileError or NativeError with llama.cpp's own reason."""
         self.config = config
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         # Without this ggml starts a debugger on itself to print where it aborted.
         self._child = subprocess.Popen(
             module_command("relayline.deploy.certify.whole_process"),
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
         )
         try:
             settings = dataclasses.asdict(config) | {"path": os.fsencode(config.path)}
@@ -84,8 +84,8 @@ class WholeProcess:
 
     def _last_words(self) -> str:
         returncode = self._child.wait()
-        self._said.seek(0)
-        return why_it_ended(returncode, self._said.read())
+        self._stderr.seek(0)
+        return why_it_ended(returncode, self._stderr.read())
 
     def close(self) -> None:
         """End the child. May be called twice."""
@@ -100,7 +100,7 @@ class WholeProcess:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        self._said.close()
+        self._stderr.close()
 
     def __enter__(self) -> WholeProcess:
         return self

@@ -107,8 +107,8 @@ def refusal(url: str, status: int, found: Any) -> str:
     detail = found.get("error") if isinstance(found, dict) else None
     text = detail.get("message") if isinstance(detail, dict) else None
     if status in KEY_STATUSES:
-        said = f" ({text})" if text else ""
-        return f"{url} answered {status}{said}; give it an API key in {KEY_VARIABLE}"
+        detail_text = f" ({text})" if text else ""
+        return f"{url} answered {status}{detail_text}; give it an API key in {KEY_VARIABLE}"
     return str(text or f"{url} answered {status}")
 
 

@@ -89,8 +89,8 @@ def _status_text(facts: dict[str, Any]) -> str:
         heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
         restarts = str(entry["n_restarts"])
         layers = "{}-{}".format(entry["layers"][0], entry["layers"][1] - 1) if entry["layers"] else ""
-        said = (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
-        rows.append(said)
+        row = (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
+        rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

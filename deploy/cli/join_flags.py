@@ -202,8 +202,8 @@ def join_config(
 
 def own_settings(given: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of this host that win over the coordinator's order, where they say anything."""
-    said = from_parameters(EngineSettings, given)
-    values = {entry: getattr(said, entry.name) for entry in entries(EngineSettings) if entry.host_wins}
+    settings = from_parameters(EngineSettings, given)
+    values = {entry: getattr(settings, entry.name) for entry in entries(EngineSettings) if entry.host_wins}
     return {entry.name: value for entry, value in values.items() if value != entry.default}
 
 

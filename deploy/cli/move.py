@@ -15,7 +15,7 @@ from relayline.wire.common.errors import StartError, UsageError
 
 PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
-SAID = {
+STATE_LINES = {
     "cutting": "splitting the model again",
     "preparing": "stages load their new layers while they serve with the old ones",
     "settling": "requests pause",
@@ -79,11 +79,11 @@ async def followed(
     coordinator: Coordinator, found: dict[str, Any], wanted: Collection[str], *, tell: bool
 ) -> dict[str, Any]:
     """Follow a change that has begun, and return how it ended. Raises StartError, UsageError."""
-    number, said = found["move"]["number"], ""
-    while (move := found["move"])["number"] == number and move["state"] in SAID:
-        if tell and move["state"] != said:
-            said = move["state"]
-            click.echo(SAID[said], err=True)
+    number, shown = found["move"]["number"], ""
+    while (move := found["move"])["number"] == number and move["state"] in STATE_LINES:
+        if tell and move["state"] != shown:
+            shown = move["state"]
+            click.echo(STATE_LINES[shown], err=True)
         await asyncio.sleep(LOOK_EVERY_S)
         found = await coordinator.get(PATH, wanted)
     if move["number"] != number:

@@ -194,12 +194,12 @@ def given_settings(given: dict[str, Any]) -> dict[str, Any]:
 
 def telemetry_config(given: dict[str, Any]) -> TelemetryConfig:
     """Turn the flags of `telemetry_options` into configuration. Raises UsageError."""
-    said = from_parameters(TelemetrySettings, given)
+    settings = from_parameters(TelemetrySettings, given)
     return TelemetryConfig(
-        level=Level.named(said.level),
-        otlp_endpoint=said.otlp_endpoint,
-        sampler_ratio=said.sampler_ratio,
-        content=said.content,
+        level=Level.named(settings.level),
+        otlp_endpoint=settings.otlp_endpoint,
+        sampler_ratio=settings.sampler_ratio,
+        content=settings.content,
     )
 
 

@@ -50,7 +50,7 @@ def setting_option(entry: Setting, default: Any = _UNCHANGED) -> Decorator:
     """Return the flag of one setting, with a default that may be the command's own."""
     if entry.is_switch:
         return click.option(entry.flag, entry.parameter, is_flag=True, help=entry.help)
-    value = entry.said(entry.default if default is _UNCHANGED else default)
+    value = entry.manifest_value(entry.default if default is _UNCHANGED else default)
     return click.option(
         entry.flag,
         entry.parameter,
@@ -81,7 +81,7 @@ def of_pipelines() -> tuple[Setting, ...]:
 def manifest_changes(changed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what parameters, by name, change in a manifest: values by dotted place below `spec`."""
     return {
-        entry.place: entry.said(entry.of_parameter(changed[entry.parameter]))
+        entry.place: entry.manifest_value(entry.of_parameter(changed[entry.parameter]))
         for entry in of_pipelines()
         if entry.parameter in changed
     }
@@ -108,19 +108,19 @@ def again(ctx: click.Context, but: Collection[str] = ()) -> tuple[str, ...]:
 
     Paths become absolute. `but`: parameters, by name, that the other process gets separately.
     """
-    said: list[str] = []
+    arguments: list[str] = []
     for parameter in ctx.command.params:
         name = parameter.name or ""
         if name in but or not isinstance(parameter, click.Option) or ctx.get_parameter_source(name) not in BY_USER:
             continue
         value = ctx.params[name]
         if parameter.is_flag:
-            said += parameter.opts[:1] if value else ()
+            arguments += parameter.opts[:1] if value else ()
             continue
         for one in value if parameter.multiple else (value,):
             if one is not None:
-                said += (parameter.opts[0], _text(parameter, one))
-    return tuple(said)
+                arguments += (parameter.opts[0], _text(parameter, one))
+    return tuple(arguments)
 
 
 def _text(parameter: click.Parameter, value: Any) -> str:

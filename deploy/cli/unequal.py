@@ -15,18 +15,18 @@ def unequal_line(described: dict[str, Any]) -> str:
     cut = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
     name = stage.get("name") or f"stage {found['slowest']}"
     slow = f"{name} has slowed the pipeline down for {found['for_s']:.0f} s"
-    said = f"{slow}: layers {cut} would give {found['gain']:.0%} more"
+    advice = f"{slow}: layers {cut} would give {found['gain']:.0%} more"
     cuts = ",".join(str(start) for start, _ in found["layers"][1:])
     wait_s = found.get("moves_in_s")
-    return f"{said}; " + (
+    return f"{advice}; " + (
         f"relayline move --cuts {cuts}" if wait_s is None else f"layers move automatically{_when(wait_s)}"
     )
 
 
 def idle_line(described: dict[str, Any]) -> str:
     """Return which stages hold no layers, and when others take over from a lost one; empty if all is as usual."""
-    said = [f"{entry['name']} ({entry['state']})" for entry in described.get("idle") or ()]
-    parts = [f"without layers: {', '.join(said)}"] if said else []
+    idle = [f"{entry['name']} ({entry['state']})" for entry in described.get("idle") or ()]
+    parts = [f"without layers: {', '.join(idle)}"] if idle else []
     parts += [
         f"other stages take over the layers of {stage['name']} in {stage['takeover_in_s']:.0f} s"
         for stage in described["stages"]

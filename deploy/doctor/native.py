@@ -63,14 +63,14 @@ for name in ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"
 try:
     import llama_cpp
     from relayline.stage.engine import ggml
-    said = getattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}", None)
-    if said is not None:
-        said.restype = ctypes.c_char_p
+    symbol = getattr(llama_cpp.llama_cpp._lib, "{_OUR_SYMBOL}", None)
+    if symbol is not None:
+        symbol.restype = ctypes.c_char_p
     mark = os.path.join(os.path.dirname(llama_cpp.__file__), "lib", "relayline-build.txt")
     found["llama"] = {{"version": importlib.metadata.version("llama-cpp-python"),
                       "system": llama_cpp.llama_print_system_info().decode(),
                       "gpu": bool(llama_cpp.llama_supports_gpu_offload()),
-                      "kernels": said and said().decode(),
+                      "kernels": symbol and symbol().decode(),
                       "devices": [(each.name, each.description, *(ggml.memory_bytes(each) if each.is_gpu else (0, 0)))
                                   for each in ggml.list_devices()],
                       "left_out": os.path.isfile(mark) and open(mark).readline() == "kernels OFF\\n"}}

@@ -156,11 +156,11 @@ async def look_coordinator(url: str) -> list[Finding]:
             word = _phase_of(await answer.content.read(HEALTH_BYTES_MAX))
     except (aiohttp.ClientError, TimeoutError) as error:
         return [warning("coordinator", f"{url} does not answer: {error or 'no answer in time'}", "see its log")]
-    said = f"{status}: {word}" if word else str(status)
+    status_text = f"{status}: {word}" if word else str(status)
     findings = [
         ok("coordinator", f"{url} is healthy")
         if status == 200
-        else warning("coordinator", f"{url}/health answers {said}", _REMEDIES.get(word, SEE_LOG))
+        else warning("coordinator", f"{url}/health answers {status_text}", _REMEDIES.get(word, SEE_LOG))
     ]
     if date:
         there = email.utils.parsedate_to_datetime(date)

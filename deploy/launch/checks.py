@@ -46,8 +46,8 @@ def check_before_work(manifest: Manifest) -> None:
     """Check all that can be checked before the model is known. Raises UsageError, StartError."""
     check_names(manifest)
     check_ports(manifest)
-    said = manifest.telemetry
-    TelemetryConfig(Level.named(said.level), said.otlp_endpoint, said.sampler_ratio)
+    telemetry = manifest.telemetry
+    TelemetryConfig(Level.named(telemetry.level), telemetry.otlp_endpoint, telemetry.sampler_ratio)
     coordinator = manifest.spec.coordinator
     if (tls := coordinator.http.tls) is not None:
         check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))

@@ -140,11 +140,11 @@ def _held(stage: dict[str, Any]) -> dict[str, Any]:
 
 def _planned(kept: dict[str, Any] | None, live: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return who got which layers and why, if it is about what runs; None for a plan that layers moved away from."""
-    said = (live.get("planned") if live is not None else None) or kept
-    if said is None or live is None:
-        return said
+    planned = (live.get("planned") if live is not None else None) or kept
+    if planned is None or live is None:
+        return planned
     running = [_held(stage) for stage in live["stages"]]
-    return said if [_held(stage) for stage in said["stages"]] == running else None
+    return planned if [_held(stage) for stage in planned["stages"]] == running else None
 
 
 def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: bool) -> tuple[Phase, float | None]:

@@ -75,7 +75,7 @@ def difference(
         return Difference((), cuts, others, added)  # others stand in for some: there is nothing to compare
     edges = (0, *cuts, n_layers)
     ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
-    new_cuts = tuple(now if said is None else said for said, now in zip(wanted.fixed_cuts(), cuts, strict=True))
+    new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(wanted.fixed_cuts(), cuts, strict=True))
     ends = (0, *new_cuts, n_layers)
     moved = tuple(
         Change(f"stages[{name}].layers", list(held), [ends[at], ends[at + 1]])

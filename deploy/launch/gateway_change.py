@@ -39,8 +39,8 @@ class GatewayDifference:
     def words(self) -> str:
         """One line for a log."""
         parts = (("added", self.added), ("removed", self.removed), ("changed", self.changed))
-        said = [f"{word} {', '.join(member.name for member in members)}" for word, members in parts if members]
-        return "; ".join(said) or "another order"
+        changes = [f"{word} {', '.join(member.name for member in members)}" for word, members in parts if members]
+        return "; ".join(changes) or "another order"
 
 
 def difference(running: GatewayManifest, wanted: GatewayManifest, failed: Collection[str] = ()) -> GatewayDifference:
@@ -70,11 +70,11 @@ def _facts(manifest: GatewayManifest, member: Member) -> tuple[Any, ...]:
 def _own(manifest: GatewayManifest) -> dict[str, Any]:
     """Return what the manifest says of the gateway itself, with paths in full."""
     spec = manifest.spec
-    said = {f"http.{key}": value for key, value in spec.http.model_dump(mode="json", by_alias=True).items()}
+    values = {f"http.{key}": value for key, value in spec.http.model_dump(mode="json", by_alias=True).items()}
     if spec.http.tls is not None:
-        said["http.tls"] = [str(manifest.resolve(path)) for path in (spec.http.tls.cert_file, spec.http.tls.key_file)]
-    said["apiKeysFile"] = None if spec.api_keys_file is None else str(manifest.resolve(spec.api_keys_file))
-    return said | {"allowHosts": list(spec.allow_hosts)}
+        values["http.tls"] = [str(manifest.resolve(path)) for path in (spec.http.tls.cert_file, spec.http.tls.key_file)]
+    values["apiKeysFile"] = None if spec.api_keys_file is None else str(manifest.resolve(spec.api_keys_file))
+    return values | {"allowHosts": list(spec.allow_hosts)}
 
 
 def restarting(directory: StateDir, differs: GatewayDifference) -> list[Member]:

@@ -10,10 +10,10 @@ from typing import Any
 log = logging.getLogger("relayline.up")
 
 
-def write_plan(path: Path, said: dict[str, Any]) -> None:
+def write_plan(path: Path, planned: dict[str, Any]) -> None:
     """Keep a plan's description. A full disk is not an error."""
     try:
-        path.write_text(json.dumps(said, indent=1) + "\n")
+        path.write_text(json.dumps(planned, indent=1) + "\n")
     except OSError as error:
         log.warning("%s: cannot be written: %s", path, error.strerror)
 

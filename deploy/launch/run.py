@@ -173,8 +173,8 @@ def launch(
             log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
         with headers_read_once():
             plan, mend = plan_of(what, directory)
-        if (said := plan_event(what.manifest, directory.plan)) is not None:
-            emit(said)
+        if (event := plan_event(what.manifest, directory.plan)) is not None:
+            emit(event)
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)

@@ -13,12 +13,12 @@ async def split_apart(model: str, *flags: str) -> str:
     none, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
     splitting = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe)
     try:
-        _, said = await splitting.communicate()
+        _, errors = await splitting.communicate()
     except asyncio.CancelledError:
         splitting.kill()
         await splitting.wait()
         raise
     if not splitting.returncode:
         return ""
-    lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
+    lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {splitting.returncode}"]
     return lines[-1].removeprefix("relayline: error: ")

@@ -139,10 +139,10 @@ async def survey_and_plan(
             await first_of(plan, stop)
             if stop.done():
                 return None
-            cuts, said = plan.result()
+            cuts, planned = plan.result()
             seconds = max((report.took_ns / 1e9 for report in survey.reports.values()), default=0.0)
-            said |= {"survey_s": round(seconds, 1), "waited_s": round(time.monotonic() - began_s, 1)}
-            tell({"event": "planned", "message": "\n".join(lines_of(said)), "plan": said})
+            planned |= {"survey_s": round(seconds, 1), "waited_s": round(time.monotonic() - began_s, 1)}
+            tell({"event": "planned", "message": "\n".join(lines_of(planned)), "plan": planned})
             splitting = asyncio.ensure_future(_split(model, cuts, split_dir, tell))
             await first_of(splitting, stop)
             if stop.done():
@@ -151,7 +151,7 @@ async def survey_and_plan(
                 return None
             n_layers = inspect_model(model).n_layers
             whole = settled(manifest, model, list(ranges(n_layers, cuts)))
-            return Planned(whole, splitting.result(), join, enrol), said
+            return Planned(whole, splitting.result(), join, enrol), planned
     finally:
         stop.cancel()
 

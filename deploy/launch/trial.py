@@ -42,9 +42,9 @@ def _in_child(*arguments: str) -> str | None:
     return why_it_ended(ended.returncode, ended.stderr)
 
 
-def why_it_ended(returncode: int, said: bytes) -> str:
+def why_it_ended(returncode: int, errors: bytes) -> str:
     """Return one line on a child process that failed, from its exit code and its stderr."""
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
     asserted = [line[line.index("GGML_ASSERT") :] for line in lines if "GGML_ASSERT" in line]
     if asserted:
         return f"llama.cpp aborted: {asserted[-1]}"

@@ -52,10 +52,10 @@ def gpus_here(program: str = _LIST) -> tuple[Gpu, ...]:
 def _has_backend() -> bool:
     """Return whether llama.cpp's build has a backend for GPUs, from the names of its libraries alone."""
     found = importlib.util.find_spec("llama_cpp")
-    said = os.environ.get("LLAMA_CPP_LIB_PATH")
+    directory_named = os.environ.get("LLAMA_CPP_LIB_PATH")
     if found is None or found.origin is None:
         return False
-    directory = Path(said) if said else Path(found.origin).parent / "lib"
+    directory = Path(directory_named) if directory_named else Path(found.origin).parent / "lib"
     names = [path.name.partition("ggml-")[2] for path in directory.glob("*ggml-*")]
     return any(not name.startswith(_NO_GPU) for name in names)
 

@@ -102,12 +102,12 @@ def _identity_complaints(document: Document, kind: str) -> list[Complaint]:
     complaints = []
     for key, right in (("apiVersion", API_VERSION), ("kind", kind)):
         if key in value and value[key] != right:
-            said = f"{key} is {_shown(value[key])}; this relayline reads {right}"
+            problem = f"{key} is {_shown(value[key])}; this relayline reads {right}"
             if key == "kind" and value[key] in KINDS:
-                said = (
+                problem = (
                     f"kind is {value[key]}; this command reads {right}; `up`, `plan`, `doctor` and `render` take both"
                 )
-            complaints.append(Complaint(document.line_of((key,)), said))
+            complaints.append(Complaint(document.line_of((key,)), problem))
     return complaints
 
 
@@ -166,8 +166,8 @@ def _wrong_value(error: ErrorDetails) -> str:
         return "is empty; give it a value or leave the key out"
     limits = error.get("ctx", {})
     limit = next((limits[key] for key in ("ge", "gt", "le", "lt", "min_length", "max_length") if key in limits), "")
-    said = _WRONG_VALUES.get(error["type"], error["msg"]).format(limit)
-    return f"{said}, not {_shown(error['input'])}"
+    problem = _WRONG_VALUES.get(error["type"], error["msg"]).format(limit)
+    return f"{problem}, not {_shown(error['input'])}"
 
 
 def _is_echo(error: ErrorDetails) -> bool:
@@ -195,14 +195,14 @@ def _unknown_key(path: tuple[str | int, ...], root: type[Part]) -> str:
     key = str(path[-1])
     known = field_names(child_type(path[:-1], root))
     parent = dotted(path[:-1])
-    said = f"unknown key {_shown(key)} in {parent}" if parent else f"unknown key {_shown(key)}"
+    problem = f"unknown key {_shown(key)} in {parent}" if parent else f"unknown key {_shown(key)}"
     near = _nearest(key, known)
     if near is not None:
-        return f"{said}; did you mean {near}?"
+        return f"{problem}; did you mean {near}?"
     elsewhere = places_of(key, root)
     if elsewhere:
-        return f"{said}; it belongs to {' or '.join(elsewhere)}"
-    return f"{said}; known keys are {', '.join(known)}"
+        return f"{problem}; it belongs to {' or '.join(elsewhere)}"
+    return f"{problem}; known keys are {', '.join(known)}"
 
 
 def _nearest(word: str, known: list[str]) -> str | None:

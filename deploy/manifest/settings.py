@@ -33,7 +33,7 @@ def declare_settings(
             continue
         name = field_name(entry)
         namespace.setdefault("__annotations__", {})[name] = annotation_of(entry)
-        namespace[name] = Field(default=entry.said(entry.default), description=entry.doc)
+        namespace[name] = Field(default=entry.manifest_value(entry.default), description=entry.doc)
 
 
 def field_name(entry: Setting) -> str:
@@ -85,12 +85,12 @@ def value_at(spec: Any, entry: Setting) -> Any:
 
 def read_settings(table: type[Table], spec: Any) -> Table:
     """Return the values in a manifest's `spec` of a table's settings; settings of single stages keep their default."""
-    said = {
+    values = {
         entry.name: entry.read(value_at(spec, entry))
         for entry in entries(table)
         if entry.place and entry.part != STAGES
     }
-    return table(**said)
+    return table(**values)
 
 
 def parameters_of(spec: Any) -> dict[str, Any]:
@@ -105,5 +105,5 @@ def parameters_of(spec: Any) -> dict[str, Any]:
 
 def stage_settings(table: type[Settings], stage: Any) -> dict[str, Any]:
     """Return the values in a manifest of a table's settings for one stage, by name."""
-    said = {entry: getattr(stage, field_name(entry)) for entry in entries(table) if entry.part == STAGES}
-    return {entry.name: entry.read(value) for entry, value in said.items() if value is not None}
+    values = {entry: getattr(stage, field_name(entry)) for entry in entries(table) if entry.part == STAGES}
+    return {entry.name: entry.read(value) for entry, value in values.items() if value is not None}

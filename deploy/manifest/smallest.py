@@ -54,7 +54,7 @@ def smallest_manifest(model: Path, name: str = "", **settings: Any) -> Manifest:
         part = data["spec"]
         for parent in parents:
             part = part.setdefault(parent, {})
-        part[last] = places[key].said(value)
+        part[last] = places[key].manifest_value(value)
     return Manifest.model_validate(data)
 
 

@@ -58,8 +58,8 @@ def _check_together(front: Front) -> None:
     namespaces = {manifest.spec.deployment.namespace: member for member, manifest in front.rendered}
     if len(namespaces) > 1:
         (first, one), (second, other) = [*namespaces.items()][:2]
-        said = f"{one} has deployment.namespace {first or 'unset'}, {other} {second or 'unset'}"
-        raise UsageError(f"{said}; pipelines behind one gateway are rendered into one namespace")
+        differs = f"{one} has deployment.namespace {first or 'unset'}, {other} {second or 'unset'}"
+        raise UsageError(f"{differs}; pipelines behind one gateway are rendered into one namespace")
     prefixes: dict[str, str] = {}
     for member, manifest in front.rendered:
         secrets = manifest.spec.deployment.secrets

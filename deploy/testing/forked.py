@@ -90,8 +90,8 @@ def _unwrapped(words: list[str], environment: dict[str, str]) -> tuple[str, list
     if words[:3] != ["ip", "netns", "exec"] or words[4:5] != ["env"]:
         return "", words, environment
     n_set = next((number for number, word in enumerate(words[5:]) if "=" not in word), len(words[5:]))
-    said = dict(word.split("=", 1) for word in words[5 : 5 + n_set])
-    return words[3], words[5 + n_set :], environment | said
+    assigned = dict(word.split("=", 1) for word in words[5 : 5 + n_set])
+    return words[3], words[5 + n_set :], environment | assigned
 
 
 async def _create(*words: Any, limit: int = _LIMIT_BYTES, **settings: Any) -> Any:

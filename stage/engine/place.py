@@ -40,10 +40,10 @@ def device_id(device: Device, part: str = "") -> str:
 def host_id() -> str:
     """Return what all processes of this host say, those in containers too, and those of no other host."""
     try:
-        said = BOOT_ID.read_text()
+        boot_id = BOOT_ID.read_text()
     except OSError:
-        said = hex(uuid.getnode())
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+        boot_id = hex(uuid.getnode())
+    return hashlib.sha256(boot_id.encode()).hexdigest()[:16]
 
 
 def idle_gpus() -> tuple[str, ...]:

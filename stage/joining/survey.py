@@ -131,7 +131,7 @@ async def _in_child(arguments: Sequence[str], limit_s: float) -> bytes:
     talking = asyncio.create_task(child.communicate())
     try:
         async with asyncio.timeout(limit_s):
-            printed, said = await asyncio.shield(talking)
+            printed, errors = await asyncio.shield(talking)
     except TimeoutError:
         raise NativeError(f"measuring took longer than {limit_s:.0f} s") from None
     finally:
@@ -140,6 +140,6 @@ async def _in_child(arguments: Sequence[str], limit_s: float) -> bytes:
             await child.wait()
         await end_task(talking)
     if child.returncode:
-        lines = said.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        lines = errors.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise NativeError(f"measuring ended with exit code {child.returncode}: {lines[-1]}")
     return printed

@@ -70,11 +70,11 @@ def _read(message: bytes) -> tuple[int, int, memoryview]:
     if found is None:
         raise ProtocolError("a part of an envelope cannot be read")
     data, rest = found
-    said = messages.read(pb.RelayRequest, rest, "part of an envelope")
-    of_bytes, at = said.part_of_bytes, said.part_at
-    said.ClearField("part_of_bytes")
-    said.ClearField("part_at")
-    if said.ByteSize():
+    fields = messages.read(pb.RelayRequest, rest, "part of an envelope")
+    of_bytes, at = fields.part_of_bytes, fields.part_at
+    fields.ClearField("part_of_bytes")
+    fields.ClearField("part_at")
+    if fields.ByteSize():
         raise ProtocolError("a part of an envelope holds other fields too")
     if not 0 < len(data) <= bounds.PART_BYTES_MAX:
         raise ProtocolError(f"a part of an envelope has {len(data)} bytes, not 1 to {bounds.PART_BYTES_MAX}")

@@ -82,8 +82,8 @@ def pass_metadata(shown_pass: str) -> tuple[tuple[str, str], ...]:
 
 def route_of(metadata: Any) -> tuple[int, int]:
     """Return (route_id, epoch) of a stream of envelopes. Raises HandshakeError where it names none."""
-    said = next((value for key, value in metadata or () if key == _ROUTE_KEY), "")
-    found = _ROUTE_FORM.fullmatch(said) if isinstance(said, str) else None
+    route = next((value for key, value in metadata or () if key == _ROUTE_KEY), "")
+    found = _ROUTE_FORM.fullmatch(route) if isinstance(route, str) else None
     if found is None:
         raise HandshakeError(
             f"the stream names no route; this end speaks protocol {bounds.PROTOCOL_VERSION}, run the same relayline "

@@ -130,8 +130,10 @@ class Setting:
 
     @property
     def _expected(self) -> str:
-        said = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
-        return f"{', '.join(self.words)} or a number from {self.low:.0f} to {self.high:.0f}" if self.words else said
+        kind_text = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
+        return (
+            f"{', '.join(self.words)} or a number from {self.low:.0f} to {self.high:.0f}" if self.words else kind_text
+        )
 
     def read(self, value: Any) -> Any:
         """Return the value of a text, or of a manifest's entry. Raises UsageError."""
@@ -151,13 +153,13 @@ class Setting:
                 raise
             raise UsageError(f"{self.flag} {value!r} is not {self._expected}") from None
 
-    def said(self, value: Any) -> Any:
-        """Return the value as a manifest says it."""
+    def manifest_value(self, value: Any) -> Any:
+        """Return the value as it is written in a manifest: a word where it has one."""
         return next((word for word, meant in self.words.items() if meant == value), value)
 
     def text(self, value: Any) -> str:
         """Return the value as text; `read` is the way back."""
-        return str(value).lower() if self.is_switch else str(self.said(value))
+        return str(value).lower() if self.is_switch else str(self.manifest_value(value))
 
     def arguments(self, value: Any) -> tuple[str, ...]:
         """Return the value as arguments of a command line; none if the setting was not given."""
@@ -214,8 +216,8 @@ def from_parameters(table: type[Table], given: Mapping[str, Any]) -> Table:
 
     Raises UsageError.
     """
-    said = {each.name: each.of_parameter(given[each.parameter]) for each in entries(table) if each.parameter in given}
-    return table(**said)
+    values = {each.name: each.of_parameter(given[each.parameter]) for each in entries(table) if each.parameter in given}
+    return table(**values)
 
 
 def arguments(settings: Settings, wanted: Callable[[Setting], bool] = lambda _: True) -> tuple[str, ...]:

@@ -90,13 +90,13 @@ class Pipe:
         decided = self._provider.sampler.should_sample(None, trace_id, names.SPAN_PASSES).decision
         return decided is Decision.RECORD_AND_SAMPLE
 
-    def emit(self, said: Finished) -> None:
+    def emit(self, finished: Finished) -> None:
         """Export a span that is over. Whether it is recorded has been decided where its ids were chosen."""
         links, events = self._limits.max_links, self._limits.max_events
-        n_links, n_events = _beyond(len(said.links), links), _beyond(len(said.events), events)
+        n_links, n_events = _beyond(len(finished.links), links), _beyond(len(finished.events), events)
         if n_links or n_events:
-            said = said._replace(links=said.links[:links], events=said.events[n_events:])
-        span = FinishedSpan(said, self._resource, self._scope, n_links, n_events)
+            finished = finished._replace(links=finished.links[:links], events=finished.events[n_events:])
+        span = FinishedSpan(finished, self._resource, self._scope, n_links, n_events)
         for processor in self._processors:
             processor.on_end(span)
 

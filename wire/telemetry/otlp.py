@@ -65,15 +65,15 @@ def _bare(span: FinishedSpan) -> FinishedSpan:
     """Return a span with nothing but its resource and scope."""
     scope = span.instrumentation_scope
     assert scope is not None
-    return FinishedSpan(span.said._replace(attributes={}, events=(), links=()), span.resource, scope)
+    return FinishedSpan(span.finished._replace(attributes={}, events=(), links=()), span.resource, scope)
 
 
 def encode(span: FinishedSpan) -> bytes:
     """Return the OTLP Span of one span."""
-    said = span.said
+    record = span.finished
     return _otlp.span(
-        said.name, said.own, said.parent, said.start_ns, said.end_ns, said.attributes, said.events,
-        said.links, _KINDS[said.kind], said.error, span.dropped_links, span.dropped_events,
+        record.name, record.own, record.parent, record.start_ns, record.end_ns, record.attributes, record.events,
+        record.links, _KINDS[record.kind], record.error, span.dropped_links, span.dropped_events,
     )  # fmt: skip
 
 

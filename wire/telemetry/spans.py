@@ -63,46 +63,48 @@ class FinishedSpan(ReadableSpan):
 
     def __init__(
         self,
-        said: Finished,
+        finished: Finished,
         resource: Resource,
         scope: InstrumentationScope,
         n_dropped_links: int = 0,
         n_dropped_events: int = 0,
     ) -> None:
-        own = said.own
+        own = finished.own
         ids = (int.from_bytes(own[:16], "big"), int.from_bytes(own[16:24], "big"))
         super().__init__(
-            said.name,
+            finished.name,
             SpanContext(*ids, is_remote=False, trace_flags=SAMPLED),
             resource=resource,
-            kind=said.kind,
-            status=Status(StatusCode.ERROR, said.error) if said.error else _FINE,
-            start_time=said.start_ns,
-            end_time=said.end_ns,
+            kind=finished.kind,
+            status=Status(StatusCode.ERROR, finished.error) if finished.error else _FINE,
+            start_time=finished.start_ns,
+            end_time=finished.end_ns,
             instrumentation_scope=scope,
         )
-        self.said = said
+        self.finished = finished
         self._n_dropped_links, self._n_dropped_events = n_dropped_links, n_dropped_events
 
     @property
     def parent(self) -> SpanContext | None:
         """The span above."""
-        return trace_context.unpack(self.said.parent)
+        return trace_context.unpack(self.finished.parent)
 
     @property
     def attributes(self) -> Mapping[str, AttributeValue]:
         """Its attributes, lists as tuples as the SDK keeps them."""
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in self.said.attributes.items()}
+        return {
+            key: tuple(value) if isinstance(value, list) else value for key, value in self.finished.attributes.items()
+        }
 
     @property
     def events(self) -> Sequence[SdkEvent]:
         """Its events."""
-        return [SdkEvent(event.name, event.attributes, event.at_ns) for event in self.said.events]
+        return [SdkEvent(event.name, event.attributes, event.at_ns) for event in self.finished.events]
 
     @property
     def links(self) -> Sequence[SdkLink]:
         """Its links."""
-        found = ((trace_context.unpack(link.context), link.attributes) for link in self.said.links)
+        found = ((trace_context.unpack(link.context), link.attributes) for link in self.finished.links)
         return [SdkLink(context, attributes) for context, attributes in found if context is not None]
 
     @property

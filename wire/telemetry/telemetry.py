@@ -187,10 +187,10 @@ class Telemetry:
             name, context=context, kind=kind, links=links, attributes=attributes, start_time=start_ns
         )
 
-    def emit(self, said: Finished) -> None:
+    def emit(self, finished: Finished) -> None:
         """Export a span that is over; whether to record it has been decided where its ids were chosen."""
         if self._pipe is not None:
-            self._pipe.emit(said)
+            self._pipe.emit(finished)
 
     def samples(self, context: bytes) -> bool:
         """Return whether the root of a new trace with these ids is to be recorded, by what OTEL_* says."""

@@ -28,7 +28,7 @@ class EmbeddingsBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class Said(Struct):
+class AnswerOptions(Struct):
     """How the answer is to be written."""
 
     is_base64: bool
@@ -44,10 +44,10 @@ def read(raw: bytes | bytearray) -> EmbeddingsBody:
     return body
 
 
-def said(body: EmbeddingsBody) -> Said:
+def answer_options(body: EmbeddingsBody) -> AnswerOptions:
     """Return how the answer is to be written."""
     norm = 2 if body.embd_normalize is None else body.embd_normalize
-    return Said(body.encoding_format == "base64", body.dimensions or 0, norm)
+    return AnswerOptions(body.encoding_format == "base64", body.dimensions or 0, norm)
 
 
 def inputs_of(body: EmbeddingsBody, tokenizer: Tokenizer, ctx_tokens: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.embeddings.asking import Said
+from relayline.coordinator.http.embeddings.asking import AnswerOptions
 from relayline.coordinator.http.embeddings.vectors import llama_reply, openai_reply
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.middleware import json_response
@@ -31,20 +31,20 @@ class EmbeddingHandlers(Handlers):
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/embeddings: the pooled hidden rows of each input, normed."""
-        prepared, rows, said = await self._rows(request)
+        prepared, rows, options = await self._rows(request)
         n_tokens = prepared.n_tokens
-        return json_response(await asyncio.to_thread(openai_reply, prepared.model, rows, said, n_tokens))
+        return json_response(await asyncio.to_thread(openai_reply, prepared.model, rows, options, n_tokens))
 
     async def create_plain(self, request: web.Request) -> web.StreamResponse:
         """POST /embedding: the same in llama-server's own form."""
-        _, rows, said = await self._rows(request)
-        return json_response(await asyncio.to_thread(llama_reply, rows, said))
+        _, rows, options = await self._rows(request)
+        return json_response(await asyncio.to_thread(llama_reply, rows, options))
 
-    async def _rows(self, request: web.Request) -> tuple[Prepared, list[bytes], Said]:
+    async def _rows(self, request: web.Request) -> tuple[Prepared, list[bytes], AnswerOptions]:
         self._check_taken(request)
         service = self._service
         prepared = await service.read_in("embeddings", request, await request.read())
-        said = msgspec.msgpack.decode(prepared.said, type=Said)
+        options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
         prompts = [prompt.tokens for prompt in await unpacked_prompts(prepared)]
         record = request[RECORD]
         record.model, record.completion_id = prepared.model, f"embd-{secrets.token_hex(16)}"
@@ -62,7 +62,7 @@ class EmbeddingHandlers(Handlers):
             GenerationRequest(f"{name}-{at}", tokens, 1, sampling, ignore_eos=True, cache_prompt=may_copy)
             for at, tokens in enumerate(prompts)
         ]
-        return prepared, await self._read_all(wanted, request), said
+        return prepared, await self._read_all(wanted, request), options
 
     def _pooling(self) -> int:
         """Return how rows are pooled: as the flag says, else as the model does."""

@@ -9,23 +9,23 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.coordinator.http import shapes
-from relayline.coordinator.http.embeddings.asking import Said
+from relayline.coordinator.http.embeddings.asking import AnswerOptions
 from relayline.wire.common.errors import InvalidRequestError
 
 _LARGEST = 32_760.0  # of llama-server's norm 0, which fits 16-bit integers
 
 
-def vector_of(row: bytes, said: Said) -> npt.NDArray[np.float32]:
+def vector_of(row: bytes, options: AnswerOptions) -> npt.NDArray[np.float32]:
     """Return the vector of one prompt from its pooled row (f32): cut where fewer dimensions are asked for, normed.
 
     Raises InvalidRequestError for more dimensions than the model has.
     """
     values = np.frombuffer(row, np.float32)
-    if said.dimensions > values.size:
-        text = f"dimensions: at most {values.size}, got {said.dimensions}"
+    if options.dimensions > values.size:
+        text = f"dimensions: at most {values.size}, got {options.dimensions}"
         raise InvalidRequestError(text, param="dimensions")
-    values = values[: said.dimensions] if said.dimensions else values
-    size = _size(values.astype(np.float64), said.norm)
+    values = values[: options.dimensions] if options.dimensions else values
+    size = _size(values.astype(np.float64), options.norm)
     return (values / size).astype(np.float32) if size > 0 else np.zeros_like(values)
 
 
@@ -38,19 +38,19 @@ def _size(values: npt.NDArray[np.float64], norm: int) -> float:
     return float(np.linalg.norm(values, norm))
 
 
-def openai_reply(model: str, rows: Sequence[bytes], said: Said, n_prompt_tokens: int) -> bytes:
+def openai_reply(model: str, rows: Sequence[bytes], options: AnswerOptions, n_prompt_tokens: int) -> bytes:
     """Return OpenAI's body."""
     data = []
     for index, row in enumerate(rows):
-        vector = vector_of(row, said)
-        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if said.is_base64 else vector.tolist()
+        vector = vector_of(row, options)
+        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if options.is_base64 else vector.tolist()
         data.append(shapes.Embedding(shown, index))
     usage = shapes.EmbeddingsUsage(n_prompt_tokens, n_prompt_tokens)
     return shapes.encode(shapes.Embeddings(data, model, usage))
 
 
-def llama_reply(rows: Sequence[bytes], said: Said) -> bytes:
+def llama_reply(rows: Sequence[bytes], options: AnswerOptions) -> bytes:
     """Return llama-server's own body: of each prompt a list of one vector."""
     return shapes.encode(
-        [{"index": index, "embedding": [vector_of(row, said).tolist()]} for index, row in enumerate(rows)]
+        [{"index": index, "embedding": [vector_of(row, options).tolist()]} for index, row in enumerate(rows)]
     )

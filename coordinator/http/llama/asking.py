@@ -91,7 +91,7 @@ class InfillBody(LlamaBody, kw_only=True):
     input_extra: Annotated[list[Chunk], Meta(max_length=EXTRA_MAX)] | None = None
 
 
-class Said(Struct):
+class AnswerOptions(Struct):
     """What an answer repeats of its body."""
 
     settings: dict[str, Any]
@@ -152,12 +152,12 @@ def filled_in(tokenizer: Tokenizer, prefix: str, suffix: str, more: str = "", pa
     return [tokens.prefix, *before, tokens.suffix, *plain(suffix, "suffix"), tokens.middle]
 
 
-def said(read_: Read, plan: Plan, texts: list[str]) -> bytes:
+def answer_options(read_: Read, plan: Plan, texts: list[str]) -> bytes:
     """Return the fields that the answer repeats, as msgpack."""
     sent = read_.wants
     settings = generation_settings(plan, sent, read_.body)
     return msgspec.msgpack.encode(
-        Said(
+        AnswerOptions(
             settings,
             texts,
             plan.stream,

@@ -10,7 +10,7 @@ from typing import Any
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.choice import FinishReason, Growth, Prompt, Scored, Speller
 from relayline.coordinator.http.dialects import Header, OpenAIStream
-from relayline.coordinator.http.llama.asking import Said
+from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.shapes import Usage
 from relayline.coordinator.sessions.generation import PromptProgress
 
@@ -33,10 +33,12 @@ class _Answer:
 class LlamaDialect(OpenAIStream):
     """/completion and /infill."""
 
-    def __init__(self, header: Header, speller: Speller, n_top: int, said: Said, n_prompts: Sequence[int]) -> None:
+    def __init__(
+        self, header: Header, speller: Speller, n_top: int, options: AnswerOptions, n_prompts: Sequence[int]
+    ) -> None:
         """`n_top`: alternatives per position, or below 0 for none; `n_prompts`: each prompt's tokens."""
         self._header, self._speller, self._n_top = header, speller, n_top
-        self._said, self._n_prompts = said, n_prompts
+        self._options, self._n_prompts = options, n_prompts
         self._answers: dict[int, _Answer] = {}
         self._n_per_prompt = 1
 
@@ -62,7 +64,7 @@ class LlamaDialect(OpenAIStream):
         """Return the event for one token."""
         self._answer(index).note(growth)
         event = self._partial(index, growth.text, list(growth.tokens))
-        if self._said.timings_per_token:
+        if self._options.timings_per_token:
             event["timings"] = self.so_far().timings
         if self._n_top >= 0 and growth.scored:
             event["completion_probabilities"] = self._probabilities(growth.scored)
@@ -105,19 +107,19 @@ class LlamaDialect(OpenAIStream):
         }
 
     def _final(self, index: int, growth: Growth, reason: FinishReason) -> dict[str, Any]:
-        said, answer = self._said, self._answer(index)
+        options, answer = self._options, self._answer(index)
         by_text = reason == "stop" and growth.stop
         return {
             "index": index,
             "content": growth.text,
-            "tokens": list(growth.tokens) if said.return_tokens else [],
+            "tokens": list(growth.tokens) if options.return_tokens else [],
             "id_slot": NO_SLOT,
             "stop": True,
             "model": self._header.model,
             "tokens_predicted": answer.n_tokens,
             "tokens_evaluated": self._n_prompt(index),
-            "generation_settings": said.settings,
-            "prompt": said.texts[index // self._n_per_prompt],
+            "generation_settings": options.settings,
+            "prompt": options.texts[index // self._n_per_prompt],
             "has_new_line": answer.has_new_line,
             "truncated": False,
             "stop_type": "word" if by_text else _STOPS[reason],
@@ -128,10 +130,10 @@ class LlamaDialect(OpenAIStream):
 
     def _chosen(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the fields that were asked for; a path with slashes leads into an object."""
-        if not self._said.response_fields:
+        if not self._options.response_fields:
             return body
         found: dict[str, Any] = {}
-        for path in self._said.response_fields:
+        for path in self._options.response_fields:
             value: Any = body
             for key in path.split("/"):
                 if not isinstance(value, Mapping) or key not in value:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.llama.asking import Said
+from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.llama.dialect import LlamaDialect
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.reply import run
@@ -64,7 +64,7 @@ class LlamaHandlers(Handlers):
         name = f"cmpl-{secrets.token_hex(16)}"
         header = Header(name, int(time.time()), prepared.model, service.fingerprint, False, True)
         job = await self._job(request, prepared, plan, header, "prompt", None)
-        said = msgspec.msgpack.decode(prepared.said, type=Said)
+        options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
         n_prompts = [len(prompt.tokens) for prompt in job.prompts]
-        dialect = LlamaDialect(header, service.speller, plan.n_logprobs, said, n_prompts)
+        dialect = LlamaDialect(header, service.speller, plan.n_logprobs, options, n_prompts)
         return await run(request, service, job, dialect.of_choices(len(job.requests)))

@@ -174,16 +174,16 @@ def _turn(turn: Turn, where: str) -> list[Fields]:
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     blocks = each_checked(turn.content, f"{where}.content", lambda block, at: _block(block, at, turn.role))
-    said = _joined(blocks)
+    content = _joined(blocks)
     results = [block["result"] for block in blocks if "result" in block]
     calls = [block["call"] for block in blocks if "call" in block]
     thoughts = "\n".join([block["thought"] for block in blocks if "thought" in block])
-    message: Fields = {"role": turn.role, "content": said}
+    message: Fields = {"role": turn.role, "content": content}
     if calls:
-        message |= {"tool_calls": calls, "content": said or None}
-    if thoughts and (said or calls):
+        message |= {"tool_calls": calls, "content": content or None}
+    if thoughts and (content or calls):
         message["reasoning_content"] = thoughts
-    return [*results, message] if said or calls or not results else results
+    return [*results, message] if content or calls or not results else results
 
 
 def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:

@@ -52,7 +52,7 @@ class References(Struct):
     item_ids: list[str] = []
 
 
-class Said(Struct):
+class AnswerOptions(Struct):
     """The fields that the answer to a body repeats."""
 
     echo: bytes  # JSON object
@@ -97,13 +97,13 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         chat = chat_of(fields, read_object(raw))
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
-    said = Said(
+    options = AnswerOptions(
         _echo(body).encode("utf-8", "replace"),
         [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
         body.store is not False,
         body.previous_response_id,
     )
-    return Inner(chat, msgspec.msgpack.encode(said))
+    return Inner(chat, msgspec.msgpack.encode(options))
 
 
 def rename(error: InvalidRequestError) -> InvalidRequestError:

@@ -13,7 +13,7 @@ from relayline.coordinator.http.choice import FinishReason, Growth, Prompt, Scor
 from relayline.coordinator.http.dialects import Header, token_logprob
 from relayline.coordinator.http.errors import error_body
 from relayline.coordinator.http.inner_form import named_frames
-from relayline.coordinator.http.responses.asking import Said
+from relayline.coordinator.http.responses.asking import AnswerOptions
 from relayline.coordinator.http.shapes import Usage
 from relayline.wire.common.errors import RelaylineError
 
@@ -135,7 +135,7 @@ class ResponsesDialect:
         header: Header,
         speller: Speller,
         n_top: int,
-        said: Said,
+        options: AnswerOptions,
         clock_s: Callable[[], int],
         keep: Callable[[bytes, Sequence[Item]], None],
     ) -> None:
@@ -144,7 +144,7 @@ class ResponsesDialect:
         `keep` gets the body of a finished response, and its output.
         """
         self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
-        self._echo, self._keep = said.echo, keep
+        self._echo, self._keep = options.echo, keep
         self._output = OutputItems(self._logprobs)
         self._reason: FinishReason = "stop"
 

@@ -17,7 +17,7 @@ from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.preparing import Asked, Prepared
 from relayline.coordinator.http.reply import run
-from relayline.coordinator.http.responses.asking import References, Said
+from relayline.coordinator.http.responses.asking import AnswerOptions, References
 from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect, new_id
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
 from relayline.coordinator.http.service import CLIENT, Service, client_of
@@ -39,15 +39,15 @@ class ResponseHandlers(Handlers):
         service = self._service
         self._check_taken(request)
         prepared = await self._read(request)
-        said = msgspec.msgpack.decode(prepared.said, type=Said)
+        options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
         plan = await service.shaped(prepared, request)
         header = Header(new_id("resp"), int(time.time()), prepared.model, service.fingerprint, True, False)
         form = ChatForm(service.conversation, plan.offered, plan.splits_reasoning, prepared.is_thinking)
         job = await self._job(request, prepared, plan, header, "input", form)
-        put = functools.partial(self._keep, asyncio.get_running_loop(), header.id, request.get(CLIENT, ""), said)
-        keep = put if said.store else _forget
+        put = functools.partial(self._keep, asyncio.get_running_loop(), header.id, request.get(CLIENT, ""), options)
+        keep = put if options.store else _forget
         n_top = plan.n_logprobs
-        dialect = ResponsesDialect(header, service.speller, n_top, said, lambda: int(time.time()), keep)
+        dialect = ResponsesDialect(header, service.speller, n_top, options, lambda: int(time.time()), keep)
         return await run(request, service, job, dialect)
 
     async def count(self, request: web.Request) -> web.StreamResponse:
@@ -124,10 +124,16 @@ class ResponseHandlers(Handlers):
         return found
 
     def _keep(
-        self, loop: asyncio.AbstractEventLoop, id: str, owner: str, said: Said, body: bytes, output: Sequence[Item]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        id: str,
+        owner: str,
+        options: AnswerOptions,
+        body: bytes,
+        output: Sequence[Item],
     ) -> None:
         items = [(item["id"], shapes.encode(item)) for item in output]
-        stored = Stored(id, owner, body, said.input_items, items, said.previous_response_id)
+        stored = Stored(id, owner, body, options.input_items, items, options.previous_response_id)
         loop.call_soon_threadsafe(self._store.put, stored)  # a long answer is written by a thread
 
 

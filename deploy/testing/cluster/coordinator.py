@@ -361,9 +361,13 @@ class Coordinator:
 
 def tier_of(nodes: Sequence[Node]) -> TierFacts:
     """Return the state of the stages' tiers from the handshake, as coordinator.engine.connection reads it."""
-    said = [pb.DescribeResponse() for _ in nodes]
-    for node, message in zip(nodes, said, strict=True):
+    descriptions = [pb.DescribeResponse() for _ in nodes]
+    for node, message in zip(nodes, descriptions, strict=True):
         node.executor.sessions.states.tell(message)
-    stored = [{each.key: each.n_tokens for each in message.stored} for message in said]
-    is_on_disk = all(message.stores and node.memory.tier_survives for node, message in zip(nodes, said, strict=True))
-    return TierFacts(stored_by_all(stored), is_used=all(message.stores for message in said), is_on_disk=is_on_disk)
+    stored = [{each.key: each.n_tokens for each in message.stored} for message in descriptions]
+    is_on_disk = all(
+        message.stores and node.memory.tier_survives for node, message in zip(nodes, descriptions, strict=True)
+    )
+    return TierFacts(
+        stored_by_all(stored), is_used=all(message.stores for message in descriptions), is_on_disk=is_on_disk
+    )

@@ -19,7 +19,7 @@ def drafter(history: list[int], prediction: list[int] | tuple[int, ...] = ()) ->
 
 def after(drafts: Drafter, *tokens: int) -> Drafter:
     for token in tokens:
-        drafts.said(token)
+        drafts.take(token)
     return drafts
 
 
@@ -60,15 +60,15 @@ def test_tokens_that_only_look_alike_byte_by_byte_are_none() -> None:
 def test_a_prediction_is_followed_from_its_beginning() -> None:
     drafts = drafter([1, 2, 3], [10, 11, 12, 13])
     assert drafts.tokens(0, 9) == [10, 11, 12, 13], "and ends where it ends"
-    assert [drafts.said(token) for token in (10, 11)] == [True, True]
+    assert [drafts.take(token) for token in (10, 11)] == [True, True]
     assert drafts.tokens(0, 9) == [12, 13]
-    assert [drafts.said(token) for token in (12, 13)] == [True, True]
+    assert [drafts.take(token) for token in (12, 13)] == [True, True]
     assert drafts.tokens(0, 9) == []
-    assert drafts.said(14) is False
+    assert drafts.take(14) is False
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("answer", "expected"),
     [
         ((10, 99), [12, 13, 14, 15]),  # another token in its place
         ((10, 12), [13, 14, 15]),  # one was left out
@@ -77,8 +77,8 @@ def test_a_prediction_is_followed_from_its_beginning() -> None:
         ((10, 98, 97, 11, 12), [13, 14, 15]),  # some came in between
     ],
 )
-def test_an_answer_may_differ_from_its_prediction(said: tuple[int, ...], expected: list[int]) -> None:
-    assert after(drafter([1, 2, 3], [10, 11, 12, 13, 14, 15]), *said).tokens(0, 9) == expected
+def test_an_answer_may_differ_from_its_prediction(answer: tuple[int, ...], expected: list[int]) -> None:
+    assert after(drafter([1, 2, 3], [10, 11, 12, 13, 14, 15]), *answer).tokens(0, 9) == expected
 
 
 def test_a_prediction_says_nothing_of_what_stands_behind_it_or_before() -> None:
@@ -90,9 +90,9 @@ def test_a_prediction_says_nothing_of_what_stands_behind_it_or_before() -> None:
 
 def test_only_tokens_of_the_prediction_count_as_predicted() -> None:
     drafts = drafter([1, 2, 3, 4, 1, 2], [8, 9])
-    assert [drafts.said(token) for token in (7, 1, 2, 3)] == [False] * 4, "the last was drafted from the prompt"
+    assert [drafts.take(token) for token in (7, 1, 2, 3)] == [False] * 4, "the last was drafted from the prompt"
     drafts = drafter([], [8, 9, 8, 9])
-    assert [drafts.said(token) for token in (8, 9, 8, 9, 8)] == [True, True, True, True, False]
+    assert [drafts.take(token) for token in (8, 9, 8, 9, 8)] == [True, True, True, True, False]
 
 
 def test_chances_fall_along_a_draft_and_follow_what_was_right() -> None:
@@ -135,7 +135,7 @@ def test_unlikely_guesses_are_not_looked_at() -> None:
 def test_a_search_among_lookalikes_ends() -> None:
     """Every byte looks like the middle of what is looked for, and it stands at the end of all that."""
     drafts = drafter([1, 2], [0x01000000] * 4_000)
-    assert drafts.said(7) is False
+    assert drafts.take(7) is False
     assert after(drafts, 256, 1, 256, 1).tokens(0, 1) in ([], [256])
 
 
@@ -149,26 +149,26 @@ def test_the_search_is_bounded() -> None:
 @given(
     history=st.lists(st.integers(0, 3), max_size=30),
     prediction=st.lists(st.integers(0, 3), max_size=20),
-    said=st.lists(st.integers(0, 3), max_size=60),
+    answer=st.lists(st.integers(0, 3), max_size=60),
     data=st.data(),
 )
-def test_any_text(history: list[int], prediction: list[int], said: list[int], data: st.DataObject) -> None:
+def test_any_text(history: list[int], prediction: list[int], answer: list[int], data: st.DataObject) -> None:
     """Drafts are parts of the text, and a draft stays the same while it is right."""
     drafts = drafter(history, prediction)
     expected: list[int] = []
-    for token in said:
+    for token in answer:
         if expected:
             assert drafts.tokens(0, len(expected)) == expected[: len(drafts.tokens(0, len(expected)))]
         n_tokens, first = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 4))
         found = drafts.tokens(0, first + n_tokens)
         assert drafts.tokens(first, n_tokens) == found[first:]
-        assert set(found) <= {*history, *prediction, *said}
+        assert set(found) <= {*history, *prediction, *answer}
         chances = drafts.chances(first, n_tokens)
         assert len(chances) <= n_tokens
         assert not found or all(0 < chance < 1 for chance in chances)
         assert 0 <= drafts._length <= LENGTH_MAX
         expected = found[1:] if found and found[0] == token else []
-        drafts.said(token)
+        drafts.take(token)
 
 
 def test_an_edit_of_a_text_is_drafted_well() -> None:
@@ -180,5 +180,5 @@ def test_an_edit_of_a_text_is_drafted_well() -> None:
         drafts, n_right = drafter(prompt, prediction), 0
         for token in answer:
             n_right += drafts.tokens(0, 1) == [token]
-            drafts.said(token)
+            drafts.take(token)
         assert n_right > least * len(answer)

@@ -63,10 +63,10 @@ def check(read: Any, raw: bytes) -> None:
         return
     assert isinstance(inner, Inner)
     assert isinstance(inner.chat, ChatBody)
-    if inner.said:
-        said = msgspec.msgpack.decode(inner.said, type=responses.Said)
-        assert json.loads(said.echo)["truncation"] == "disabled"
-        assert all(json.loads(item)["id"] == item_id for item_id, item in said.input_items)
+    if inner.answer_options:
+        answer_options = msgspec.msgpack.decode(inner.answer_options, type=responses.AnswerOptions)
+        assert json.loads(answer_options.echo)["truncation"] == "disabled"
+        assert all(json.loads(item)["id"] == item_id for item_id, item in answer_options.input_items)
 
 
 @settings(max_examples=thinned(60))

@@ -62,7 +62,8 @@ class Runner:
         self._bell = _Bell()
         self._calls: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._outbox_steps = 0
-        self._latest: collections.deque[Step] = collections.deque(maxlen=OUTBOX_STEPS_MAX)  # steps that were taken last
+        # Steps of which a result may not have been sent yet.
+        self._latest: collections.deque[Step] = collections.deque(maxlen=OUTBOX_STEPS_MAX)
         self._stopping = False
         self.snapshot = Snapshot(executor.lanes.n_lanes)  # written under the lock, read by anyone
         before_bytes = threading.stack_size(STACK_BYTES)
@@ -91,7 +92,7 @@ class Runner:
         """Return the sessions of a route of which anything waits, runs, or may not have left the process yet."""
         with self._bell.lock:
             found = self._batcher.session_ids(route_id)
-            steps = list(self._latest) if self._outbox_steps else []
+            steps = list(self._latest)
         taken = [frame.session_key for step in steps for frame in (*step.controls, *step.frames)]
         return found | {session_id for route, session_id in taken if route == route_id}
 
@@ -99,6 +100,8 @@ class Runner:
         """Say that one step's result has left the process (or never will)."""
         with self._bell.lock:
             self._outbox_steps -= 1
+            if not self._outbox_steps:
+                self._latest.clear()  # here, and not on the way of the next step, which also finds the memory in caches
             matters = self._outbox_steps == OUTBOX_STEPS_MAX - 1  # the thread waits for nothing else that this changes
         if matters:
             self._bell.ring()

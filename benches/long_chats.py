@@ -1,7 +1,7 @@
 """More chats than lanes, one after the other, twice: `python -m benches.long_chats [--quick]`.
 
 Between a chat's two turns other chats take its lane. So the second turn starts from the prefixes that stages have
-stored (`--prefix-memory-bytes`), or with `--prefix-memory-bytes 0` reads everything again. The bench runs both. The
+stored, or with `--prefix-memory-bytes 0` reads everything again. The bench runs both. The
 report has medians over the chats: the time to the first token, and the tokens that came from kept prefixes.
 """
 
@@ -24,6 +24,7 @@ from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
 from relayline.deploy.launch.local import running
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
+from relayline.wire.settings.table import PREFIX_MEMORY_AUTO
 
 N_STAGES, N_LANES, N_SAID = 2, 2, 30
 
@@ -68,7 +69,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     first = prompts_for(options.chats, options.prompt, n_vocab)
     said = prompts_for(options.chats, N_SAID, n_vocab, seed=9)
     runs = {}
-    for name, tier_bytes in (("tier", 4 << 30), ("none", 0)):
+    for name, tier_bytes in (("tier", PREFIX_MEMORY_AUTO), ("none", 0)):
         *asked, tiers = runs[name] = await talk(path, first, said, options.tokens, tier_bytes)
         rounds = [statistics.median(one["ttft_s"] for one in asked if one["round"] == at) for at in (1, 2)]
         print(f"{name}: first token after {rounds[0]:.3f} s, in the second round after {rounds[1]:.3f} s; {tiers}")

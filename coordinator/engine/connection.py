@@ -111,6 +111,7 @@ class Connection:
             is_used=all(stage.stores for stage in facts),
             is_on_disk=all(stage.stores_on_disk for stage in facts),
             token_ns=sum(_price_ns(stage.restore_token_ns) for stage in facts),
+            store_from_ns=max(stage.store_from_ns for stage in facts),
         )
 
     @property

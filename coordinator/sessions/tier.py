@@ -34,6 +34,8 @@ class TierFacts:
     """Whether all of them keep it over a restart: then every answer is stored as it ends."""
     token_ns: float = 0.0
     """Time in which one token comes back, in all stages one after the other; 0: not known."""
+    store_from_ns: int = 0
+    """A prefix that is read in less time is not worth storing."""
 
 
 NO_TIER = TierFacts()
@@ -97,8 +99,9 @@ class Tier:
         room.
 
         Returns the frames that do it. They go before the session's close, and before frames of the lane's next session.
+        None where reading the prefix again would not take long.
         """
-        if not self.is_used:
+        if not self.is_used or 0 < self._read_ns(n_tokens) < self._facts.store_from_ns:
             return []
         tokens = array("i", session.history[:n_tokens])
         key = key_of(tokens)

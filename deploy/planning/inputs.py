@@ -83,7 +83,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         max_rows=engine.max_rows,
         n_streams=n_streams,
         rewind_rows=engine.rewind_rows,
-        prefix_memory_bytes=engine.prefix_memory_bytes,
+        prefix_memory_bytes=max(0, engine.prefix_memory_bytes),  # auto takes only memory that is left
     )
 
 

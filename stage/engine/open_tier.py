@@ -8,12 +8,16 @@ from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
+from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
 from relayline.wire.common.places import cache_dir, expanded
 from relayline.wire.common.versions import version_of
-from relayline.wire.settings.table import EngineSettings
+from relayline.wire.settings.table import PREFIX_MEMORY_AUTO, EngineSettings
 
 log = logging.getLogger("relayline.stage")
 
+AUTO_BYTES_MAX = 8 << 30  # of host memory; as much as llama-server's prompt cache takes by itself
+KEPT_FREE_PART = 4  # one part of so many of the host's memory stays free
+AUTO_FROM_NS = 100_000_000  # a wait that people notice; what is read sooner is not worth a copy
 _DIRECTORY = "prefixes"  # below relayline's cache
 
 
@@ -31,9 +35,17 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
         except OSError as error:
             reason = error.strerror or error
             log.warning("%s cannot be used for the prefix cache: %s; prefixes stay in memory", directory, reason)
-    if disk is None and not settings.prefix_memory_bytes:
-        return None
-    return Tier(settings.prefix_memory_bytes, disk)
+    bytes_max = settings.prefix_memory_bytes
+    if bytes_max == PREFIX_MEMORY_AUTO:
+        if available_memory_bytes() is not None:
+            return Tier(AUTO_BYTES_MAX, disk, spare_memory_bytes, store_from_ns=0 if disk is not None else AUTO_FROM_NS)
+        bytes_max = 0
+    return Tier(bytes_max, disk) if disk is not None or bytes_max else None
+
+
+def spare_memory_bytes() -> int:
+    """Return the memory by which a tier that nobody asked for may grow, below 0 if it should give some back."""
+    return (available_memory_bytes() or 0) - (total_memory_bytes() or 0) // KEPT_FREE_PART
 
 
 def identity_of(settings: EngineSettings, artifact: StageArtifact) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -36,8 +37,19 @@ class TierFigures:
 class Tier:
     """The tier of one stage."""
 
-    def __init__(self, memory_bytes_max: int, disk: TierDisk | None = None) -> None:
-        self._memory_bytes_max, self._disk = memory_bytes_max, disk
+    def __init__(
+        self,
+        memory_bytes_max: int,
+        disk: TierDisk | None = None,
+        spare_bytes: Callable[[], int] | None = None,
+        store_from_ns: int = 0,
+    ) -> None:
+        """`spare_bytes()` is the memory by which it may grow now, below 0 if it must shrink; None: its bound decides.
+
+        store_from_ns: a prefix that is read in less time is not worth storing here.
+        """
+        self._memory_bytes_max, self._disk, self._spare_bytes = memory_bytes_max, disk, spare_bytes
+        self.store_from_ns = store_from_ns
         self._lock = threading.Lock()
         self._memory: collections.OrderedDict[int, tuple[int, State]] = (
             collections.OrderedDict()
@@ -56,13 +68,20 @@ class Tier:
         """Keep a state, as far as the bounds allow; it replaces what had this key."""
         with self._lock:
             self._forget_memory(key)
-            if state.nbytes <= self._memory_bytes_max:
+            bytes_max = self._bytes_max(state.nbytes)
+            if state.nbytes <= bytes_max:
                 self._memory[key] = (n_tokens, state)
                 self._memory_bytes += state.nbytes
-                while self._memory_bytes > self._memory_bytes_max or len(self._memory) > STORED_STATES_MAX:
-                    self._forget_memory(next(iter(self._memory)))
+            while self._memory_bytes > bytes_max or len(self._memory) > STORED_STATES_MAX:
+                self._forget_memory(next(iter(self._memory)))
         if self._disk is not None:
             self._disk.write(key, n_tokens, state)
+
+    def _bytes_max(self, new_bytes: int) -> int:
+        """Return how much memory may be used now. The new state's is in use already, though not counted here."""
+        if self._spare_bytes is None:
+            return self._memory_bytes_max
+        return max(0, min(self._memory_bytes_max, self._memory_bytes + new_bytes + self._spare_bytes()))
 
     def fetch(self, key: int) -> tuple[int, State] | None:
         """Return the tokens and the state of a key; None where it is not in memory: see `begin`."""

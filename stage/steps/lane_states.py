@@ -65,7 +65,7 @@ class LaneStates:
         if self._tier is None or self._saver is None:
             return
         message.stores, message.stores_on_disk = True, self._tier.is_on_disk
-        message.restore_token_ns = self._saver.token_ns
+        message.restore_token_ns, message.store_from_ns = self._saver.token_ns, self._tier.store_from_ns
         stored = self._tier.stored()
         message.stored.extend(pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items())
 

@@ -28,6 +28,7 @@ THREADS_MAX = 1_024
 POLICIES = ("auto", "drain", "single")
 KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 WIRE_DTYPES = tuple(DTYPE_BY_NAME)
+PREFIX_MEMORY_AUTO = -1  # of EngineSettings.prefix_memory_bytes: as much as the host can spare
 DRAFT_AUTO = -1  # of ServingSettings.draft: as many as pays
 
 assert LANES_MAX * bounds.CTX_TOKENS_MAX < 1 << 30  # llama.cpp counts the cells of a cache in 32 bits
@@ -207,10 +208,12 @@ class EngineSettings(Settings):
         reader=STAGE,
     )
     prefix_memory_bytes: int = setting(
-        0,
+        PREFIX_MEMORY_AUTO,
         """
     Host memory of each stage for the prefix cache. It holds prefixes whose lane another stream has taken; each is
-    copied between two steps. 0: none.""",
+    copied between two steps. auto: up to 8 GiB while the host has memory to spare, for prefixes that take long to
+    read. 0: none.""",
+        words={"auto": PREFIX_MEMORY_AUTO},
         low=0,
         high=1 << 50,
         flag="--prefix-memory-bytes",

@@ -61,6 +61,14 @@ def test_where_no_lane_is_spare_a_turn_is_stored_and_comes_back() -> None:
     assert made.tier.figures() == {"prefixes": 1, "tokens": 53, "stored": 2, "restored": 1}
 
 
+def test_a_prefix_that_is_soon_read_again_is_not_stored() -> None:
+    made = prefixes(facts=TierFacts(is_used=True, store_from_ns=5_000_000))  # more than 64 tokens of CURVE
+    assert made.keep(ended(1, run_of(0, 50))) == []
+    assert told(made.keep(ended(2, run_of(0, 100)))) == [("store", 2, 100)]
+    made.renew(4, is_per_lane=False, tier=TierFacts(is_used=True, store_from_ns=5_000_000))
+    assert told(made.keep(ended(3, run_of(500, 50)))) == [("store", 3, 50)], "how long it takes is not known"
+
+
 def test_a_kept_lane_that_is_taken_goes_to_the_tier_first() -> None:
     made = prefixes(2, (1, 2))
     made.renew(4, is_per_lane=True, tier=TierFacts(is_used=True), read_ns=READ_NS)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relayline.stage.engine import open_tier as open_tier_module
+from relayline.stage.engine.open_tier import AUTO_FROM_NS, open_tier, spare_memory_bytes
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
+from relayline.wire.settings.table import EngineSettings
+
+ARTIFACT: Any = SimpleNamespace(
+    long_rope=None, source_sha256="0" * 64, architecture="llama", layer_start=0, layer_end=4
+)
 
 
 def state(value: int, n_bytes: int = 1_000) -> np.ndarray:
@@ -42,6 +51,47 @@ def test_the_least_recently_used_goes_first() -> None:
     assert tier.stored() == {1: 10, 3: 30}, "what is larger than the bound takes nobody's place"
     tier.forget(1)
     assert tier.figures().memory_bytes == 1_000
+
+
+def test_an_elastic_tier_gives_memory_back_that_the_host_needs() -> None:
+    spare_bytes = [10_000]
+    tier = Tier(8_000, spare_bytes=lambda: spare_bytes[0])
+    for key in range(1, 10):
+        tier.store(key, key, state(key))
+    assert list(tier.stored()) == [2, 3, 4, 5, 6, 7, 8, 9], "its own bound"
+    spare_bytes[0] = -3_000
+    tier.store(10, 10, state(10))
+    assert list(tier.stored()) == [5, 6, 7, 8, 9, 10], "three more than the new one had to go"
+    spare_bytes[0] = -50_000
+    tier.store(11, 11, state(11))
+    assert tier.stored() == {}, "there is no room for any"
+    assert tier.figures().memory_bytes == 0
+
+
+def test_unasked_a_tier_takes_spare_memory_for_what_takes_long_to_read(tmp_path: Path) -> None:
+    unasked = open_tier(EngineSettings(), ARTIFACT)
+    assert unasked is not None
+    assert unasked.store_from_ns == AUTO_FROM_NS
+    assert unasked.stored() == {}
+    asked = open_tier(EngineSettings(prefix_memory_bytes=1_000), ARTIFACT)
+    assert asked is not None
+    assert asked.store_from_ns == 0
+    assert open_tier(EngineSettings(prefix_memory_bytes=0), ARTIFACT) is None
+    on_disk = open_tier(EngineSettings(prefix_disk_bytes=10_000, prefix_disk_dir=str(tmp_path)), ARTIFACT)
+    assert on_disk is not None
+    assert on_disk.is_on_disk
+    assert on_disk.store_from_ns == 0
+    on_disk.close()
+
+
+def test_a_host_keeps_a_quarter_of_its_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_tier_module, "total_memory_bytes", lambda: 16_000)
+    monkeypatch.setattr(open_tier_module, "available_memory_bytes", lambda: 5_000)
+    assert spare_memory_bytes() == 1_000
+    monkeypatch.setattr(open_tier_module, "available_memory_bytes", lambda: 1_000)
+    assert spare_memory_bytes() == -3_000
+    monkeypatch.setattr(open_tier_module, "available_memory_bytes", lambda: None)
+    assert open_tier(EngineSettings(), ARTIFACT) is None, "nobody knows whether there is room"
 
 
 def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "place", "takes_lanes_apart", "takes_rows", "options")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "place", "takes_lanes_apart", "takes_rows", "options")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class DescribeResponse(_message.Message):
     STORES_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     RESTORE_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
+    STORE_FROM_NS_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     TAKES_LANES_APART_FIELD_NUMBER: _ClassVar[int]
     TAKES_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -170,11 +171,12 @@ class DescribeResponse(_message.Message):
     stores_on_disk: bool
     restore_token_ns: float
     stored: _containers.RepeatedCompositeFieldContainer[StoredState]
+    store_from_ns: int
     place: Place
     takes_lanes_apart: bool
     takes_rows: bool
     options: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "devices", "cores", "n_threads")

@@ -144,8 +144,8 @@ def main() -> int:
             failed.append(f"{name} (exit code {code})")
     results = collect(options.out, options.names, took_s, facts)
     machine.write_json(options.out / "results.json", results)
-    told = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took_s.items())
-    print(f"\n{told}; results in {options.out}")
+    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in took_s.items())
+    print(f"\n{times}; results in {options.out}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -122,11 +122,11 @@ async def main(argv: Sequence[str] | None = None) -> int:
             turns += await talk(path, said, options.tokens, prefix_lanes)
     wrong = await wrong_turns(path, options.type, turns)
     facts = {"machine": machine.facts(), "model": path.stem, "wrong": wrong}
-    told = [
+    rows = [
         {"prefix_lanes": turn.prefix_lanes, "turn": turn.number, "n_prompt": len(turn.prompt), "ttft_s": turn.ttft_s}
         for turn in turns
     ]
-    machine.write_json(options.out / "chats.json", facts | {"turns": told})
+    machine.write_json(options.out / "chats.json", facts | {"turns": rows})
     show(turns)
     for line in wrong:
         print(f"wrong: {line}", file=sys.stderr)

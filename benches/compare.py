@@ -278,7 +278,7 @@ async def run(bench: Bench) -> None:
     if plan.delays_ms:
         await parts.delays(bench)
     if plan.prefill_tokens:
-        await parts.prefill_beside_decode(bench)
+        await parts.prefill_during_decode(bench)
     if plan.sweep:
         await parts.sweep(bench)
     await bench.judge_all()

@@ -150,12 +150,12 @@ async def main(argv: Sequence[str] | None = None) -> int:
     runs = await measure(path, prompts, options)
     wrong = await wrong_answers(path, options.type, prompts, [each for run in runs for each in run.requests])
     facts = {"machine": machine.facts(), "model": path.stem, "stages": options.stages, "wrong": wrong}
-    told = [
+    rows = [
         {"draft": run.draft, "n_streams": run.n_streams, "share": run.share, "tok_s": run.tok_s,
          "drafted": run.drafted, "accepted": run.accepted}
         for run in runs
     ]  # fmt: skip
-    machine.write_json(options.out / "drafts.json", facts | {"runs": told})
+    machine.write_json(options.out / "drafts.json", facts | {"runs": rows})
     show(runs)
     for line in wrong:
         print(f"wrong: {line}", file=sys.stderr)

@@ -250,11 +250,11 @@ async def _report(width: int, n_steps: int, out: Path) -> int:
 
 def floor_lines(found: list[dict[str, Any]], bare_us: dict[int, float]) -> list[str]:
     """Return the time of a bare stream next to the hop's `wire`, with a warning if it is not a lower bound."""
-    told = ", ".join(
+    medians = ", ".join(
         f"{bare_us[entry['message_bytes']]:.0f} us for {entry['message_bytes']} bytes ({entry['p50_us']['wire']:.0f})"
         for entry in found
     )
-    lines = [f"a bare grpc.aio stream takes, one way, p50 (the hop's wire): {told}"]
+    lines = [f"a bare grpc.aio stream takes, one way, p50 (the hop's wire): {medians}"]
     above = [entry["rows"] for entry in found if bare_us[entry["message_bytes"]] > entry["p50_us"]["wire"]]
     if above:
         rows = ", ".join(map(str, above))

@@ -78,12 +78,12 @@ async def rounds_us(call: Any, message: bytes, n_rounds: int) -> float:
 def wake_us(n_rounds: int) -> float:
     """Return the p50 of waking a thread that waits for a condition."""
     changed, woken_ns = threading.Condition(), [0]
-    told, done = threading.Event(), threading.Event()
+    signal, done = threading.Event(), threading.Event()
 
     def sleeper() -> None:
         for _ in range(WARM_ROUNDS + n_rounds):
             with changed:
-                told.set()
+                signal.set()
                 changed.wait()
                 woken_ns[0] = time.perf_counter_ns()
             done.set()
@@ -92,8 +92,8 @@ def wake_us(n_rounds: int) -> float:
     thread.start()
     took_us: list[float] = []
     for _ in range(WARM_ROUNDS + n_rounds):
-        told.wait()
-        told.clear()
+        signal.wait()
+        signal.clear()
         with changed:
             began_ns = time.perf_counter_ns()
             changed.notify()

@@ -217,7 +217,7 @@ def coordinator_pid() -> int:
     raise RuntimeError("no coordinator runs")
 
 
-class Beside:
+class Probe:
     """A stream that never ends and a probe of /live: the gaps between tokens, and how long a probe took."""
 
     def __init__(self, url: str, pid: int) -> None:
@@ -273,7 +273,7 @@ class Beside:
             await asyncio.sleep(MEMORY_EVERY_S)
 
 
-async def one(beside: Beside, url: str, pid: int, body: Body) -> Row:
+async def one(probe: Probe, url: str, pid: int, body: Body) -> Row:
     """Send one body and watch until some time after its answer."""
     data = await asyncio.to_thread(body.make)
     host, port = url.removeprefix("http://").split(":")
@@ -288,20 +288,20 @@ async def one(beside: Beside, url: str, pid: int, body: Body) -> Row:
     before = resident_bytes(family_of(pid))
     child.stdin.close()
     await child.stdout.readline()  # it has the body and starts now
-    beside.clear()
+    probe.clear()
     status, took_s, answer = json.loads(await child.stdout.readline())
     await child.wait()
     await asyncio.sleep(WATCHED_S)
-    return row_of(body.name, beside, resident_bytes(family_of(pid)), before, (status, took_s, answer), len(data))
+    return row_of(body.name, probe, resident_bytes(family_of(pid)), before, (status, took_s, answer), len(data))
 
 
 def row_of(
-    name: str, beside: Beside, after: int, before: int, answer: tuple[int, float, str] = (0, 0.0, ""), sent: int = 0
+    name: str, probe: Probe, after: int, before: int, answer: tuple[int, float, str] = (0, 0.0, ""), sent: int = 0
 ) -> Row:
     """Return the measurements of one body until now."""
     return Row(
-        name, *answer, sent, max(beside.gaps_s, default=0.0), percentile(beside.gaps_s, 0.99),
-        percentile(beside.probes_s, 0.99), max(beside.probes_s, default=0.0), before, beside.peak_bytes, after,
+        name, *answer, sent, max(probe.gaps_s, default=0.0), percentile(probe.gaps_s, 0.99),
+        percentile(probe.probes_s, 0.99), max(probe.probes_s, default=0.0), before, probe.peak_bytes, after,
     )  # fmt: skip
 
 
@@ -311,15 +311,15 @@ async def measure(chosen: Sequence[Body], log_dir: Path, console: Console) -> li
     setup = Setup(DEMO, 2, 16, CTX_TOKENS, cores, log_dir)
     async with pipeline(setup) as (target, _):
         pid = coordinator_pid()
-        beside = Beside(target.url, pid)
-        async with beside.running():
+        probe = Probe(target.url, pid)
+        async with probe.running():
             await asyncio.sleep(1)
-            beside.clear()
+            probe.clear()
             before = resident_bytes(family_of(pid))
             await asyncio.sleep(QUIET_S)
-            rows = [row_of("(quiet)", beside, resident_bytes(family_of(pid)), before)]
+            rows = [row_of("(quiet)", probe, resident_bytes(family_of(pid)), before)]
             for body in chosen:
-                rows.append(await one(beside, target.url, pid, body))
+                rows.append(await one(probe, target.url, pid, body))
                 console.print(f"  {rows[-1].name}: {rows[-1].status} after {rows[-1].took_s:.2f} s", highlight=False)
     return rows
 

@@ -34,7 +34,7 @@ async def talk(path: Path, first: Sequence[Any], said: Sequence[Any], n_tokens: 
     ctx_tokens = len(first[0]) + N_SAID + 2 * n_tokens
     settings: dict[str, Any] = {"ctx_tokens": ctx_tokens, "n_lanes": N_LANES, "prefix_memory_bytes": tier_bytes}
     manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
-    told: list[Any] = []
+    results: list[Any] = []
     async with running(manifest, lambda _, __: None) as (_, ready), load.client() as session:
         target = Target(ready["url"], "openai", ready["model"], cache_prompt=True)
         histories = list(first)
@@ -43,13 +43,15 @@ async def talk(path: Path, first: Sequence[Any], said: Sequence[Any], n_tokens: 
                 request = Request(0, n_tokens, time.monotonic_ns())
                 await load.complete(session, target, history, request)
                 ttft_s = (request.token_ns[0] - request.due_ns) / 1e9 if request.token_ns else 0.0
-                told.append({"round": round_ + 1, "chat": chat, "n_prompt": len(history), "ttft_s": ttft_s})
+                results.append({"round": round_ + 1, "chat": chat, "n_prompt": len(history), "ttft_s": ttft_s})
                 histories[chat] = (*history, *request.tokens, *said[chat])
                 await asyncio.sleep(0)
         async with session.get(f"{ready['url']}/v1/pipeline") as answer:
             described = await answer.json()
-        told.append({"tiers": [stage["tier"] for stage in described["stages"]], "stored": described["stored_prefixes"]})
-    return told
+        results.append(
+            {"tiers": [stage["tier"] for stage in described["stages"]], "stored": described["stored_prefixes"]}
+        )
+    return results
 
 
 async def main(argv: Sequence[str] | None = None) -> int:

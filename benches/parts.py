@@ -147,7 +147,7 @@ async def delays(bench: Bench) -> None:
                         run.extra |= {"delay_ms": delay_ms, "delay_measured_ms": measured_ms}
 
 
-async def prefill_beside_decode(bench: Bench) -> None:
+async def prefill_during_decode(bench: Bench) -> None:
     """Inter-token latency of running streams while a long prompt is read, against their quiet latency.
 
     Each system is measured once, without repeats: one run takes minutes and covers hundreds of tokens.
@@ -223,8 +223,8 @@ def keep_long_prompt(
     from benches.compare import Run
 
     ended_ns = long.token_ns[0] if long.token_ns else time.monotonic_ns()
-    quiet, beside = quiet_and_beside_ms(running, long.due_ns, ended_ns)
-    p50, p99 = ((load.percentile(quiet, share), load.percentile(beside, share)) for share in (0.5, 0.99))
+    quiet, during = quiet_and_prefill_ms(running, long.due_ns, ended_ns)
+    p50, p99 = ((load.percentile(quiet, share), load.percentile(during, share)) for share in (0.5, 0.99))
     checked = [_shortened(request) for request in running]
     run = Run("prefill", name, RUNNING_STREAMS, repeat, load.summarise(running), {}, [*checked, long])
     run.extra = {
@@ -237,7 +237,7 @@ def keep_long_prompt(
         "itl_p50_ratio": p50[1] / p50[0] if p50[0] else float("nan"),
         "itl_p99_ratio": p99[1] / p99[0] if p99[0] else float("nan"),
         "n_quiet": len(quiet),
-        "n_beside": len(beside),
+        "n_beside": len(during),
     }
     if not long.is_complete:
         run.fault = f"long prompt: {long.error or 'no token'}"
@@ -247,7 +247,7 @@ def keep_long_prompt(
     report.progress(run)
 
 
-def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> tuple[list[float], list[float]]:
+def quiet_and_prefill_ms(running: list[Request], due_ns: int, ended_ns: int) -> tuple[list[float], list[float]]:
     """Return the intervals between tokens of running streams while no prompt was read, and while one was.
 
     The prompt was sent at `due_ns` and had its first token at `ended_ns`. Intervals count as quiet only from the moment
@@ -255,7 +255,7 @@ def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> t
     """
     all_began_ns = max((request.token_ns[0] if request.token_ns else due_ns for request in running), default=due_ns)
     quiet: list[float] = []
-    beside: list[float] = []
+    during: list[float] = []
     for request in running:
         for interval_ms, began_ns, at_ns in zip(
             load.intervals_ms(request), request.token_ns, request.token_ns[1:], strict=False
@@ -264,8 +264,8 @@ def quiet_and_beside_ms(running: list[Request], due_ns: int, ended_ns: int) -> t
                 if began_ns >= all_began_ns:
                     quiet.append(interval_ms)
             elif began_ns < ended_ns:  # an interval that only reaches into the prefill waited for it too
-                beside.append(interval_ms)
-    return quiet, beside
+                during.append(interval_ms)
+    return quiet, during
 
 
 def _shortened(request: Request) -> Request:

@@ -90,10 +90,10 @@ def loss_of(
 
     `n_rows`: rows that the busiest stage has computed since its start, if no stage was started again.
     """
-    told = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
-    paused = [at for at, request in enumerate(requests) if told[at] < request.n_tokens]
+    n_received = [sum(at_ns <= killed_ns for at_ns in request.token_ns) for request in requests]
+    paused = [at for at, request in enumerate(requests) if n_received[at] < request.n_tokens]
     if n_rows is None:
-        again = sum(len(prompts[requests[at].prompt_index]) + told[at] for at in paused)
+        again = sum(len(prompts[requests[at].prompt_index]) + n_received[at] for at in paused)
     else:
         again = n_rows - sum(len(prompts[request.prompt_index]) + len(request.tokens) - 1 for request in requests)
     return Loss(

@@ -123,8 +123,8 @@ def _home(version: str, kernels: Kernels) -> Path:
 
 def digest_of(options: Sequence[str], kernels: Kernels) -> str:
     """Return the identity of a build of llama.cpp: its options, and the contents of our files."""
-    told = b"".join((KERNELS / name).read_bytes() for name in kernels.value)
-    return hashlib.sha256(" ".join(options).encode() + told).hexdigest()[:8]
+    kernels_text = b"".join((KERNELS / name).read_bytes() for name in kernels.value)
+    return hashlib.sha256(" ".join(options).encode() + kernels_text).hexdigest()[:8]
 
 
 def find_peers(kernels: Kernels = Kernels.SHIPPED) -> Peers | None:
@@ -171,8 +171,8 @@ def build_programs(
         build = Path(scratch) / "build"
         generator = ("-G", "Ninja") if shutil.which("ninja") else ()
         included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / kernels.value[0]}"
-        told = [*options, included, "-DRELAYLINE_KERNELS=ON"]  # not from the environment
-        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *told], home / "configure.log")
+        arguments = [*options, included, "-DRELAYLINE_KERNELS=ON"]  # not from the environment
+        _run(["cmake", "-S", str(source), "-B", str(build), *generator, *arguments], home / "configure.log")
         _run(["cmake", "--build", str(build), "-j", str(n_jobs), "--target", *targets], home / "build.log")
         shutil.rmtree(home / "bin", ignore_errors=True)
         (build / "bin").rename(home / "bin")

@@ -161,8 +161,8 @@ def show(results: dict[str, Any]) -> None:
         table.add_row(name, f"{mine[1]['weight_bytes'] / 2**20:.0f}", *cells)
     console.print(table)
     for pair in results["pairs"]:
-        told = ", ".join(f"{change['quicker']} from {change['from_rows']}" for change in pair["changes"])
-        console.print(f"  {' / '.join(pair['pair'])}: {told or 'no difference'}")
+        changes = ", ".join(f"{change['quicker']} from {change['from_rows']}" for change in pair["changes"])
+        console.print(f"  {' / '.join(pair['pair'])}: {changes or 'no difference'}")
     for name, why in results["left_out"].items():
         console.print(f"left out: {name}: {why}")
 

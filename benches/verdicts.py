@@ -16,8 +16,8 @@ async def wrong_answers(model: Path, mix: str, prompts: Sequence[Prompt], reques
     """Return one line for each request that failed or whose tokens, as far as they were read, are not the model's."""
     n_tokens = max((request.n_tokens for request in requests), default=0)
     answers = await expected_answers(model, prompts, n_tokens, N_THREADS)
-    told = {(request.prompt_index, tuple(request.tokens)) for request in requests}
-    doubtful = sorted((at, tokens) for at, tokens in told if tokens != answers[at][: len(tokens)])
+    answered = {(request.prompt_index, tuple(request.tokens)) for request in requests}
+    doubtful = sorted((at, tokens) for at, tokens in answered if tokens != answers[at][: len(tokens)])
     gaps = await score(model, [(prompts[at], tokens) for at, tokens in doubtful], N_THREADS)
     return faulty(requests, answers, dict(zip(doubtful, gaps, strict=True)), near_tie(mix))
 

@@ -200,16 +200,16 @@ def draw(spans: Sequence[StoredSpan], out: Path, request_id: str = "") -> str:
         "grey lines the hop, pale bars batches without it",
         fontsize=9, loc="left",
     )  # fmt: skip
-    told = (
+    title = (
         f"{session.n_prompt} prompt and {session.n_generated} generated tokens in {len(mine)} batches "
         f"of {n_stages} stages, up to {max(bar.n_rows for bar in mine)} rows"
     )
-    figure.suptitle(f"one request among {len(found.sessions)}: {told}", fontsize=10)
+    figure.suptitle(f"one request among {len(found.sessions)}: {title}", fontsize=10)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=100)
     pyplot.close(figure)
-    return told
+    return title
 
 
 # --- the traced run -------------------------------------------------------------------------------------------------

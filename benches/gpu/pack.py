@@ -81,10 +81,10 @@ def copy_project(directory: Path) -> None:
 def copy_binding(directory: Path) -> None:
     """Copy the installed llama-cpp-python without its libraries."""
     found = importlib.metadata.distribution("llama_cpp_python")
-    package, told = Path(str(found.locate_file("llama_cpp"))), Path(str(found.locate_file("")))
+    package, site_packages = Path(str(found.locate_file("llama_cpp"))), Path(str(found.locate_file("")))
     shutil.copytree(package, directory / "llama_cpp", ignore=shutil.ignore_patterns("lib", "__pycache__"))
-    name = next(told.glob("llama_cpp_python-*.dist-info")).name
-    shutil.copytree(told / name, directory / name)
+    name = next(site_packages.glob("llama_cpp_python-*.dist-info")).name
+    shutil.copytree(site_packages / name, directory / name)
 
 
 def pack(directory: Path, shape: str, mix: str, archive: Path | None, host_has: tuple[str, ...]) -> None:

@@ -69,8 +69,10 @@ class Notebook:
     def _keep(self, name: str, found: dict[str, Any]) -> None:
         self.results["parts"][name] = found
         machine.write_json(self._path, self.results)
-        told = found.get("failed") or found.get("left_out") or _brief(found["found"])
-        print(f"[{max(0.0, self.left_s(time.monotonic_ns())):.0f} s left] {name}: {told}", file=sys.stderr, flush=True)
+        outcome = found.get("failed") or found.get("left_out") or _brief(found["found"])
+        print(
+            f"[{max(0.0, self.left_s(time.monotonic_ns())):.0f} s left] {name}: {outcome}", file=sys.stderr, flush=True
+        )
 
 
 def _brief(found: Any) -> str:

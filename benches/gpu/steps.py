@@ -96,8 +96,8 @@ def parse(text: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for line in text.splitlines():
         if line.startswith("{"):
-            told: dict[str, Any] = json.loads(line)
-            found.setdefault(int(told["pl"]), float(told["t_tg"]) * 1e3 / int(told["tg"]))
+            figures: dict[str, Any] = json.loads(line)
+            found.setdefault(int(figures["pl"]), float(figures["t_tg"]) * 1e3 / int(figures["tg"]))
     return found
 
 

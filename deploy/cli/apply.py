@@ -38,7 +38,7 @@ class Found:
         return ", ".join(change.field for change in self.differs.others)
 
 
-def found_difference(what: Launch, directory: StateDir) -> Found | None:
+def found_difference(to_start: Launch, directory: StateDir) -> Found | None:
     """Compare a manifest with the pipeline that serves in `directory`; None where none does."""
     state = directory.load()
     launched = Launched(directory, state) if state is not None else None
@@ -48,14 +48,14 @@ def found_difference(what: Launch, directory: StateDir) -> Found | None:
     if not url or launched.phase not in (Phase.READY, Phase.RECOVERING):
         return None  # it starts or ends: the lock says so
     found = fetch(url, PATH, key_of(launched), ("cuts", "layers", "stages", "hosts"))
-    wanted = override(what.manifest, {"model": {"path": str(find_model(what.manifest).absolute())}})
+    wanted = override(to_start.manifest, {"model": {"path": str(find_model(to_start.manifest).absolute())}})
     running = load_manifest(directory.manifest)
     n_layers = found["layers"][-1][1]
     differs = difference(running, wanted, tuple(found["cuts"]), n_layers, holders=found["stages"], known=found["hosts"])
     return Found(launched, running, differs)
 
 
-def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool, restarts: str = "") -> bool:
+def applied(to_start: Launch, directory: StateDir, *, is_dry: bool, as_json: bool, restarts: str = "") -> bool:
     """Bring a serving pipeline to the state of its manifest.
 
     Returns False where none serves in `directory`. With `is_dry` only show the changes, even where none runs.
@@ -63,9 +63,9 @@ def applied(what: Launch, directory: StateDir, *, is_dry: bool, as_json: bool, r
     """
     state = directory.load()
     if is_dry and (state is None or not Launched(directory, state).is_running):
-        _show_plan(what, as_json=as_json)
+        _show_plan(to_start, as_json=as_json)
         return True
-    found = found_difference(what, directory)
+    found = found_difference(to_start, directory)
     if found is None:
         return False
     launched, differs = found.launched, found.differs
@@ -122,15 +122,15 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
         click.echo(f"{name}: {change}: {restarts}" if restarts else f"{change}: needs a new start")
 
 
-def _show_plan(what: Launch, *, as_json: bool) -> None:
+def _show_plan(to_start: Launch, *, as_json: bool) -> None:
     from rich.console import Console
 
     from relayline.deploy.cli.plan import make_plan
     from relayline.deploy.planning import report
 
-    plan = make_plan(what.manifest, quiet=as_json)
+    plan = make_plan(to_start.manifest, quiet=as_json)
     if as_json:
         click.echo(json.dumps({"event": "plan", **report.as_json(plan)}))
     else:
-        click.echo(f"{what.manifest.name} does not run; it would start like this:")
+        click.echo(f"{to_start.manifest.name} does not run; it would start like this:")
         report.show(plan, Console())

@@ -59,9 +59,9 @@ def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_
     inner = [(member, *_inner(plan, member)) for member in differs.staying if member.manifest is not None]
     if is_dry:
         replicas = replicas_of(launched, differs)
-        for member, what, place in inner:
+        for member, to_start, place in inner:
             restarts = RESTARTS if replicas.get(member.name) else ALONE
-            applied(what, place, is_dry=True, as_json=as_json, restarts=restarts)
+            applied(to_start, place, is_dry=True, as_json=as_json, restarts=restarts)
         return True
     if differs.others:
         raise StartError(
@@ -71,9 +71,9 @@ def applied_gateway(plan: GatewayPlan, directory: StateDir, *, is_dry: bool, as_
     again = _restarting(plan, launched, differs, inner, as_json=as_json)
     if differs.changes_members or again:
         change(plan, launched, differs, again, as_json=as_json)
-    for member, what, place in inner:
+    for member, to_start, place in inner:
         if member.name not in again:
-            applied(what, place, is_dry=False, as_json=as_json)
+            applied(to_start, place, is_dry=False, as_json=as_json)
     return True
 
 
@@ -89,7 +89,7 @@ def _restarting(
 
     Raises StartError, before anything is changed, for one that has no replica to answer meanwhile.
     """
-    changed = {member.name: found for member, what, place in inner if (found := found_difference(what, place))}
+    changed = {member.name: found for member, to_start, place in inner if (found := found_difference(to_start, place))}
     again = [name for name, found in changed.items() if found.differs.others]
     if not again:
         return []

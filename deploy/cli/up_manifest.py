@@ -38,37 +38,37 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     if not is_flag and (gateway := gateway_of(given["target"], Path.cwd())) is not None:
         up_gateway(gateway, given, changed, log_flags)
         return
-    what = launch_of(given, changed, log_flags)
-    directory = StateDir(given["state_dir"] or state_root() / what.manifest.name)
+    to_start = launch_of(given, changed, log_flags)
+    directory = StateDir(given["state_dir"] or state_root() / to_start.manifest.name)
 
     def show(event: dict[str, Any]) -> None:
         click.echo(line_of(event, as_json=given["as_json"]))
 
-    if given["report_fd"] is None and applied(what, directory, is_dry=given["dry_run"], as_json=given["as_json"]):
+    if given["report_fd"] is None and applied(to_start, directory, is_dry=given["dry_run"], as_json=given["as_json"]):
         return
     if given["detach"] and given["report_fd"] is None:  # RELAYLINE_DETACH reaches the one in the background too
-        _detach(what, directory, given)
+        _detach(to_start, directory, given)
         return
     if given["report_fd"] is None:
-        launch(what, directory, show, echo=print_prefixed if given["verbose"] else None)
+        launch(to_start, directory, show, echo=print_prefixed if given["verbose"] else None)
         return
     report = Report(given["report_fd"])
     os.set_inheritable(given["report_fd"], False)  # no child of this supervisor holds the report open
     try:
-        launch(what, directory, report.send)
+        launch(to_start, directory, report.send)
     except RelaylineError as error:
         report.fail(error)
         raise
 
 
-def _detach(what: Launch, directory: StateDir, given: dict[str, Any]) -> None:
-    with directory.locked(what.manifest.name):
+def _detach(to_start: Launch, directory: StateDir, given: dict[str, Any]) -> None:
+    with directory.locked(to_start.manifest.name):
         # The same is done again in the background, quickly then; here its progress is seen, and its mistakes.
         end_leftovers(directory.load())  # they may hold the ports and the memory that are looked at next
-        ready_to_start(what, directory)
+        ready_to_start(to_start, directory)
     # A model that a name led to is not looked for again; a manifest is read again.
-    named_by = str(what.source)
-    arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", what.manifest.name]
+    named_by = str(to_start.source)
+    arguments = [named_by, "--state-dir", str(directory.path.absolute()), "--name", to_start.manifest.name]
     arguments += again(click.get_current_context(), but=NOT_AGAIN)
 
     def show(event: dict[str, Any]) -> None:
@@ -76,5 +76,5 @@ def _detach(what: Launch, directory: StateDir, given: dict[str, Any]) -> None:
 
     start_detached(arguments, directory, show)
     if not given["as_json"]:
-        name = what.manifest.name
+        name = to_start.manifest.name
         click.echo(f"it runs in the background: relayline status {name}, relayline down {name}")

@@ -78,8 +78,8 @@ async def running(
         if directory is None:
             directory = StateDir(Path(stack.enter_context(tempfile.TemporaryDirectory())) / manifest.name)
         stack.enter_context(directory.locked(manifest.name))
-        what = Launch(manifest, directory.manifest)
-        plan, mend = await asyncio.to_thread(plan_of, what, directory)
+        to_start = Launch(manifest, directory.manifest)
+        plan, mend = await asyncio.to_thread(plan_of, to_start, directory)
         supervisor = Supervisor(plan, directory, lambda _: None, policy=policy, echo=on_line, mend=mend)
         try:
             yield supervisor, await supervisor.start()

@@ -93,22 +93,22 @@ def log_file(path: Path) -> Iterator[logging.Handler]:
         handler.close()
 
 
-def ready_to_start(what: Launch, directory: StateDir) -> Ready:
+def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
     """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong.
 
     Where hosts have to be surveyed first, the model is not split yet.
     """
-    manifest = what.manifest
+    manifest = to_start.manifest
     check_before_work(manifest)
     if not all(stage.is_local for stage in manifest.members) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
-    if waits_for_hosts(manifest, model, what.measure, is_again=what.is_again):
+    if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):
         manifest = with_credentials(manifest, directory.tls)
         found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
     else:
-        prepared = prepare(manifest, choose=planned_cuts, split=what.split, own_tls=directory.tls)
+        prepared = prepare(manifest, choose=planned_cuts, split=to_start.split, own_tls=directory.tls)
         warn_of_context(manifest.engine.ctx_tokens, prepared.file)
         found = Ready(prepared.manifest, prepared)
     check_security(found.manifest)
@@ -117,12 +117,12 @@ def ready_to_start(what: Launch, directory: StateDir) -> Ready:
     return found
 
 
-def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
+def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     """Check and prepare a launch, and record every choice for the coordinator.
 
     Raises as `ready_to_start`. Returns also the function that repairs damaged files of the split.
     """
-    ready = ready_to_start(what, directory)
+    ready = ready_to_start(to_start, directory)
     write_settled(ready.manifest, directory.manifest)
     for kept in (
         directory.layers,
@@ -131,15 +131,15 @@ def plan_of(what: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
     ):  # of the last run: this one begins with its own settings
         kept.unlink(missing_ok=True)
     if ready.prepared is None:
-        split_flags = ("--pipeline", str(what.split_dir.absolute())) if what.split_dir is not None else ()
+        split_flags = ("--pipeline", str(to_start.split_dir.absolute())) if to_start.split_dir is not None else ()
         mend = later_mender(directory.manifest)
     else:
         pipeline_dir, file = ready.prepared.pipeline_dir, ready.prepared.file
-        split_flags = ("--pipeline", str(pipeline_dir.absolute())) if what.split_dir is not None else ()
+        split_flags = ("--pipeline", str(pipeline_dir.absolute())) if to_start.split_dir is not None else ()
         model = find_model(ready.manifest)
         mend = mender(model, pipeline_dir, file)
         keep_plan(ready.manifest, model, directory.plan)
-    plan = arrange(ready.manifest, what.source, directory.manifest, what.log_flags, split_flags)
+    plan = arrange(ready.manifest, to_start.source, directory.manifest, to_start.log_flags, split_flags)
     return plan, mend
 
 
@@ -152,7 +152,7 @@ def write_settled(manifest: Manifest, path: Path) -> None:
 
 
 def launch(
-    what: Launch,
+    to_start: Launch,
     directory: StateDir,
     emit: Emit,
     *,
@@ -165,20 +165,20 @@ def launch(
     """
     from relayline.wire.common.process import run
 
-    with directory.locked(what.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
+    with directory.locked(to_start.manifest.name), log_file(directory.log(SUPERVISOR)) as file:
         register(directory.path)
         before = directory.load()
         n_ended = end_leftovers(before)
         if n_ended or (before is not None and not before.phase.has_ended):
             log.warning("the last run did not end properly; %d of its processes were still running", n_ended)
         with headers_read_once():
-            plan, mend = plan_of(what, directory)
-        if (event := plan_event(what.manifest, directory.plan)) is not None:
+            plan, mend = plan_of(to_start, directory)
+        if (event := plan_event(to_start.manifest, directory.plan)) is not None:
             emit(event)
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
-            asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, _take_on, supervisor, what, directory)
+            asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, _take_on, supervisor, to_start, directory)
             await supervise(supervisor, stopping, emit)
 
         try:
@@ -193,10 +193,10 @@ def launch(
             raise
 
 
-def _take_on(supervisor: Supervisor, what: Launch, directory: StateDir) -> None:
+def _take_on(supervisor: Supervisor, to_start: Launch, directory: StateDir) -> None:
     """Start the stages that `relayline up` again has put into the state directory."""
     try:
-        plan = arrange(load_manifest(directory.more), what.source, directory.manifest, what.log_flags)
+        plan = arrange(load_manifest(directory.more), to_start.source, directory.manifest, to_start.log_flags)
     except RelaylineError as error:
         log.warning("no stage was added: %s", error.message)
         return

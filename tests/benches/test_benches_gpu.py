@@ -123,11 +123,11 @@ def test_the_program_beside_takes_the_same_steps() -> None:
 def test_its_figures_are_read_and_missing_ones_are_told(tmp_path: Path) -> None:
     text = "main: x\n" + LINE.format(rows=1, seconds=0.32) + LINE.format(rows=4, seconds=0.64)
     assert steps.parse(text + LINE.format(rows=1, seconds=9)) == {1: pytest.approx(10), 4: pytest.approx(20)}
-    told = tmp_path / "told"
-    told.write_text(text)
-    assert steps.bare_ms(["cat", str(told)], (1, 4)) == steps.parse(text)
+    output = tmp_path / "told"
+    output.write_text(text)
+    assert steps.bare_ms(["cat", str(output)], (1, 4)) == steps.parse(text)
     with pytest.raises(steps.BareError, match="no figures for some rows"):
-        steps.bare_ms(["cat", str(told)], (1, 8))
+        steps.bare_ms(["cat", str(output)], (1, 8))
     with pytest.raises(steps.BareError, match=r"exit code 1.*No such file"):
         steps.bare_ms(["cat", str(tmp_path / "none")], (1,))
 

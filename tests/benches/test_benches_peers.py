@@ -15,16 +15,16 @@ KERNELS = DEPLOY / "kernels"
 
 
 def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {path.name for path in KERNELS.iterdir() if path.is_file() and path.suffix != ".md"}
+    files = {path.name for path in KERNELS.iterdir() if path.is_file() and path.suffix != ".md"}
     monkeypatch.setattr(peers, "KERNELS", shutil.copytree(KERNELS, tmp_path / "kernels"))
     as_shipped = {peers.digest_of(("-DX=1",), Kernels.SHIPPED)}
     digests = {peers.digest_of((option,), Kernels.OURS) for option in ("-DX=1", "-DX=2")}
     assert not as_shipped & digests
-    for name in told:
+    for name in files:
         with (tmp_path / "kernels" / name).open("a") as file:
             file.write("\n")
         as_shipped.add(peers.digest_of(("-DX=1",), Kernels.SHIPPED))
         digests.add(peers.digest_of(("-DX=1",), Kernels.OURS))
-    assert told == set(Kernels.OURS.value)
-    assert len(digests) == 2 + len(told)
+    assert files == set(Kernels.OURS.value)
+    assert len(digests) == 2 + len(files)
     assert len(as_shipped) == 1 + len(Kernels.SHIPPED.value), "what is in no build as it ships must not make it anew"

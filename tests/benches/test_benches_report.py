@@ -96,10 +96,10 @@ def tokens_at(*token_ms: float, error: str = "") -> Request:
 def test_quiet_begins_when_every_stream_has_its_first_token() -> None:
     # The second stream's prompt is read until 50 ms, and the first one's tokens come slowly meanwhile.
     running = [tokens_at(10, 40, 60, 65, 70, 90), tokens_at(50, 56, 62, 68, 88, 94, 99)]
-    quiet, beside = parts.quiet_and_beside_ms(running, due_ns=72_000_000, ended_ns=90_000_000)
+    quiet, during = parts.quiet_and_prefill_ms(running, due_ns=72_000_000, ended_ns=90_000_000)
     assert quiet == [5, 5, 6, 6, 6]  # not the 30 ms of the first, nor its 20 ms, which began before 50
-    assert beside == [20, 20, 6]  # the last one began at 88, while the prompt was read
-    assert parts.quiet_and_beside_ms([tokens_at(1, 2, 3), tokens_at()], 72_000_000, 90_000_000) == ([], [])
+    assert during == [20, 20, 6]  # the last one began at 88, while the prompt was read
+    assert parts.quiet_and_prefill_ms([tokens_at(1, 2, 3), tokens_at()], 72_000_000, 90_000_000) == ([], [])
 
 
 def prefill_run(running: list[Request]) -> Run:

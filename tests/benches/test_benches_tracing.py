@@ -169,7 +169,7 @@ def test_bars_and_hops_follow_the_request(request_of_spans: ExportTraceServiceRe
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_picture_is_drawn(request_of_spans: ExportTraceServiceRequest, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
-    told = draw(spans_in(to_line(request_of_spans)), tmp_path / f"request.{kind}")
-    assert told == "3 prompt and 10 generated tokens in 20 batches of 2 stages, up to 2 rows"
+    title = draw(spans_in(to_line(request_of_spans)), tmp_path / f"request.{kind}")
+    assert title == "3 prompt and 10 generated tokens in 20 batches of 2 stages, up to 2 rows"
     begins = (tmp_path / f"request.{kind}").read_bytes()[:5]
     assert begins == (b"\x89PNG\r" if kind == "png" else b"<?xml")

@@ -72,8 +72,8 @@ def test_a_run_without_figures_or_no_file_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.json").write_text(json.dumps(a_run() | {"parts": {}}))
-    for name, told in (("empty.json", "no part of the run"), ("none.json", "No such file")):
+    for name, message in (("empty.json", "no part of the run"), ("none.json", "No such file")):
         path = tmp_path / name
         monkeypatch.setattr(bench, "parse", lambda path=path: bench.argparse.Namespace(pack=None, keep=path))
         assert bench.main() == 1
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err

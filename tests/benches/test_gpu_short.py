@@ -98,10 +98,10 @@ def test_libraries_that_were_built_do_where_the_binding_has_none(tmp_path: Path)
         done = subprocess.run(
             [*command, *more], env=environment, capture_output=True, text=True, timeout=80, check=False
         )
-        return argparse.Namespace(code=done.returncode, out=done.stdout, told=done.stderr)
+        return argparse.Namespace(code=done.returncode, out=done.stdout, errors=done.stderr)
 
     only = run("--build-only")
-    assert (only.code, only.out) == (0, f"{built}\n"), only.told
+    assert (only.code, only.out) == (0, f"{built}\n"), only.errors
     # Nothing is left of so short a time: no part runs, but everything that measures has been loaded.
     late = run("--quick", "--minutes", "0.001", "--parts", "certify", "--out", str(tmp_path / "out"))
-    assert "llama.cpp sees no GPU" in late.told, late.told
+    assert "llama.cpp sees no GPU" in late.errors, late.errors

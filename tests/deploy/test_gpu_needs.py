@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def told(arguments: str, root: Path, platform: str = "linux", **environment: str) -> str:
+def need_of(arguments: str, root: Path, platform: str = "linux", **environment: str) -> str:
     line = fault(arguments, {"PATH": str(root / "bin")} | environment, platform, root)
     assert "\n" not in line
     return line
@@ -38,31 +38,31 @@ def write_header(directory: Path, patch: int, extensions: str) -> None:
 
 def test_a_build_for_the_processor_needs_nothing(root: Path) -> None:
     for arguments in ("", "-DGGML_NATIVE=off", "-DGGML_CUDA=off -DGGML_VULKAN=0"):
-        assert told(arguments, root) == ""
+        assert need_of(arguments, root) == ""
 
 
 def test_cuda_needs_its_compiler(root: Path) -> None:
-    assert "needs nvcc" in told("-DGGML_CUDA=on", root)
-    assert "needs nvcc" in told("-DGGML_CUDA:BOOL=1", root)
-    assert told("-DGGML_CUDA=on", root, CUDACXX="/somewhere/nvcc") == ""
-    assert told("-DGGML_CUDA=on -DCMAKE_CUDA_COMPILER=/x/nvcc", root) == "", "CMake is told"
+    assert "needs nvcc" in need_of("-DGGML_CUDA=on", root)
+    assert "needs nvcc" in need_of("-DGGML_CUDA:BOOL=1", root)
+    assert need_of("-DGGML_CUDA=on", root, CUDACXX="/somewhere/nvcc") == ""
+    assert need_of("-DGGML_CUDA=on -DCMAKE_CUDA_COMPILER=/x/nvcc", root) == "", "CMake is told"
     nvcc = root / "usr/local/cuda/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch()
-    assert told("-DGGML_CUDA=on", root) == ""
+    assert need_of("-DGGML_CUDA=on", root) == ""
 
 
 def test_vulkan_headers_that_are_too_old_are_named(root: Path) -> None:
-    assert "needs the Vulkan headers" in told("-DGGML_VULKAN=on", root)
+    assert "needs the Vulkan headers" in need_of("-DGGML_VULKAN=on", root)
     write_header(root / "usr/include", 239, "#define VK_KHR_maintenance4 1")  # as Debian 12 has them
-    assert "are 1.3.239, and llama.cpp needs 1.3.255 or newer" in told("-DGGML_VULKAN=on", root)
+    assert "are 1.3.239, and llama.cpp needs 1.3.255 or newer" in need_of("-DGGML_VULKAN=on", root)
     write_header(root / "kit/include", 283, "#define VK_KHR_cooperative_matrix 1")
-    assert told("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit")) == ""
-    assert told("-DGGML_VULKAN=on -DVulkan_INCLUDE_DIR=/x", root) == ""
+    assert need_of("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit")) == ""
+    assert need_of("-DGGML_VULKAN=on -DVulkan_INCLUDE_DIR=/x", root) == ""
     (root / "bin" / "glslc").unlink()
-    assert "needs glslc" in told("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit"))
+    assert "needs glslc" in need_of("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit"))
 
 
 def test_metal_is_for_macos(root: Path) -> None:
-    assert "is for macOS" in told("-DGGML_METAL=on", root)
-    assert told("-DGGML_METAL=on", root, "darwin") == ""
+    assert "is for macOS" in need_of("-DGGML_METAL=on", root)
+    assert need_of("-DGGML_METAL=on", root, "darwin") == ""

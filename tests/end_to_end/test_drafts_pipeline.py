@@ -44,7 +44,7 @@ SEEDED = SamplingParams(temperature=0.9, top_k=40, seed=11)
 SAMPLINGS = (GREEDY, SEEDED, PENALISED, GREEDY)
 WRONG_EVERY = (0, 5, 7, 2)  # of each stream's prediction
 LAYOUTS = ("unified", "per-lane")
-Foretold = Callable[..., Awaitable[list[GenerationRequest]]]
+PredictedRequests = Callable[..., Awaitable[list[GenerationRequest]]]
 NEAR_TIE = 0.02  # deviations of the logits: attention of the two layouts differs, and that of windows from the whole's
 
 
@@ -76,7 +76,7 @@ def predicting(base: GenerationRequest, tokens: Sequence[int], wrong_every: int 
     return dataclasses.replace(base, prediction=tuple(changed))
 
 
-async def predicted(paths: list[Path], kv_layout: str = "unified") -> list[GenerationRequest]:
+async def predicted_requests(paths: list[Path], kv_layout: str = "unified") -> list[GenerationRequest]:
     """One request of each kind, with a prediction of its answer that is more or less right."""
     base = [request(prompt_of(index, 5 + 9 * index), N_TOKENS, sampling) for index, sampling in enumerate(SAMPLINGS)]
     async with fleet(paths, kv_layout=kv_layout) as plain:
@@ -84,17 +84,17 @@ async def predicted(paths: list[Path], kv_layout: str = "unified") -> list[Gener
     return [predicting(*each) for each in zip(base, said, WRONG_EVERY, strict=True)]
 
 
-@pytest.fixture(scope="module", name="foretold")
-def foretold_fixture(artifacts: Artifacts) -> Foretold:
-    """`predicted` by cuts and layout of cells, each found out once."""
+@pytest.fixture(scope="module", name="predicted_requests")
+def predicted_requests_fixture(artifacts: Artifacts) -> PredictedRequests:
+    """`predicted_requests` by cuts and layout of cells, each found out once."""
     found: dict[tuple[int | str, ...], list[GenerationRequest]] = {}
 
-    async def foretold(cuts: Sequence[int], kv_layout: str = "unified") -> list[GenerationRequest]:
+    async def predicted_requests(cuts: Sequence[int], kv_layout: str = "unified") -> list[GenerationRequest]:
         if (*cuts, kv_layout) not in found:
-            found[*cuts, kv_layout] = await predicted(artifacts(cuts), kv_layout)
+            found[*cuts, kv_layout] = await predicted_requests(artifacts(cuts), kv_layout)
         return found[*cuts, kv_layout]
 
-    return foretold
+    return predicted_requests
 
 
 def assert_right(whole: ReferenceModel, asked: Sequence[GenerationRequest], outputs: Sequence[list[int]]) -> None:
@@ -125,9 +125,14 @@ async def drafting(paths: list[Path], draft: int, **more: object) -> AsyncIterat
 @pytest.mark.parametrize("cuts", [[2], [1, 2, 3]], ids=["2 stages", "4 stages"])
 @pytest.mark.parametrize("draft", [1, 4, 31])
 async def test_with_drafts_equals_whole(
-    draft: int, cuts: list[int], kv_layout: str, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel
+    draft: int,
+    cuts: list[int],
+    kv_layout: str,
+    artifacts: Artifacts,
+    predicted_requests: PredictedRequests,
+    whole: ReferenceModel,
 ) -> None:
-    asked = await foretold(cuts, kv_layout)
+    asked = await predicted_requests(cuts, kv_layout)
     async with drafting(artifacts(cuts), draft, kv_layout=kv_layout) as running:
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(each)) for each in asked))
     assert_right(whole, asked, outputs)
@@ -138,7 +143,7 @@ async def test_guesses_that_follow_in_flights_of_their_own(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
 ) -> None:
     """One stream alone after the other, so that three of four stages would stand idle."""
-    asked = await predicted(artifacts([1, 2, 3]), kv_layout)
+    asked = await predicted_requests(artifacts([1, 2, 3]), kv_layout)
     n_plain, launched[Kind.DECODE] = launched[Kind.DECODE], 0
     async with drafting(artifacts([1, 2, 3]), DRAFT_AUTO, kv_layout=kv_layout) as running:
         outputs = [await tokens_of(running.pipeline.open(each)) for each in asked]
@@ -151,9 +156,14 @@ async def test_guesses_that_follow_in_flights_of_their_own(
 @pytest.mark.parametrize("draft", [DRAFT_AUTO, 3])
 @pytest.mark.parametrize("lost", [0, 2])
 async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
-    lost: int, draft: int, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel, launched: dict[Kind, int]
+    lost: int,
+    draft: int,
+    artifacts: Artifacts,
+    predicted_requests: PredictedRequests,
+    whole: ReferenceModel,
+    launched: dict[Kind, int],
 ) -> None:
-    asked = await foretold([1, 3])
+    asked = await predicted_requests([1, 3])
     async with drafting(artifacts([1, 3]), draft) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 6) for stream in streams))
@@ -171,12 +181,12 @@ async def test_links_that_break_under_drafts(
     where: int,
     kv_layout: str,
     artifacts: Artifacts,
-    foretold: Foretold,
+    predicted_requests: PredictedRequests,
     whole: ReferenceModel,
     launched: dict[Kind, int],
 ) -> None:
     """Stages hold more than was said then: rows that were guessed, rightly or not."""
-    asked = await foretold([1, 3], kv_layout)
+    asked = await predicted_requests([1, 3], kv_layout)
     async with drafting(artifacts([1, 3]), DRAFT_AUTO, kv_layout=kv_layout, proxied=True) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 3) for stream in streams))
@@ -188,23 +198,23 @@ async def test_links_that_break_under_drafts(
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_what_a_drafted_stream_leaves_is_copied_rightly(
-    kv_layout: str, artifacts: Artifacts, foretold: Foretold, whole: ReferenceModel
+    kv_layout: str, artifacts: Artifacts, predicted_requests: PredictedRequests, whole: ReferenceModel
 ) -> None:
     """The next turn of a chat, and another stream that begins alike while the first still runs."""
-    (first, *_), paths = await foretold([2], kv_layout), artifacts([2])
+    (first, *_), paths = await predicted_requests([2], kv_layout), artifacts([2])
     first = dataclasses.replace(
         first, prompt_tokens=prompt_of(3, 40), prediction=(*prompt_of(3, 40), *first.prediction)
     )
     async with fleet(paths, draft=4, kv_layout=kv_layout, prefix_lanes=2) as running:
         stream = running.pipeline.open(first)
         said = await read(stream, 9)
-        beside = request((*first.prompt_tokens, *said[:5]), N_TOKENS)
-        other = await tokens_of(running.pipeline.open(beside))
+        concurrent = request((*first.prompt_tokens, *said[:5]), N_TOKENS)
+        other = await tokens_of(running.pipeline.open(concurrent))
         said += await tokens_of(stream)
         later = request((*first.prompt_tokens, *said, 5, 6), N_TOKENS)
         longer = await tokens_of(running.pipeline.open(later))
         figures = await running.pipeline.describe()
-    assert_right(whole, [first, beside, later], [said, other, longer])
+    assert_right(whole, [first, concurrent, later], [said, other, longer])
     assert figures["copied_tokens"] >= 40 + 70  # type: ignore[operator]
 
 

@@ -85,7 +85,7 @@ async def test_mirostat_goes_on_where_it_was(
     version: int, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its state is of no stage: the coordinator gives back what the last sample said."""
-    begun, told, begin, said_by = list[float | None](), list[float](), Mirostat.__init__, Mirostat.said
+    begun, reported, begin, said_by = list[float | None](), list[float](), Mirostat.__init__, Mirostat.said
 
     def note_begin(self: Mirostat, *settings: Any) -> None:
         begun.append(settings[-1])
@@ -93,7 +93,7 @@ async def test_mirostat_goes_on_where_it_was(
 
     def note_said(self: Mirostat, *picked: Any) -> None:
         said_by(self, *picked)
-        told.append(self.mu)
+        reported.append(self.mu)
 
     monkeypatch.setattr(Mirostat, "__init__", note_begin)
     monkeypatch.setattr(Mirostat, "said", note_said)
@@ -109,7 +109,7 @@ async def test_mirostat_goes_on_where_it_was(
     assert len(said) == 30
     assert begun[0] is None
     assert len(begun) == 3
-    assert set(begun[1:]) <= set(told), "what some sample said"
+    assert set(begun[1:]) <= set(reported), "what some sample said"
 
 
 async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, whole: ReferenceModel) -> None:

@@ -62,10 +62,10 @@ async def test_every_other_host_joins_by_one_line(tmp_path: Path) -> None:
             assert ready["clients"] == f"http://{desk.address}:8080"
             async with aiohttp.ClientSession() as session:
                 async with session.get(f"{ready['clients']}/v1/pipeline") as answer:
-                    told = await answer.json()
-                found = [entry["address"].split(":")[0] for entry in told["stages"]]
+                    described = await answer.json()
+                found = [entry["address"].split(":")[0] for entry in described["stages"]]
                 assert found == [desk.address, server.address, old.address]
-                assert told["stages"][1]["address"].endswith(":50051"), "the port that a firewall was opened for"
+                assert described["stages"][1]["address"].endswith(":50051"), "the port that a firewall was opened for"
                 body = {"model": "relayline-demo", "prompt": "class Queue:", "max_tokens": 4, "temperature": 0}
                 async with session.post(f"{ready['clients']}/v1/completions", json=body) as answer:
                     assert answer.status == 200

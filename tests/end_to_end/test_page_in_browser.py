@@ -186,9 +186,9 @@ async def _keeps_up_with_a_crowd(tab: Tab, session: aiohttp.ClientSession) -> No
 async def _looks_at_a_request(tab: Tab) -> None:
     await tab.value("document.querySelector('tbody tr.pick button').click()")
     await tab.until("location.hash.startsWith('#/requests/') && document.querySelectorAll('.tall tbody tr').length > 0")
-    told = await tab.value("document.querySelector('main').innerText")
+    text_shown = await tab.value("document.querySelector('main').innerText")
     for text in ("First token", "Predicted", "Closed by", "Mates"):
-        assert text in told
+        assert text in text_shown
 
 
 async def _chats(tab: Tab) -> None:

@@ -39,8 +39,8 @@ async def test_the_second_round_of_more_chats_than_lanes_reads_only_what_is_new(
                 assert n_rows == [n_read + N_TOKENS - 1] * 3, f"round {round_}, chat {chat}"
                 histories[chat] = (*history, *tokens, *prompt_of(20 + chat, 3))
         assert replays(running) == 0
-        told = await running.pipeline.describe()
-    described = told["stages"]
+        description = await running.pipeline.describe()
+    described = description["stages"]
     assert isinstance(described, list)
     assert {stage["tier"]["misses"] for stage in described} == {0}
     assert {stage["tier"]["hits"] for stage in described} <= {3, 4}, "one may have been in a kept lane"

@@ -130,9 +130,9 @@ def test_members_rows_and_waits_are_what_the_stages_remember(proof: Proof) -> No
         assert len(ring.batches) == proof.statuses[stage].n_steps
         for record in ring.batches:
             batch = proof.rebuilt.batches[stage, record.step]
-            told = [(m.session, m.position, m.n_rows, m.wait_ns) for m in batch.members]
+            traced = [(m.session, m.position, m.n_rows, m.wait_ns) for m in batch.members]
             remembered = [(f"{m.session_id:016x}", m.position, m.n_rows, m.wait_ns) for m in record.members]
-            assert told == remembered
+            assert traced == remembered
             assert batch.n_rows == record.n_rows
             assert bytes.fromhex("".join(batch.span.context)) == record.context
             attributes = batch.span.attributes
@@ -185,8 +185,8 @@ def test_requests_lead_to_their_batches_and_back(proof: Proof) -> None:
         assert set(passes) == {batch.span.trace_id for batch in mine}
         for stage in range(N_STAGES):
             here = [span for span in of_request if span.name == names.SPAN_BATCHES and _stage(span) == stage]
-            told = [event.attributes[names.ATTR_BATCH_ID] for span in here for event in span.events]
-            assert sorted(told) == sorted(f"{stage}:{batch.step}" for batch in mine if batch.stage == stage)
+            batch_ids = [event.attributes[names.ATTR_BATCH_ID] for span in here for event in span.events]
+            assert sorted(batch_ids) == sorted(f"{stage}:{batch.step}" for batch in mine if batch.stage == stage)
             for span in here:
                 contexts = [(link.trace_id, link.span_id) for link in span.links]
                 assert len({trace_id for trace_id, _ in contexts}) == len(contexts)
@@ -226,7 +226,7 @@ def test_who_speaks_is_told_apart(proof: Proof) -> None:
 def test_no_span_says_anything_of_prompts_or_answers(proof: Proof) -> None:
     secrets = [prompt.strip() for prompt in PROMPTS if len(prompt) > 8]
     for span in proof.spans:
-        told = repr((span.name, span.attributes, [link.attributes for link in span.links], span.resource))
-        assert not [secret for secret in secrets if secret in told or repr(secret)[1:-1] in told]
+        exported = repr((span.name, span.attributes, [link.attributes for link in span.links], span.resource))
+        assert not [secret for secret in secrets if secret in exported or repr(secret)[1:-1] in exported]
         assert names.GEN_AI_INPUT_MESSAGES not in span.attributes
         assert names.GEN_AI_OUTPUT_MESSAGES not in span.attributes

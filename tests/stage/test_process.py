@@ -59,7 +59,7 @@ async def test_health_is_told_in_the_standard_way(tmp_path: Path) -> None:
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         listed = (await health.List(health_pb2.HealthListRequest())).statuses
         serving = dict.fromkeys(("", rpc.SERVICE), health_pb2.HealthCheckResponse.SERVING)
-        assert {name: told.status for name, told in listed.items()} == serving
+        assert {name: answer.status for name, answer in listed.items()} == serving
         with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
             await health.Check(health_pb2.HealthCheckRequest(service="another"))
         with pytest.raises(StartError, match="taken"):

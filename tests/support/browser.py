@@ -47,12 +47,12 @@ class Tab:
 
     async def _read(self) -> None:
         async for message in self._socket:
-            told = json.loads(message.data)
-            if "id" in told:
-                self._answers.pop(told["id"]).set_result(told)
+            message_read = json.loads(message.data)
+            if "id" in message_read:
+                self._answers.pop(message_read["id"]).set_result(message_read)
                 continue
-            given = told.get("params", {})
-            match told["method"]:
+            given = message_read.get("params", {})
+            match message_read["method"]:
                 case "Page.loadEventFired":
                     self._loaded.set()
                 case "Runtime.exceptionThrown":
@@ -73,16 +73,16 @@ class Tab:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": given})
         async with asyncio.timeout(2 * WAIT_S):
-            told = await answer
-        if "error" in told:
-            raise AssertionError(f"{method}: {told['error']}")
-        return told["result"]
+            answer_read = await answer
+        if "error" in answer_read:
+            raise AssertionError(f"{method}: {answer_read['error']}")
+        return answer_read["result"]
 
     async def value(self, script: str) -> Any:
         """Return the value of an expression in the page."""
-        told = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        answer_read = await self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer_read, answer_read["exceptionDetails"]
+        return answer_read["result"].get("value")
 
     async def until(self, script: str, wait_s: float = WAIT_S) -> Any:
         """Wait until an expression is true, and return its value."""

@@ -56,7 +56,7 @@ def page() -> str:
     """Return the page's text."""
     rows = [_row(FAMILIES[name]) for name in sorted(FAMILIES)]
     some = [
-        f"| `{name}` | {_told(family.refusal)} |" for name, family in sorted(FAMILIES.items()) if _has(family.refusal)
+        f"| `{name}` | {_doc_of(family.refusal)} |" for name, family in sorted(FAMILIES.items()) if _has(family.refusal)
     ]
     by_reason = collections.defaultdict(list)
     for name, reason in REFUSED.items():
@@ -106,23 +106,23 @@ def _layers(family: Family, recipes: list[Recipe]) -> str:
 
 
 def _cuts(family: Family) -> str:
-    told = []
+    texts = []
     if family.cut_period > 1:
-        told.append(f"every {family.cut_period} layers")
+        texts.append(f"every {family.cut_period} layers")
     if family.windows is not _PLAIN.windows:
-        told.append("each stage has a layer with a window")
+        texts.append("each stage has a layer with a window")
     if family.kinds not in (_PLAIN.kinds, rules.recurrent_kinds, rules.both_kinds):
-        told.append("each stage has a layer with a state and one that attends")
+        texts.append("each stage has a layer with a state and one that attends")
     if family.indexers is not _PLAIN.indexers:
-        told.append("a stage starts with a layer that has an indexer")
-    told += [_told(rule) for rule in (family.needed, family.blocked, family.forbidden_lengths) if _has(rule)]
-    return "; ".join(rule[:1].lower() + rule[1:] for rule in told)
+        texts.append("a stage starts with a layer that has an indexer")
+    texts += [_doc_of(rule) for rule in (family.needed, family.blocked, family.forbidden_lengths) if _has(rule)]
+    return "; ".join(rule[:1].lower() + rule[1:] for rule in texts)
 
 
 def _has(rule: object) -> bool:
     return rule not in (_PLAIN.refusal, _PLAIN.needed, _PLAIN.blocked, _PLAIN.forbidden_lengths)
 
 
-def _told(rule: object) -> str:
+def _doc_of(rule: object) -> str:
     """Return the first line of a rule's own documentation."""
     return (rule.__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -36,7 +36,7 @@ class FakeStage(StageClient):
         self.n_steps, self.asked, self.n_beats = 3, [], 0  # type: ignore[var-annotated]
         self.gate: Gate | None = None
 
-    async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
+    async def beat(self, beat: pb.BeatRequest) -> RoundTrip | None:
         self.n_beats += 1
         return RoundTrip(0, 2 * MS, 1)
 

@@ -184,10 +184,10 @@ def test_messages_with_a_tool(claude, route):
 
 @CHATS
 def test_errors_keep_their_class(client, route):
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
             model=route, messages=[{"role": "user", "content": "word " * 5000}], max_tokens=8
         )
-    assert "ContextWindowExceededError" in str(told.value)
+    assert "ContextWindowExceededError" in str(refused.value)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model=route, messages=MESSAGES, max_tokens=8, temperature=-3)

@@ -377,9 +377,9 @@ def test_a_bias_for_a_token():
     [({"999999": 1.0}, ["999999"]), ({"not_a_token": 50}, ["logit_bias"]), ({"1": "none"}, ["logit_bias"])],
 )
 def test_a_bias_that_is_none(bias, named):
-    with pytest.raises(REFUSED) as told:
+    with pytest.raises(REFUSED) as refused:
         chat(logit_bias=bias)
-    assert all(each in str(told.value) for each in named)
+    assert all(each in str(refused.value) for each in named)
 
 
 @pytest.mark.parametrize("ids", [[999_999], [-1]])

@@ -175,10 +175,12 @@ def _raw(text: str, syntax: Syntax, cuts: Sequence[int], *, thinking: Thinking |
     reader = AnswerReader(thinking, is_thinking=False, calls=reading)
     parts = [reader.push(text[start:end]) for start, end in itertools.pairwise([0, *cuts, len(text)])]
     parts.append(reader.finish())
-    told: dict[int, str] = {}
+    calls_text: dict[int, str] = {}
     for piece in (piece for part in parts for piece in part.calls):
-        told[piece.index] = told.get(piece.index, "") + piece.name + "\0" * bool(piece.name) + piece.arguments
-    return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), told
+        calls_text[piece.index] = (
+            calls_text.get(piece.index, "") + piece.name + "\0" * bool(piece.name) + piece.arguments
+        )
+    return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls_text
 
 
 # --- as models write them too -----------------------------------------------------------------------------------------

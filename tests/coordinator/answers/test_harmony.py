@@ -272,7 +272,7 @@ def no_text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("effort", "given", "told"),
+    ("effort", "given", "expected"),
     [
         (None, {}, {}),
         ("high", {}, {"reasoning_effort": "high"}),
@@ -282,10 +282,10 @@ def no_text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     ],
 )
 def test_how_much_to_think_is_told_as_the_model_knows_it(
-    effort: str | None, given: Any, told: Any, no_text: Tokenizer
+    effort: str | None, given: Any, expected: Any, no_text: Tokenizer
 ) -> None:
     template = ChatTemplate(TEMPLATE + "{{ reasoning_effort }}")
-    assert Conversation(template, no_text).variables(effort, given) == told
+    assert Conversation(template, no_text).variables(effort, given) == expected
 
 
 def test_other_templates_know_other_efforts_or_none(no_text: Tokenizer) -> None:
@@ -307,10 +307,10 @@ ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools
 async def client_of(answer: str, path: Path) -> AsyncIterator[tuple[openai.AsyncOpenAI, Served, Callable[[str], int]]]:
     """A model of this format that answers so, its marks being tokens, and what counts the tokens of a text."""
     tokenizer = Tokenizer.load(write_tokenizer(path / "tokenizer.gguf", controls=CONTROLS))
-    told = tokenizer.encode(answer, add_special=False)
+    tokens = tokenizer.encode(answer, add_special=False)
 
     def script(_: GenerationRequest) -> Iterator[TokenEvent]:
-        yield from (TokenEvent(token, None, ()) for token in told)
+        yield from (TokenEvent(token, None, ()) for token in tokens)
         yield TokenEvent(EOS, None, (), "stop", is_end_token=True)
 
     template = TEMPLATE + "{# {{ reasoning_effort }} #}"
@@ -362,7 +362,7 @@ def test_raw_turns_come_back_clean(conversation: Conversation) -> None:
     found = cleaned(chat[1])
     assert (found["content"], found["reasoning_content"]) == ("Rome.", "Think.")
     call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
-    (told,) = cleaned({"role": "assistant", "content": call})["tool_calls"]
-    assert told["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    (tool_call,) = cleaned({"role": "assistant", "content": call})["tool_calls"]
+    assert tool_call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
     for untouched in ({"role": "user", "content": raw}, {"role": "assistant", "content": "Rome."}):
         assert cleaned(untouched) is untouched

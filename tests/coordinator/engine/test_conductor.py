@@ -180,8 +180,8 @@ def test_who_came_while_a_stage_was_lost_is_refused_in_time() -> None:
     conductor.lost(StageLostError("gone"), 10 * S)
     conductor.open(request(), 11 * S)
     assert conductor.look(12 * S) == []
-    told = [each.event for each in conductor.look(13 * S) if isinstance(each, Tell)]
-    assert [type(event) for event in told] == [NotReadyError]
+    events = [each.event for each in conductor.look(13 * S) if isinstance(each, Tell)]
+    assert [type(event) for event in events] == [NotReadyError]
     assert conductor.availability.phase is Phase.UNREACHABLE
     with pytest.raises(NotReadyError):
         conductor.open(request(), 13 * S)
@@ -245,6 +245,6 @@ def test_a_stream_ends_when_an_older_last_stage_cannot_go_on_with_it() -> None:
     conductor.open(dataclasses.replace(waiting, request_id="waits"), 0)
     conductor.lost(StageLostError("gone"), 0)
     conductor.begin_epoch()
-    told = [each for each in conductor.connected(OLDER, 0) if isinstance(each, Tell)]
-    assert [(each.session_id, type(each.event)) for each in told] == [(1, NotServedError), (2, NotServedError)]
+    endings = [each for each in conductor.connected(OLDER, 0) if isinstance(each, Tell)]
+    assert [(each.session_id, type(each.event)) for each in endings] == [(1, NotServedError), (2, NotServedError)]
     assert not conductor.admission.running

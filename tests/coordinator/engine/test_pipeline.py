@@ -135,7 +135,7 @@ async def test_more_requests_than_lanes_wait_and_finish(artifacts: Artifacts, wh
 
 
 @contextlib.asynccontextmanager
-async def beside(running: Fleet) -> AsyncIterator[Pipeline]:
+async def second_coordinator(running: Fleet) -> AsyncIterator[Pipeline]:
     """Another coordinator of the same stages."""
     other = Pipeline(running.pipeline.config, running.pipeline.file, lambda _: False)
     stopping = asyncio.Event()
@@ -155,7 +155,7 @@ async def test_streams_of_two_coordinators_wait_for_lanes_that_the_other_has(
 ) -> None:
     prompts = [prompt_of(index, 9 + index) for index in range(3)]
     async with fleet(artifacts([2]), n_lanes=2) as running:
-        async with beside(running) as other:
+        async with second_coordinator(running) as other:
             theirs = other.open(request(prompts[0], 200))
             await read(theirs, 1)
             streams = [running.pipeline.open(request(prompt, 30)) for prompt in prompts[1:]]
@@ -171,7 +171,7 @@ async def test_what_is_only_kept_makes_room_for_streams_of_another_coordinator(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompts = [prompt_of(index, 40) for index in range(3)]
-    async with fleet(artifacts([2]), n_lanes=3, prefix_lanes=3) as running, beside(running) as other:
+    async with fleet(artifacts([2]), n_lanes=3, prefix_lanes=3) as running, second_coordinator(running) as other:
         for prompt in prompts[:2]:  # two kept, and one lane to run in
             await tokens_of(running.pipeline.open(request(prompt, 5)))
             await running.until_free()

@@ -53,9 +53,9 @@ async def test_every_end_of_the_return_stream_is_told(
     lost: list[RelaylineError] = []
     await client._read(Call(*messages), stumble, lost.append)  # type: ignore[arg-type]
     await client.close()
-    (told,) = lost
-    assert type(told) is error
-    assert text in told.message
+    (reported,) = lost
+    assert type(reported) is error
+    assert text in reported.message
 
 
 @contextlib.asynccontextmanager

@@ -26,9 +26,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.parametrize("told", ["", "10.9.8.7"])
-async def test_nobody_is_asked_where_both_say_the_same(told: str) -> None:
-    assert await whereabouts("laptop", told, "10.9.8.7", 5, PLAINTEXT) == ("10.9.8.7:5", "")
+@pytest.mark.parametrize("reported", ["", "10.9.8.7"])
+async def test_nobody_is_asked_where_both_say_the_same(reported: str) -> None:
+    assert await whereabouts("laptop", reported, "10.9.8.7", 5, PLAINTEXT) == ("10.9.8.7:5", "")
     assert await whereabouts("laptop", "", "fd00::1", 5, PLAINTEXT) == ("[fd00::1]:5", "")
 
 

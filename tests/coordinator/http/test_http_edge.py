@@ -71,7 +71,7 @@ async def connected(served: Served) -> AsyncIterator[tuple[asyncio.StreamReader,
         writer.close()
 
 
-async def told(served: Served, sent: bytes) -> bytes:
+async def answer_to(served: Served, sent: bytes) -> bytes:
     """All that the server says to `sent` until it closes."""
     async with connected(served) as (reader, writer):
         writer.write(sent)
@@ -154,7 +154,7 @@ async def test_bodies_that_are_not_what_they_say_or_too_much(
     tokenizer: Tokenizer, sent: bytes, coding: str, status: int, code: str
 ) -> None:
     async with serving(tokenizer, body_bytes_max=1 << 20) as served:
-        found, error, headers = error_of(await told(served, asked(sent, f"Content-Encoding: {coding}")))
+        found, error, headers = error_of(await answer_to(served, asked(sent, f"Content-Encoding: {coding}")))
     assert (found, error["code"]) == (status, code)
     assert (b"accept-encoding: gzip, deflate" in headers.lower()) == (status == 415)
 
@@ -182,7 +182,7 @@ async def test_a_bomb_is_unpacked_to_its_bound_and_off_the_loop(
     monkeypatch.setattr(http_body.zlib, "decompressobj", Counting)
     async with serving(tokenizer, body_bytes_max=1 << 20) as served:
         bomb = gzipped(bytes(1 << 26))
-        assert error_of(await told(served, asked(bomb, "Content-Encoding: gzip")))[0] == 413
+        assert error_of(await answer_to(served, asked(bomb, "Content-Encoding: gzip")))[0] == 413
     assert 1 << 20 < sum(made) <= (1 << 20) + max(made)
     assert max(made) <= 256 * 1024
 
@@ -202,7 +202,7 @@ async def test_the_body_of_a_refused_request_is_not_awaited_and_the_connection_e
     tokenizer: Tokenizer, path: str, method: str, headers: tuple[str, ...], status: int, framing: str
 ) -> None:
     async with serving(tokenizer) as served:  # of the body nothing but its beginning comes
-        said = await told(served, head(path, framing, *headers, method=method) + b"2\r\n{}\r\n")
+        said = await answer_to(served, head(path, framing, *headers, method=method) + b"2\r\n{}\r\n")
     assert error_of(said)[0] == status
 
 
@@ -215,7 +215,7 @@ async def test_a_long_body_is_not_read_in_vain(
         served.generator.ready = not isinstance(refusal, NotReadyError)
         served.generator.full = refusal
         for framing in ("Content-Length: 1000000", "Transfer-Encoding: chunked"):
-            found, _, headers = error_of(await told(served, head(path, framing, "Expect: 100-continue")))
+            found, _, headers = error_of(await answer_to(served, head(path, framing, "Expect: 100-continue")))
             assert found == status
             assert b"retry-after" in headers.lower()
 
@@ -327,11 +327,11 @@ async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_even
     try:
         for method, path in asking:
             where = path.replace("{name}", "a")
-            said = await told(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
+            said = await answer_to(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
             assert said.split()[1] == b"413", (method, path)
             body = json.dumps({"zzz": "x" * 100_000}).encode()
             sent = head(where, f"Content-Length: {len(body)}", "Connection: close", method=method) + body
-            assert (await told(served, sent)).split()[1] in (b"400", b"413", b"501"), (method, path)
+            assert (await answer_to(served, sent)).split()[1] in (b"400", b"413", b"501"), (method, path)
     finally:
         await runner.cleanup()
     assert max(read, default=0) <= http_body.SMALL_BYTES_MAX
@@ -355,7 +355,7 @@ async def test_connections_end_that_bring_no_whole_request(
     tokenizer: Tokenizer, sent: bytes, status: int | None
 ) -> None:
     async with serving(tokenizer, **SHORT) as served:
-        said = await told(served, sent)
+        said = await answer_to(served, sent)
     assert (error_of(said)[0] if said else None) == status
 
 
@@ -430,7 +430,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_idle_connections_make_room_for_new_ones(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, connections_max=3) as served, contextlib.AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(connected(served)) for _ in range(5)]
-        assert await told(served, head("/live", "Connection: close", method="GET"))
+        assert await answer_to(served, head("/live", "Connection: close", method="GET"))
         for reader, _ in idle[:3]:
             assert await reader.read() == b""
         reader, writer = idle[4]
@@ -446,7 +446,7 @@ async def test_busy_connections_do_not(tokenizer: Tokenizer) -> None:
             _, writer = await stack.enter_async_context(connected(served))
             writer.write(asked(PROMPT))
         await until(lambda: len(generator.streams) == 2)
-        status, error, _ = error_of(await told(served, b""))
+        status, error, _ = error_of(await answer_to(served, b""))
         assert (status, error["code"]) == (503, "overloaded")
         gate.opened.set()
 

@@ -151,9 +151,9 @@ async def test_an_image_of_another_dialect_is_named_where_its_client_had_it(toke
     for encoder, fault in ((FakeEncoder(), "it is no image"), (None, "served without a projector")):
         async with serving(tokenizer, FakeGenerator(), encoder=encoder) as served:
             for path, body in (("/v1/messages", message), ("/v1/responses", response)):
-                told = (await post(served, path, body, 400))["error"]["message"]
-                assert told.startswith(f"{places[path]}: "), told
-                assert fault in told
+                refusal = (await post(served, path, body, 400))["error"]["message"]
+                assert refusal.startswith(f"{places[path]}: "), refusal
+                assert fault in refusal
 
 
 async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:

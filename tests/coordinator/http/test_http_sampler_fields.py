@@ -133,8 +133,8 @@ async def test_tokens_in_the_form_of_vllm(tokenizer: Tokenizer) -> None:
     async with session_of(tokenizer) as (session, _):
         async with session.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}) as reply:
             ids = tokenizer.encode("ab")
-            told = {"count": len(ids), "max_model_len": 512, "tokens": ids}
-            assert await reply.json() == told | {"token_strs": [tokenizer.decode([token]) for token in ids]}
+            expected = {"count": len(ids), "max_model_len": 512, "tokens": ids}
+            assert await reply.json() == expected | {"token_strs": [tokenizer.decode([token]) for token in ids]}
         messages = [{"role": "user", "content": "go"}]
         tools = [{"type": "function", "function": {"name": "level", "parameters": {"type": "object"}}}]
         started = [*messages, {"role": "assistant", "content": "So"}]

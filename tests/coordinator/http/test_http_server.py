@@ -211,7 +211,7 @@ async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_head", "told"),
+    ("request_head", "problem"),
     [
         (b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\nabc", "Can not decode content-encoding: gzip"),
         (b"Content-Length: x\r\n\r\n", "Invalid character in Content-Length"),
@@ -219,7 +219,7 @@ async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
     ],
 )
 async def test_what_is_no_http_is_logged_in_a_line(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, request_head: bytes, told: str
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, request_head: bytes, problem: str
 ) -> None:
     logged = io.StringIO()
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -236,7 +236,7 @@ async def test_what_is_no_http_is_logged_in_a_line(
     assert "warning" in line
     assert len(line) < 400
     assert line.isprintable()
-    assert f"request cannot be read: {told}" in line
+    assert f"request cannot be read: {problem}" in line
 
 
 async def test_an_error_that_retrying_cannot_mend_says_so(tokenizer: Tokenizer) -> None:

@@ -132,8 +132,8 @@ async def test_prompts_and_answers_are_told_only_when_asked_for(
                 await reply.read()
         async with session.get("/v1/traces/last") as reply:
             assert SECRET not in await reply.text()
-    told = "".join(span.to_json() for span in world.kept.spans())
-    assert (SECRET in told) is content
+    exported = "".join(span.to_json() for span in world.kept.spans())
+    assert (SECRET in exported) is content
     for span in [span for span in world.kept.spans() if span.kind is SpanKind.SERVER] if content else []:
         said = attributes_of(span)
         part = {"type": "text", "content": SECRET}

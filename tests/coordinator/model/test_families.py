@@ -196,8 +196,8 @@ def test_slices_are_told_which_of_their_layers_have_windows(tmp_path: Path) -> N
         split_model(model, tmp_path / "out", cuts=(5,))
     split_model(model, tmp_path / "out", cuts=(1, 3))
     stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
-    told = [stage.value("gpt-oss.attention.sliding_window_pattern") for stage in stages]
-    assert told == [(True,), (False, True), (False, True, False)]
+    patterns = [stage.value("gpt-oss.attention.sliding_window_pattern") for stage in stages]
+    assert patterns == [(True,), (False, True), (False, True, False)]
 
 
 @pytest.mark.parametrize(

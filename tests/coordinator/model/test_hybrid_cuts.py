@@ -63,8 +63,8 @@ def test_slices_are_told_their_layers_kinds(tmp_path: Path) -> None:
         model = make_tiny(name, tmp_path / f"{name}.gguf")
         pipeline = split_model(model, tmp_path / name, cuts=(5,))
         stages = [open_model(tmp_path / name / stage.file) for stage in pipeline.stages]
-        told = [stage.value("qwen35.attention.recurrent_layers") for stage in stages]
-        assert told == [(True, True, True, False, True), (True, True, False)]
+        kinds = [stage.value("qwen35.attention.recurrent_layers") for stage in stages]
+        assert kinds == [(True, True, True, False, True), (True, True, False)]
 
 
 def test_a_stage_of_one_kind_is_refused(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def test_gemma4_carries_rope_factors_only_where_a_layer_has_no_window(tmp_path: 
     """llama.cpp asks for them there alone, and refuses a file with a tensor that it did not ask for."""
     stages = stages_of(make_tiny("gemma4", tmp_path / "model.gguf"), (3, 7))
     assert ["rope_freqs.weight" in stage.tensors for stage in stages] == [False, True, True]
-    told = [stage.value("gemma4.attention.sliding_window_pattern") for stage in stages]
-    assert told == [(True,) * 3, (True, True, False, True), (True,) * 4 + (False,)]
+    patterns = [stage.value("gemma4.attention.sliding_window_pattern") for stage in stages]
+    assert patterns == [(True,) * 3, (True, True, False, True), (True,) * 4 + (False,)]
 
 
 def test_gemma4_layers_with_a_window_hold_narrower_keys(tmp_path: Path) -> None:

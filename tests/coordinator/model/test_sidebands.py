@@ -41,16 +41,16 @@ EACH = INPUT_WIDTH * GEMMA4_E_LAYERS
 
 def test_each_boundary_says_what_is_beside_its_rows(tmp_path: Path) -> None:
     split_model(make_tiny(E2B, tmp_path / "model.gguf"), tmp_path / "out", cuts=(2, 6))
-    beside = [EACH, INPUT_WIDTH * 10, INPUT_WIDTH * 6]
-    told = [(stage.row_width, stage.sideband_values) for stage in load_pipeline(tmp_path / "out").stages]
-    assert told == [(N_EMBD + values, values) for values in beside]
+    values_beside = [EACH, INPUT_WIDTH * 10, INPUT_WIDTH * 6]
+    widths = [(stage.row_width, stage.sideband_values) for stage in load_pipeline(tmp_path / "out").stages]
+    assert widths == [(N_EMBD + values, values) for values in values_beside]
     stages = [open_artifact(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]
-    edges = [*(N_EMBD + values for values in beside), N_EMBD]
+    edges = [*(N_EMBD + values for values in values_beside), N_EMBD]
     assert [(stage.width_in, stage.width_out) for stage in stages] == list(itertools.pairwise(edges))
     hello = hello_of(pb.ConfigureRequest(wire_dtype=pb.DTYPE_F16), stages[0])
     check_fit(hello, stages[1])
     hello.n_embd = N_EMBD
-    with pytest.raises(HandshakeError, match=f"width is {N_EMBD}, here {N_EMBD + beside[1]}"):
+    with pytest.raises(HandshakeError, match=f"width is {N_EMBD}, here {N_EMBD + values_beside[1]}"):
         check_fit(hello, stages[1])
 
 
@@ -107,16 +107,16 @@ def test_cuts_that_would_part_what_belongs_together_are_refused(
 @pytest.mark.parametrize("name", [E2B, HASHED])
 def test_inspect_tells_what_is_beside_rows(name: str, tmp_path: Path) -> None:
     model = str(make_tiny(name, tmp_path / "model.gguf"))
-    told = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
+    facts = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
     text = " ".join(CliRunner().invoke(inspect_command, [model]).stdout.split())
     if name == E2B:
-        assert told["layer_inputs"] == INPUT_WIDTH
-        assert told["row_widths"][:2] == [N_EMBD + EACH, N_EMBD + EACH - INPUT_WIDTH]
+        assert facts["layer_inputs"] == INPUT_WIDTH
+        assert facts["row_widths"][:2] == [N_EMBD + EACH, N_EMBD + EACH - INPUT_WIDTH]
         assert "beside rows 32 values for each later layer, made on stage 0" in text
         assert f"up to {N_EMBD + EACH - INPUT_WIDTH} in rows between stages" in text
         assert "of it also the head" in text
     else:
-        assert told["hash_layers"] == N_HASHED
+        assert facts["hash_layers"] == N_HASHED
         assert "by token id the experts of the first 3 layers, which are all on stage 0" in text
 
 
@@ -170,14 +170,14 @@ def test_inputs_of_more_rows_than_are_computed_at_once(tmp_path: Path) -> None:
 def test_tables_of_other_shapes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     wrong = {"per_layer_model_proj.weight": (32, N_EMBD)}
     recipe = RECIPES[E2B]
-    for tops, told in (
+    for tops, problem in (
         ({**recipe.tops, **wrong}, r"per_layer_model_proj.weight has shape \[64, 32\], not \[64, 384\]"),
         ({k: v for k, v in recipe.tops.items() if "proj_norm" not in k}, "per_layer_proj_norm.weight is missing"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(RECIPES, E2B, dataclasses.replace(recipe, tops=tops))
             model = make_tiny(E2B, tmp_path / "model.gguf")
-        with pytest.raises(ModelFileError, match=told):
+        with pytest.raises(ModelFileError, match=problem):
             split_model(model, tmp_path / "out", cuts=(4,))
         assert not (tmp_path / "out").exists()
 

@@ -396,8 +396,8 @@ def test_experimental_keeps_to_windows_that_a_file_states(tmp_path: Path, monkey
     with pytest.raises(CutError, match="only together with one that has a window; legal cuts: 1-6"):
         split_model(model, tmp_path / "out", cuts=(7,), experimental=True)
     split_model(model, tmp_path / "out", cuts=(3,), experimental=True, probe=probe_artifact)
-    told = open_model(tmp_path / "out" / "stage-1.gguf").value("granite_swa.attention.sliding_window_pattern")
-    assert told == (False, True, True, True, False)
+    pattern = open_model(tmp_path / "out" / "stage-1.gguf").value("granite_swa.attention.sliding_window_pattern")
+    assert pattern == (False, True, True, True, False)
 
 
 def test_experimental_probes_a_certified_family_with_a_tensor_of_no_stage(tmp_path: Path) -> None:

@@ -146,6 +146,6 @@ def test_inspect_tells_how_wide_rows_are_and_what_a_lane_keeps(tmp_path: Path) -
     lines = CliRunner().invoke(inspect_command, [model]).stdout
     assert "width           64, 256 in rows between stages" in lines
     assert "state per lane" in lines
-    told = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
-    assert told["row_widths"] == [N_EMBD, *[STREAMS * N_EMBD] * 7]
-    assert told["state_bytes_per_lane_total"] == sum(inspect_model(Path(model)).state_bytes_per_lane) > 0
+    facts = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
+    assert facts["row_widths"] == [N_EMBD, *[STREAMS * N_EMBD] * 7]
+    assert facts["state_bytes_per_lane_total"] == sum(inspect_model(Path(model)).state_bytes_per_lane) > 0

@@ -38,7 +38,7 @@ def new_view(**facts: object) -> LiveView:
     return LiveView(0, 7 * S, facts)
 
 
-def told(view: LiveView, after: int = 0, now_ns: int = 9 * S) -> dict[str, Any]:
+def page_of(view: LiveView, after: int = 0, now_ns: int = 9 * S) -> dict[str, Any]:
     found = json.loads(view.answer(after, now_ns))
     assert isinstance(found, dict)
     return found
@@ -63,31 +63,31 @@ def log_of(*records: RequestRecord) -> RequestLog:
 
 def test_a_page_gets_what_came_after_the_look_it_saw() -> None:
     view = new_view(model_id="m")
-    assert told(view) == {"look": 0, "now_us": 9_000_000, "zero_unix_ms": 7_000, "facts": {"model_id": "m"},
+    assert page_of(view) == {"look": 0, "now_us": 9_000_000, "zero_unix_ms": 7_000, "facts": {"model_id": "m"},
                           "state": None, "looks": [], "points": []}  # fmt: skip
     log = log_of(record_of(5))
     for second in (1, 2, 3):
         view.update(seen(), log, second * S)
-    assert [look[0] for look in told(view)["looks"]] == [1, 2, 3]
-    assert [look[0] for look in told(view, 2)["looks"]] == [3]
-    assert len(told(view, 2)["points"]) == 1
-    assert told(view, 3)["looks"] == told(view, 3)["points"] == []
-    assert told(view, 99)["looks"] == told(view)["looks"], "a page that knows another process's looks"
-    assert told(view, 3)["looks"] == [], "and that was kept apart"
-    assert told(view)["looks"][0][1:] == [0, 1000, 2, [[0, 1, 10]], {"1": "cmpl-5-0"}]
+    assert [look[0] for look in page_of(view)["looks"]] == [1, 2, 3]
+    assert [look[0] for look in page_of(view, 2)["looks"]] == [3]
+    assert len(page_of(view, 2)["points"]) == 1
+    assert page_of(view, 3)["looks"] == page_of(view, 3)["points"] == []
+    assert page_of(view, 99)["looks"] == page_of(view)["looks"], "a page that knows another process's looks"
+    assert page_of(view, 3)["looks"] == [], "and that was kept apart"
+    assert page_of(view)["looks"][0][1:] == [0, 1000, 2, [[0, 1, 10]], {"1": "cmpl-5-0"}]
 
 
 def test_all_parts_are_bounded() -> None:
     view, log = new_view(), RequestLog()
     for number in range(1, 2 * POINTS_MAX):
         view.update(seen(), log, number * S)
-    found = told(view)
+    found = page_of(view)
     assert len(found["looks"]) == LOOKS_MAX
     assert len(found["points"]) == POINTS_MAX
     running = [record_of(number) for number in range(1, 3 + RUNNING_MAX)]
     ended = [record_of(1000 + number, ended_ns=(2000 - number) * MS) for number in range(3 + ENDED_MAX)]
     view.update(seen(), log_of(*ended, *running), 10_000 * S)
-    listed = [each["id"] for each in told(view)["state"]["requests"]]
+    listed = [each["id"] for each in page_of(view)["state"]["requests"]]
     assert len(listed) == RUNNING_MAX + ENDED_MAX
     assert listed[:2] == [f"cmpl-{RUNNING_MAX + 2}", f"cmpl-{RUNNING_MAX + 1}"], "the newest first"
     assert listed[RUNNING_MAX:][:2] == ["cmpl-1000", "cmpl-1001"], "the latest end first"
@@ -99,10 +99,10 @@ def test_all_parts_are_bounded() -> None:
 def test_rates_are_of_the_time_between_two_looks() -> None:
     view, log = new_view(), RequestLog()
     view.update(seen(), log, 10 * S)
-    assert told(view)["points"][0][1] is None, "nothing to compare with"
+    assert page_of(view)["points"][0][1] is None, "nothing to compare with"
     later = STAGE | {"steps": 150, "rows": 600, "padded_rows": 50, "busy_ns": S, "payload_bytes_out": 4_000}
     view.update(seen(DESCRIBED | {"generated_tokens": 160, "stages": [later]}), log, 12 * S)
-    found = told(view)
+    found = page_of(view)
     assert found["points"][1] == [12, 30.0, 2, 1, 0.1, 0.25, None, None, None, 3]
     (stage,) = found["state"]["stages"]
     assert stage["steps_per_s"] == 25.0
@@ -126,7 +126,7 @@ def test_no_rate_across_a_new_start_a_loss_or_a_pause(later: dict[str, Any], now
     view, log = new_view(), RequestLog()
     view.update(seen(), log, 10 * S)
     view.update(seen(DESCRIBED | {"stages": [later]}), log, now_ns)
-    assert "steps_per_s" not in told(view)["state"]["stages"][0]
+    assert "steps_per_s" not in page_of(view)["state"]["stages"][0]
 
 
 def test_first_tokens_and_times_between_tokens_since_the_look_before() -> None:
@@ -137,12 +137,12 @@ def test_first_tokens_and_times_between_tokens_since_the_look_before() -> None:
     session.token(10, 3 * S + 20 * MS)
     session.token(11, 3 * S + 60 * MS)
     view.update(seen(), log, 4 * S)
-    assert told(view)["points"][-1][6:9] == [2999.0, 30.0, 40.0]
+    assert page_of(view)["points"][-1][6:9] == [2999.0, 30.0, 40.0]
     session.token(12, 3 * S + 65 * MS)
     view.update(seen(), log, 5 * S)
-    assert told(view)["points"][-1][6:9] == [None, 5.0, 5.0], "each once"
+    assert page_of(view)["points"][-1][6:9] == [None, 5.0, 5.0], "each once"
     view.update(seen(), log, 6 * S)
-    assert told(view)["points"][-1][6:9] == [None, None, None]
+    assert page_of(view)["points"][-1][6:9] == [None, None, None]
 
 
 def test_how_far_a_request_is() -> None:
@@ -161,7 +161,7 @@ def test_how_far_a_request_is() -> None:
     done.streams[0].session.token(10, 9 * MS)
     done.streams[0].session.ended_ns = 9 * MS
     view.update(seen(), log_of(*records), 10 * MS)
-    found = {each["id"]: each for each in told(view)["state"]["requests"]}
+    found = {each["id"]: each for each in page_of(view)["state"]["requests"]}
     states = [found[record.completion_id]["state"] for record in records]
     assert states == ["tokenise", "queue", "prefill", "paused", "failed", "done"]
     assert found["cmpl-3"]["read_tokens"] == 4
@@ -172,6 +172,6 @@ def test_how_far_a_request_is() -> None:
 def test_a_loss_is_told_with_the_stage() -> None:
     view = new_view()
     view.update(seen(loss=(1, "it is gone"), is_recording=False), RequestLog(), S)
-    state = told(view)["state"]
+    state = page_of(view)["state"]
     assert state["loss"] == {"stage": 1, "why": "it is gone"}
     assert state["is_recording"] is False

@@ -124,8 +124,8 @@ def test_an_embedding_is_no_generated_token() -> None:
     assert figures[f"{names.METRIC_GENERATION_TOKENS}_total",] == 0
     assert figures[f"{names.METRIC_TTFT}_count",] == figures[f"{names.METRIC_REQUEST_GENERATION}_count",] == 0
     assert figures[f"{names.METRIC_REQUEST_PROMPT}_count",] == 1
-    told = world.observer.figures()
-    assert (told["generated_tokens"], told["prompt_tokens"]) == (0, 3)
+    counts = world.observer.figures()
+    assert (counts["generated_tokens"], counts["prompt_tokens"]) == (0, 3)
     assert record.streams[0].n_tokens == 0
 
 
@@ -243,9 +243,9 @@ def test_drafts_and_how_many_of_them_were_right() -> None:
     world.observer.sent([Frame(session.session_id, 4, (8,), Flag.WANTS_SAMPLE), row], 3_200)
     world.observer.sent([following], 3_200)
     assert (session.record.guesses.n_sent, session.record.guesses.n_accepted) == (3, 2)
-    told = world.observer.figures()
-    assert (told["generated_tokens"], told["drafted_tokens"], told["accepted_tokens"]) == (3, 3, 2)
-    assert told["prompt_tokens"] == 3, "tokens that come together are not each the first"
+    counts = world.observer.figures()
+    assert (counts["generated_tokens"], counts["drafted_tokens"], counts["accepted_tokens"]) == (3, 3, 2)
+    assert counts["prompt_tokens"] == 3, "tokens that come together are not each the first"
     figures = world.figures()
     for stem, value in (("drafts", 2), ("draft_tokens", 3), ("accepted_tokens", 2)):
         assert figures[f"relayline_spec_decode_num_{stem}_total",] == value

@@ -34,7 +34,7 @@ def batch(step: int, at_ms: float, sessions: Sequence[int], *, took_ms: float = 
                           close_reason="drained", members=members)  # fmt: skip
 
 
-def told(*batches: pb.BatchRecord, instance: str = "a") -> pb.BatchesResponse:
+def response_of(*batches: pb.BatchRecord, instance: str = "a") -> pb.BatchesResponse:
     return pb.BatchesResponse(instance_id=instance, batches=batches)
 
 
@@ -45,27 +45,27 @@ def numbers(steps: Sequence[Sequence[object]]) -> list[tuple[object, object]]:
 def test_a_step_is_shown_in_one_look_and_asked_for_once() -> None:
     looks = StepLooks(0)
     assert looks.after(0, "a") == 0
-    first = looks.look([told(batch(1, 10, [5]), batch(2, 12, [6])), told(batch(1, 11.5, [5]))], 20 * MS)
+    first = looks.look([response_of(batch(1, 10, [5]), batch(2, 12, [6])), response_of(batch(1, 11.5, [5]))], 20 * MS)
     assert numbers(first.steps) == [(0, 1), (1, 1), (0, 2)], "in order of time"
     assert (first.from_us, first.to_us, first.n_skipped) == (0, 20_000, 0)
     assert looks.after(0, "a") == 2
     assert looks.after(1, "a") == 1
     assert looks.after(0, "b") == 0, "a stage that was started anew counts from one"
-    second = looks.look([told(batch(3, 21, [5])), None], 30 * MS)
+    second = looks.look([response_of(batch(3, 21, [5])), None], 30 * MS)
     assert numbers(second.steps) == [(0, 3)]
     assert (second.from_us, second.to_us) == (20_000, 30_000)
     assert looks.after(1, "a") == 1, "no answer forgets nothing"
     # While one look was on its way a step ended that only the next one is told of.
-    third = looks.look([told(batch(4, 25, [5], took_ms=4)), told(batch(2, 26, [5]))], 40 * MS)
+    third = looks.look([response_of(batch(4, 25, [5], took_ms=4)), response_of(batch(2, 26, [5]))], 40 * MS)
     assert numbers(third.steps) == [(0, 4), (1, 2)]
     assert third.n_skipped == 0
 
 
 def test_what_is_skipped_is_counted_and_shown_of_no_stage() -> None:
     looks = StepLooks(0)
-    looks.look([told(batch(1, 1, [5])), told(batch(1, 2, [5]))], 3 * MS)
+    looks.look([response_of(batch(1, 1, [5])), response_of(batch(1, 2, [5]))], 3 * MS)
     # Of stage 0 steps 2 to 9 were too many: before its step 10 nothing is shown, of stage 1 neither.
-    found = looks.look([told(batch(10, 50, [5])), told(batch(2, 5, [5]), batch(3, 52, [5]))], 60 * MS)
+    found = looks.look([response_of(batch(10, 50, [5])), response_of(batch(2, 5, [5]), batch(3, 52, [5]))], 60 * MS)
     assert numbers(found.steps) == [(0, 10), (1, 3)]
     assert found.n_skipped == 8 + 1
     assert found.from_us == 50_000
@@ -79,16 +79,16 @@ def test_what_a_step_says() -> None:
         members=[pb.BatchMember(session_id=50, n_rows=1, wait_ns=4_000),
                  pb.BatchMember(session_id=60, n_rows=2, is_prefill=True, wait_ns=7_000)],
     )  # fmt: skip
-    looks.look([told(batch(6, 1, []))], 2 * MS)
-    found = looks.look([told(record)], 6 * MS)
+    looks.look([response_of(batch(6, 1, []))], 2 * MS)
+    found = looks.look([response_of(record)], 6 * MS)
     assert found.steps == [[0, 7, 2_000, 2_000, 3, 1, 0, "row_cap", 7, 1_000, 9, 6, 12, 2, [1, 1, 2, -2]]]
     assert found.streams == {1: 50, 2: 60}
-    again = looks.look([told(batch(8, 7, [60]))], 8 * MS)
+    again = looks.look([response_of(batch(8, 7, [60]))], 8 * MS)
     assert again.streams == {2: 60}, "a stream keeps its number"
 
 
 def test_members_are_named_up_to_a_bound() -> None:
-    found = StepLooks(0).look([told(batch(1, 1, range(1, MEMBERS_MAX + 9)))], 2 * MS)
+    found = StepLooks(0).look([response_of(batch(1, 1, range(1, MEMBERS_MAX + 9)))], 2 * MS)
     (step,) = found.steps
     assert step[13] == MEMBERS_MAX + 8
     assert len(step[14]) == 2 * MEMBERS_MAX  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_members_are_named_up_to_a_bound() -> None:
 
 def test_a_stage_that_sends_more_than_it_was_asked_for_is_cut_off() -> None:
     many = [batch(step, step, range(1, 3 * MEMBERS_READ_MAX)) for step in range(1, 2 * STEPS_PER_STAGE_MAX)]
-    found = StepLooks(0).look([told(*many)], 1000 * MS)
+    found = StepLooks(0).look([response_of(*many)], 1000 * MS)
     assert len(found.steps) == STEPS_PER_STAGE_MAX
     assert found.steps[-1][1] == 2 * STEPS_PER_STAGE_MAX - 1, "the newest"
     assert found.n_skipped == STEPS_PER_STAGE_MAX - 1
@@ -107,18 +107,18 @@ def test_overlap_wait_and_hop_come_from_the_steps_shown() -> None:
     looks = StepLooks(0)
     first = [batch(1, 0, [5], took_ms=10, position=3), batch(2, 10, [6], took_ms=10, position=4)]
     second = [batch(1, 12, [5], took_ms=8, wait_ms=1, position=3)]
-    found = looks.look([told(*first), told(*second)], 20 * MS)
+    found = looks.look([response_of(*first), response_of(*second)], 20 * MS)
     assert found.overlap["2+"] == pytest.approx(0.4)
     assert [stage.wait_p50_ms for stage in found.stages] == [0.0, 1.0]
     assert [stage.hop_ms for stage in found.stages] == [None, 1.0], "ended at 10, there at 11"
-    assert looks.look([told(), None], 30 * MS).overlap == {}
+    assert looks.look([response_of(), None], 30 * MS).overlap == {}
 
 
 def test_two_groups_have_two_numbers_on_both_stages() -> None:
     looks = StepLooks(0)
     stage0 = [batch(n, 10 * n, [1, 2] if n % 2 else [3, 4]) for n in range(1, 7)]
     stage1 = [batch(n, 10 * n + 5, [1, 2] if n % 2 else [3, 4]) for n in range(1, 7)]
-    steps = looks.look([told(*stage0), told(*stage1)], 100 * MS).steps
+    steps = looks.look([response_of(*stage0), response_of(*stage1)], 100 * MS).steps
     by_stage = [[step[6] for step in steps if step[0] == stage] for stage in (0, 1)]
     assert by_stage == [[0, 1] * 3] * 2
 
@@ -144,7 +144,7 @@ def test_numbers_of_groups_are_bounded() -> None:
 
 
 def test_a_prompt_alone_is_no_group() -> None:
-    (step,) = StepLooks(0).look([told(batch(1, 1, [5], is_prefill=True))], 2 * MS).steps
+    (step,) = StepLooks(0).look([response_of(batch(1, 1, [5], is_prefill=True))], 2 * MS).steps
     assert step[6] == NO_GROUP
 
 

@@ -30,27 +30,27 @@ class Looks:
     def take(
         self, seconds: int, *steps_ms: float, overhead_ms: float = 0.0, n_steps: int = STEPS_MIN
     ) -> list[Imbalance]:
-        told = []
+        findings = []
         for _ in range(seconds):
             costs = [cost(ms) for ms in steps_ms]
             found = self.watch.look(costs, 16, n_steps=n_steps, overhead_ns=overhead_ms * MS, now_ns=self.now_ns)
-            told += [found] if found is not None else []
+            findings += [found] if found is not None else []
             self.now_ns += S
-        return told
+        return findings
 
 
 def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
     looks = Looks()
     assert looks.take(300, 10, 10) == []
     assert looks.take(60, 10, 30) == [], "a minute has not passed"
-    (told,) = looks.take(120, 10, 30)
-    assert told.slowest == 1
-    assert told.layers == ((0, 15), (15, 20)), "three times as slow, a third of the layers"
+    (finding,) = looks.take(120, 10, 30)
+    assert finding.slowest == 1
+    assert finding.layers == ((0, 15), (15, 20)), "three times as slow, a third of the layers"
     # Sixteen streams in two groups: from 2 x 30 ms a cycle to 2 x 15 ms.
-    assert told.gain == pytest.approx(1.0)
+    assert finding.gain == pytest.approx(1.0)
     assert looks.watch.reported is not None
     assert looks.watch.reported.describe(looks.now_ns)["for_s"] == pytest.approx(180.0)
-    assert told.words(["desk", "laptop"]).startswith(
+    assert finding.words(["desk", "laptop"]).startswith(
         "laptop slows the pipeline down: with layers 0-14, 15-19 it would make about 100% more tokens"
     )
 

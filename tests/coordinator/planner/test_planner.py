@@ -166,14 +166,14 @@ def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.Da
 def test_where_nothing_fits_the_remedies_are_true(instance: Instance) -> None:
     if best_split(instance) is not None:
         return
-    told = explain(instance)
+    infeasible = explain(instance)
     unlimited = best_split(instance, ignore_memory=True)
     if unlimited is None:
-        assert "cannot make" in told.text
+        assert "cannot make" in infeasible.text
         return
-    assert told.shortages
-    assert all(short.missing_bytes > 0 for short in told.shortages)
-    for remedy in told.remedies:
+    assert infeasible.shortages
+    assert all(short.missing_bytes > 0 for short in infeasible.shortages)
+    for remedy in infeasible.remedies:
         if remedy.startswith("lanes: "):
             lanes = int(remedy.split()[1])
             assert 0 < lanes < instance.load.n_lanes
@@ -317,9 +317,9 @@ def test_one_more_machine_is_proposed_with_the_memory_that_it_needs() -> None:
     hosts = tuple(dataclasses.replace(host, memory_bytes=2 * GIB) for host in instance.hosts)
     tight = dataclasses.replace(instance, hosts=hosts)
     assert best_split(tight) is None
-    told = explain(tight)
-    assert {short.place for short in told.shortages} <= {"stage stage-0", "stage stage-1"}
-    (more,) = (remedy for remedy in told.remedies if remedy.startswith("one more machine"))
+    infeasible = explain(tight)
+    assert {short.place for short in infeasible.shortages} <= {"stage stage-0", "stage stage-1"}
+    (more,) = (remedy for remedy in infeasible.remedies if remedy.startswith("one more machine"))
     gib = float(more.split()[-2])
     assert 0 < gib < 6
     for size, fits in ((gib, True), (gib - 0.5, False)):

@@ -98,10 +98,10 @@ def test_flights_with_prompt_rows_that_follow_each_other() -> None:
         launch(flights, Kind.PREFILL, frame(1, position - 4, 4, Flag.PREFILL))
     assert (flights.n_with_chunks, flights.n_chunks, flights.n_chunks_running) == (2, 2, 2)
     launch(flights, Kind.DECODE, frame(8, 5))
-    before, beside = flights.answered(9, 6), flights.answered(8, 6)
+    before, concurrent = flights.answered(9, 6), flights.answered(8, 6)
     assert before is not None
-    assert beside is not None
-    assert (before.n_chunks_before, beside.n_chunks_before) == (0, -1)
+    assert concurrent is not None
+    assert (before.n_chunks_before, concurrent.n_chunks_before) == (0, -1)
     flights.answered(1, 4)
     flights.answered(1, 8)
     assert (flights.n_with_chunks, flights.n_chunks_running) == (0, 0)

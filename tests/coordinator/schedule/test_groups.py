@@ -151,11 +151,11 @@ def test_contexts_are_told_apart_in_eighths_and_cost_nothing_where_they_have_no_
 def test_prompts_get_a_flight_more_where_decode_alone_leaves_stages_idle() -> None:
     """Steps that cost 8 ms however few their rows, the first stage a third quicker: one flight of all is quickest."""
     made = GroupPlanner([StageCost(CURVES["smooth"](factor), CURVES["smooth"](factor), 512) for factor in (0.6, 1.0)])
-    quiet, beside = made.plan(11, n_prompts=0), made.plan(11, n_prompts=8)
+    quiet, mixed = made.plan(11, n_prompts=0), made.plan(11, n_prompts=8)
     assert (quiet.n_groups, quiet.group_rows) == (1, 11)
-    assert (beside.n_groups, beside.group_rows) == (2, 6)
-    assert beside.ride_rows > 0
-    assert 2 * made.mixed_ns(6, beside.ride_rows) <= beside.latency_max_ns
+    assert (mixed.n_groups, mixed.group_rows) == (2, 6)
+    assert mixed.ride_rows > 0
+    assert 2 * made.mixed_ns(6, mixed.ride_rows) <= mixed.latency_max_ns
     busy = planner(2, "smooth")
     assert busy.plan(16, n_prompts=1).n_groups == busy.plan(16, n_prompts=0).n_groups == 2
 
@@ -326,5 +326,5 @@ def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_pad
     assert shared.decode_ns(3) == curve.cost_ns(4)
     assert apart.decode_ns(3) == curve.cost_ns(3)
     assert apart.mixed_ns(2, 6) == curve.cost_ns(2) + curve.cost_ns(6) > shared.mixed_ns(2, 6)
-    beside, alone = (GroupPlanner([cost, cost]).rides(2)[:3] for cost in (shared, apart))
-    assert (beside, alone) == ([2, 6, 10], [1, 2, 4]), "what fills tiles, by itself or with the decode rows"
+    with_decode, alone = (GroupPlanner([cost, cost]).rides(2)[:3] for cost in (shared, apart))
+    assert (with_decode, alone) == ([2, 6, 10], [1, 2, 4]), "what fills tiles, by itself or with the decode rows"

@@ -49,8 +49,8 @@ def test_a_follower_leaves_behind_its_leaders_rows() -> None:
     scheduler.control(follower.start())
     follower.follow(leader, len(SYSTEM))
     scheduler.prompt(follower)
-    told = [[(f.session.session_id, f.position, len(f.tokens)) for f in envelope] for envelope in scheduler.take(0)]
-    assert told == [[(1, 0, 0), (2, 0, 0), (1, 0, 24)], [(1, 24, 18)], [(2, 40, 0), (2, 40, 1)]]
+    sent = [[(f.session.session_id, f.position, len(f.tokens)) for f in envelope] for envelope in scheduler.take(0)]
+    assert sent == [[(1, 0, 0), (2, 0, 0), (1, 0, 24)], [(1, 24, 18)], [(2, 40, 0), (2, 40, 1)]]
 
 
 def test_whose_rows_others_wait_for_is_as_urgent_as_they() -> None:

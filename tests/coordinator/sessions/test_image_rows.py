@@ -86,8 +86,8 @@ def test_rows_in_a_grid_say_their_places_again_after_a_loss() -> None:
         one.stops = [3, 5, 6]  # nor do they keep a checkpoint there
         frames = [chunk.leave() for chunk in chunks_of(one, 2)]
         assert frames[0].position == begin
-        told = [(frame.position, *grid_of(frame.argument)) for frame in frames if frame.flags & Flag.GRID]
-        assert told == [(2, 0, 3, 1), (4, 2, 3, 1), (5, 0, 1, 2)]
+        places = [(frame.position, *grid_of(frame.argument)) for frame in frames if frame.flags & Flag.GRID]
+        assert places == [(2, 0, 3, 1), (4, 2, 3, 1), (5, 0, 1, 2)]
         assert [frame.position + len(frame.tokens) for frame in frames if frame.flags & Flag.CHECKPOINT] == [5]
     assert image_refusal(in_grids(), 0, takes_grids=True) is None
     refused = image_refusal(in_grids(), 64, takes_grids=False)
@@ -140,9 +140,9 @@ def test_every_stage_has_to_know_them() -> None:
     assert facts_of_all(facts).mutual_rows_max == 0
     assert not facts_of_all(facts).takes_grids
     assert facts_of_all([pb.DescribeResponse(takes_grids=True)]).takes_grids
-    told = new_facts(0, 1)
-    assert told.describe().takes_mutual_rows
-    assert not dataclasses.replace(told, keeps_state=True).describe().takes_mutual_rows
+    stage = new_facts(0, 1)
+    assert stage.describe().takes_mutual_rows
+    assert not dataclasses.replace(stage, keeps_state=True).describe().takes_mutual_rows
 
 
 def facts_of_all(facts: list[pb.DescribeResponse]) -> Connection:

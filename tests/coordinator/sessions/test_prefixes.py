@@ -29,7 +29,7 @@ def ended(session_id: int, tokens: list[int], lane: int = 0) -> Session:
     return session
 
 
-def told(frames: list[OutFrame]) -> list[tuple[str, int, int, int]]:
+def controls_of(frames: list[OutFrame]) -> list[tuple[str, int, int, int]]:
     return [(NAMES[frame.flags], frame.session.session_id, frame.position, frame.argument) for frame in frames]
 
 
@@ -44,14 +44,14 @@ def run_of(first: int, n_tokens: int) -> list[int]:
 def test_the_next_turn_of_a_chat_goes_on_where_the_last_ended() -> None:
     kept = Prefixes(2, itertools.count(100), lambda: [1, 2, 3], {})
     turn = run_of(0, 50)
-    assert told(kept.keep(ended(1, turn))) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
+    assert controls_of(kept.keep(ended(1, turn))) == [("open", 100, 0, 4), ("copy", 100, 50, 1)]
     following = session_of(2, [*turn, 9, 77, 78], lane=0)
-    assert told(kept.start(following)) == [("open", 2, 0, 1), ("copy", 2, 50, 100)]
+    assert controls_of(kept.start(following)) == [("open", 2, 0, 1), ("copy", 2, 50, 100)]
     assert (following.n_sent, following.n_copied, following.prefill_left) == (50, 50, 3)
     chunk = following.next_chunk(64)
     assert chunk is not None
     assert (chunk.position, chunk.tokens) == (50, (9, 77, 78))
-    longer = told(kept.keep(ended(2, [*turn, 9, 77, 78, 5])))
+    longer = controls_of(kept.keep(ended(2, [*turn, 9, 77, 78, 5])))
     assert longer == [("close", 100, 0, 0), ("open", 101, 0, 4), ("copy", 101, 54, 2)], "one lane for each chat"
     assert kept.figures() == {"lanes": 1, "tokens": 54}
 
@@ -68,9 +68,9 @@ def test_who_begins_alike_shares_the_longest_beginning() -> None:
     kept, system = prefixes(3, [1, 2, 3]), run_of(0, 40)
     kept.keep(ended(1, [*system, *run_of(1_000, 10)]))
     kept.keep(ended(2, [*system, *run_of(2_000, 10)]))
-    assert told(kept.start(session_of(3, [*system, *run_of(2_000, 5), 7])))[1] == ("copy", 3, 45, 101)
-    assert told(kept.start(session_of(4, [*system, *run_of(3_000, 5)])))[1][2] == 40
-    assert told(kept.start(session_of(5, [*system[: PREFIX_TOKENS_MIN - 1], 7, 7]))) == [("open", 5, 0, 1)]
+    assert controls_of(kept.start(session_of(3, [*system, *run_of(2_000, 5), 7])))[1] == ("copy", 3, 45, 101)
+    assert controls_of(kept.start(session_of(4, [*system, *run_of(3_000, 5)])))[1][2] == 40
+    assert controls_of(kept.start(session_of(5, [*system[: PREFIX_TOKENS_MIN - 1], 7, 7]))) == [("open", 5, 0, 1)]
 
 
 def test_what_a_session_would_copy_is_the_last_lane_that_it_takes() -> None:
@@ -87,7 +87,7 @@ def test_what_is_kept_already_is_kept_once() -> None:
     kept.keep(ended(1, run_of(1_000, 60)))
     kept.keep(ended(2, run_of(2_000, 60)))
     assert kept.keep(ended(3, run_of(1_000, 40))) == []
-    assert told(kept.keep(ended(4, run_of(4_000, 40))))[0] == ("close", 101, 0, 0), "the other was used last"
+    assert controls_of(kept.keep(ended(4, run_of(4_000, 40))))[0] == ("close", 101, 0, 0), "the other was used last"
 
 
 def test_kept_lanes_yield_the_one_longest_unused_first() -> None:
@@ -96,10 +96,10 @@ def test_kept_lanes_yield_the_one_longest_unused_first() -> None:
     kept.keep(ended(2, run_of(2_000, 40), lane=0))
     kept.start(session_of(3, run_of(1_000, 60), lane=0))
     assert kept.lanes == [1, 2]
-    assert told(kept.keep(ended(4, run_of(4_000, 40), lane=0))) == [
+    assert controls_of(kept.keep(ended(4, run_of(4_000, 40), lane=0))) == [
         ("close", 101, 0, 0), ("open", 102, 0, 2), ("copy", 102, 40, 4),
     ]  # fmt: skip
-    assert told(kept.start(session_of(5, [1, 2], lane=2))) == [("close", 100, 0, 0), ("open", 5, 0, 3)]
+    assert controls_of(kept.start(session_of(5, [1, 2], lane=2))) == [("close", 100, 0, 0), ("open", 5, 0, 3)]
     assert kept.lanes == [1]
 
 
@@ -118,7 +118,7 @@ def test_who_leaves_in_the_middle_of_an_answer_leaves_what_is_computed_and_in_th
     session.next_chunk(64)
     session.sampled(50, 7)
     session.sampled(51, 8)
-    assert told(kept.keep(session)) == [("open", 100, 0, 3), ("copy", 100, 51, 1)]
+    assert controls_of(kept.keep(session)) == [("open", 100, 0, 3), ("copy", 100, 51, 1)]
 
 
 def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
@@ -126,9 +126,9 @@ def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
     kept.keep(ended(1, run_of(1_000, 40)))
     kept.keep(ended(2, run_of(2_000, 40)))
     assert kept.refused([7, 0], is_full=False) == []
-    assert told(kept.refused([7, 100], is_full=False)) == [("close", 100, 0, 0)]
-    assert told(kept.start(session_of(3, run_of(1_000, 60)))) == [("open", 3, 0, 1)]
-    assert told(kept.refused([3], is_full=True)) == [("close", 101, 0, 0)], "lanes are short"
+    assert controls_of(kept.refused([7, 100], is_full=False)) == [("close", 100, 0, 0)]
+    assert controls_of(kept.start(session_of(3, run_of(1_000, 60)))) == [("open", 3, 0, 1)]
+    assert controls_of(kept.refused([3], is_full=True)) == [("close", 101, 0, 0)], "lanes are short"
 
 
 def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
@@ -136,10 +136,10 @@ def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
     kept.keep(ended(1, run_of(0, 50)))
     session = session_of(2, run_of(0, 60))
     session.replays = 1
-    assert told(kept.start(session)) == [("open", 2, 0, 1)]
+    assert controls_of(kept.start(session)) == [("open", 2, 0, 1)]
     assert len(kept.start(session_of(3, run_of(0, 60)))) == 2
     kept.renew(3, is_per_lane=True)
-    assert told(kept.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0, 1)], "another epoch"
+    assert controls_of(kept.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0, 1)], "another epoch"
 
 
 def test_who_asks_for_it_is_computed_alone() -> None:
@@ -147,7 +147,7 @@ def test_who_asks_for_it_is_computed_alone() -> None:
     kept.keep(ended(1, run_of(0, 50)))
     session = session_of(2, run_of(0, 60))
     session.request = dataclasses.replace(session.request, cache_prompt=False)
-    assert told(kept.start(session)) == [("open", 2, 0, 1)]
+    assert controls_of(kept.start(session)) == [("open", 2, 0, 1)]
     session.state = State.DONE
     assert kept.keep(session) == []
     assert kept.figures() == {"lanes": 1, "tokens": 50}

@@ -33,7 +33,7 @@ def ended(session_id: int, tokens: list[int], *, cached: bool = True) -> Session
     return session
 
 
-def told(frames: list[OutFrame]) -> list[tuple[str, int, int]]:
+def controls_of(frames: list[OutFrame]) -> list[tuple[str, int, int]]:
     return [(NAMES[frame.flags], frame.session.session_id, frame.position) for frame in frames]
 
 
@@ -51,12 +51,12 @@ def run_of(first: int, n_tokens: int) -> list[int]:
 
 def test_where_no_lane_is_spare_a_turn_is_stored_and_comes_back() -> None:
     made, turn = prefixes(), run_of(0, 50)
-    assert told(made.keep(ended(1, turn))) == [("store", 1, 50)]
+    assert controls_of(made.keep(ended(1, turn))) == [("store", 1, 50)]
     following = session_of(2, [*turn, 9, 77])
-    assert told(made.start(following)) == [("open", 2, 0), ("restore", 2, 50)]
+    assert controls_of(made.start(following)) == [("open", 2, 0), ("restore", 2, 50)]
     assert (following.n_sent, following.n_copied, following.prefill_left) == (50, 50, 2)
     longer = made.keep(ended(2, [*turn, 9, 77, 5]))
-    assert told(longer) == [("store", 2, 53), ("store", 2, 0)], "the earlier turn gives its place up"
+    assert controls_of(longer) == [("store", 2, 53), ("store", 2, 0)], "the earlier turn gives its place up"
     assert longer[1].argument == key_of(array("i", turn))
     assert made.tier.figures() == {"prefixes": 1, "tokens": 53, "stored": 2, "restored": 1}
 
@@ -64,26 +64,26 @@ def test_where_no_lane_is_spare_a_turn_is_stored_and_comes_back() -> None:
 def test_a_prefix_that_is_soon_read_again_is_not_stored() -> None:
     made = prefixes(facts=TierFacts(is_used=True, store_from_ns=5_000_000))  # more than 64 tokens of CURVE
     assert made.keep(ended(1, run_of(0, 50))) == []
-    assert told(made.keep(ended(2, run_of(0, 100)))) == [("store", 2, 100)]
+    assert controls_of(made.keep(ended(2, run_of(0, 100)))) == [("store", 2, 100)]
     made.renew(4, is_per_lane=False, tier=TierFacts(is_used=True, store_from_ns=5_000_000))
-    assert told(made.keep(ended(3, run_of(500, 50)))) == [("store", 3, 50)], "how long it takes is not known"
+    assert controls_of(made.keep(ended(3, run_of(500, 50)))) == [("store", 3, 50)], "how long it takes is not known"
 
 
 def test_a_kept_lane_that_is_taken_goes_to_the_tier_first() -> None:
     made = prefixes(2, (1, 2))
     made.renew(4, is_per_lane=True, tier=TierFacts(is_used=True), read_ns=READ_NS)
-    assert told(made.keep(ended(1, run_of(0, 50)))) == [("open", 100, 0), ("copy", 100, 50)]
-    assert told(made.start(session_of(2, run_of(900, 40), lane=2))) == [
+    assert controls_of(made.keep(ended(1, run_of(0, 50)))) == [("open", 100, 0), ("copy", 100, 50)]
+    assert controls_of(made.start(session_of(2, run_of(900, 40), lane=2))) == [
         ("store", 100, 50), ("close", 100, 0), ("open", 2, 0),
     ]  # fmt: skip
-    assert told(made.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
+    assert controls_of(made.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
 
 
 def test_a_part_of_what_is_stored_will_do() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 50)))
-    assert told(made.start(session_of(2, [*run_of(0, 44), 7, 7])))[1:] == [("restore", 2, 44)]
-    assert told(made.start(session_of(3, [*run_of(0, 20), 7, 7])))[1:] == [], "so few are as quickly read"
+    assert controls_of(made.start(session_of(2, [*run_of(0, 44), 7, 7])))[1:] == [("restore", 2, 44)]
+    assert controls_of(made.start(session_of(3, [*run_of(0, 20), 7, 7])))[1:] == [], "so few are as quickly read"
 
 
 def test_with_a_recurrent_state_checkpoints_and_the_end_will_do() -> None:
@@ -91,16 +91,16 @@ def test_with_a_recurrent_state_checkpoints_and_the_end_will_do() -> None:
     session = ended(1, run_of(0, 50))
     session.checkpoints = [36]
     made.keep(session)
-    assert told(made.start(session_of(2, [*run_of(0, 50), 7])))[1:] == [("restore", 2, 50)]
+    assert controls_of(made.start(session_of(2, [*run_of(0, 50), 7])))[1:] == [("restore", 2, 50)]
     part = session_of(3, [*run_of(0, 44), 7, 7])
-    assert told(made.start(part))[1:] == [("restore", 3, 36)]
+    assert controls_of(made.start(part))[1:] == [("restore", 3, 36)]
     assert part.checkpoints == [36]
 
 
 def test_what_would_take_longer_than_reading_is_not_brought_back() -> None:
     slow = prefixes(facts=TierFacts(is_used=True, token_ns=1_000_000.0))
     slow.keep(ended(1, run_of(0, 60)))
-    assert told(slow.start(session_of(2, run_of(0, 60)))) == [("open", 2, 0)]
+    assert controls_of(slow.start(session_of(2, run_of(0, 60)))) == [("open", 2, 0)]
     assert read_time(COSTS)(128) == 2 * COSTS[0].prefill_ns(64)
 
 
@@ -110,7 +110,7 @@ def test_nobody_is_stored_who_said_not_to_nor_where_a_stage_has_no_tier() -> Non
     assert prefixes(facts=TierFacts()).keep(ended(1, run_of(0, 50))) == []
     assert prefixes(0).keep(ended(1, run_of(0, 50))) == [], "prefixes are turned off"
     made.keep(ended(1, run_of(0, 50)))
-    assert told(made.start(session_of(2, run_of(0, 50), cached=False))) == [("open", 2, 0)]
+    assert controls_of(made.start(session_of(2, run_of(0, 50), cached=False))) == [("open", 2, 0)]
 
 
 def test_what_a_stage_refused_is_forgotten() -> None:
@@ -120,7 +120,7 @@ def test_what_a_stage_refused_is_forgotten() -> None:
     made.start(session)
     made.refused((2, 0), is_full=False)
     assert made.tier.figures()["prefixes"] == 0
-    assert told(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
+    assert controls_of(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
 
 
 def test_of_an_epoch_stays_what_all_stages_still_have() -> None:
@@ -130,19 +130,21 @@ def test_of_an_epoch_stays_what_all_stages_still_have() -> None:
     keys = [key_of(array("i", run_of(first, 50))) for first in (0, 500)]
     stored = stored_by_all([{keys[0]: 50, keys[1]: 50}, {keys[1]: 50}])
     made.renew(4, is_per_lane=False, tier=TierFacts(stored, is_used=True), read_ns=READ_NS)
-    assert told(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
-    assert told(made.start(session_of(4, run_of(500, 46))))[1:] == [("restore", 4, 45)], "its tokens are known"
+    assert controls_of(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
+    assert controls_of(made.start(session_of(4, run_of(500, 46))))[1:] == [("restore", 4, 45)], "its tokens are known"
 
 
 def test_what_an_earlier_coordinator_stored_is_known_by_its_key() -> None:
     stored = {key_of(array("i", run_of(first, n))): n for first, n in ((0, 40), (0, 50), (500, 40))}
     made = prefixes(facts=TierFacts(stored, is_used=True))
-    assert told(made.start(session_of(2, run_of(0, 46))))[1:] == [("restore", 2, 40)]
-    assert told(made.start(session_of(3, run_of(0, 60))))[1:] == [("restore", 3, 50)]
-    assert told(made.start(session_of(4, run_of(0, 45))))[1:] == [("restore", 4, 44)], "by now its tokens are known"
+    assert controls_of(made.start(session_of(2, run_of(0, 46))))[1:] == [("restore", 2, 40)]
+    assert controls_of(made.start(session_of(3, run_of(0, 60))))[1:] == [("restore", 3, 50)]
+    assert controls_of(made.start(session_of(4, run_of(0, 45))))[1:] == [("restore", 4, 44)], (
+        "by now its tokens are known"
+    )
 
 
 def test_with_disks_every_answer_is_stored_as_it_ends() -> None:
     made = prefixes(2, (1, 2), TierFacts(is_used=True, is_on_disk=True))
-    assert told(made.keep(ended(1, run_of(0, 50)))) == [("store", 1, 50), ("open", 100, 0), ("copy", 100, 50)]
-    assert told(made.start(session_of(2, [*run_of(0, 50), 4])))[1:] == [("copy", 2, 50)], "a lane is nearer"
+    assert controls_of(made.keep(ended(1, run_of(0, 50)))) == [("store", 1, 50), ("open", 100, 0), ("copy", 100, 50)]
+    assert controls_of(made.start(session_of(2, [*run_of(0, 50), 4])))[1:] == [("copy", 2, 50)], "a lane is nearer"

@@ -29,12 +29,12 @@ def test_it_is_what_a_line_takes() -> None:
         for _ in range(256):
             ends[ends.index(min(ends))] = min(ends) + hold_s * rng.uniform(0.5, 1.5)
         took_s = min(ends) - now_s
-        told_s = turnover.wait_s(256, 32, [Holding(round(hold_s / 2 * S))] * 32)
-        assert told_s == pytest.approx(min(took_s, RETRY_AFTER_MAX_S), rel=0.25, abs=1)
+        advised_s = turnover.wait_s(256, 32, [Holding(round(hold_s / 2 * S))] * 32)
+        assert advised_s == pytest.approx(min(took_s, RETRY_AFTER_MAX_S), rel=0.25, abs=1)
 
 
 @pytest.mark.parametrize(
-    ("held_s", "running_s", "n_before", "n_lanes", "told_s"),
+    ("held_s", "running_s", "n_before", "n_lanes", "advised_s"),
     [
         ([], [], 0, 4, 1),  # nothing is known
         ([], [8.0] * 4, 3, 4, 8),  # none has ended yet
@@ -46,12 +46,12 @@ def test_it_is_what_a_line_takes() -> None:
     ],
 )
 def test_bounds_and_what_is_not_known(
-    held_s: list[float], running_s: list[float], n_before: int, n_lanes: int, told_s: int
+    held_s: list[float], running_s: list[float], n_before: int, n_lanes: int, advised_s: int
 ) -> None:
     turnover = Turnover()
     for each in held_s:
         turnover.left(round(each * S))
-    assert turnover.wait_s(n_before, n_lanes, [Holding(round(each * S)) for each in running_s]) == told_s
+    assert turnover.wait_s(n_before, n_lanes, [Holding(round(each * S)) for each in running_s]) == advised_s
 
 
 def test_before_any_lane_was_given_back_the_running_requests_are_foreseen() -> None:

@@ -144,9 +144,9 @@ def test_developer_turns_are_not_lost_where_the_template_only_has_the_word(befor
 @pytest.mark.parametrize("refusal", ["", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"])
 def test_system_turns_that_a_template_does_not_take_stand_before_the_first_user_turn(refusal: str) -> None:
     source = refusal + "{% set known = ('user', 'assistant') %}" + LOOP
-    told = {"role": "system", "content": "be brief"}, {"role": "developer", "content": "be kind"}
+    system_turns = {"role": "system", "content": "be brief"}, {"role": "developer", "content": "be kind"}
     answer = {"role": "assistant", "content": "yes"}
-    assert render(source, *told, USER, answer, USER) == "[user]be brief\n\nbe kind\n\nhi[assistant]yes[user]hi"
+    assert render(source, *system_turns, USER, answer, USER) == "[user]be brief\n\nbe kind\n\nhi[assistant]yes[user]hi"
 
 
 def test_a_role_that_nobody_knows_is_refused() -> None:

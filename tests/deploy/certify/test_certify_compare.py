@@ -74,16 +74,16 @@ def test_first_and_widest_disagreement() -> None:
     found = reference.copy()
     reference[1, 0], found[1, 0] = 4.5, 6.0  # a margin of 0.5
     found[2, 1] = 9.0  # a margin of 5
-    told = compare([(reference, run_of(found))])
-    assert told.n_agree == 1
-    assert told.agreement == pytest.approx(1 / 3)
-    assert told.max_abs == 9.0
-    assert told.first is not None
-    assert told.widest is not None
-    first, widest = told.first, told.widest
+    comparison = compare([(reference, run_of(found))])
+    assert comparison.n_agree == 1
+    assert comparison.agreement == pytest.approx(1 / 3)
+    assert comparison.max_abs == 9.0
+    assert comparison.first is not None
+    assert comparison.widest is not None
+    first, widest = comparison.first, comparison.widest
     assert (first.session, first.position, first.reference_token, first.found_token) == ("s", 4, 2, 0)
     assert first.margin == pytest.approx(0.5)
-    assert first.relative_margin == pytest.approx(0.5 / told.deviation)
+    assert first.relative_margin == pytest.approx(0.5 / comparison.deviation)
     assert (widest.position, widest.margin) == (5, 5.0)
 
 
@@ -92,10 +92,10 @@ def test_what_is_not_finite_is_infinitely_different_and_fails(value: float) -> N
     reference = random_logits()
     found = reference.copy()
     found[2, 7] = value
-    told = compare([(reference, run_of(found))])
-    assert told.max_relative == math.inf
+    comparison = compare([(reference, run_of(found))])
+    assert comparison.max_relative == math.inf
     for is_exact in (True, False):
-        assert verdict(told, told, tolerance_for(noise_of(1.0), same_kernels=True), is_exact=is_exact)
+        assert verdict(comparison, comparison, tolerance_for(noise_of(1.0), same_kernels=True), is_exact=is_exact)
 
 
 def test_masked_tokens_are_equal() -> None:
@@ -159,9 +159,9 @@ def test_f16_fails_only_on_a_flip_across_a_margin(noise: float, margin: float) -
         deviation = compare([(reference, run_of(reference))]).deviation
         reference[1, 1] -= share * margin * deviation
         found[1, 0], found[1, 1] = 19.0, 20.0
-        told = compare([(reference, run_of(found))])
-        assert told.n_agree == 5
-        reason = verdict(told, told, tolerance, is_exact=False)
+        comparison = compare([(reference, run_of(found))])
+        assert comparison.n_agree == 5
+        reason = verdict(comparison, comparison, tolerance, is_exact=False)
         assert (reason is not None) == fails
         assert not fails or "another top token" in str(reason)
 

@@ -19,8 +19,8 @@ def test_up_hands_it_on_and_a_manifest_says_it(tmp_path: Path, monkeypatch: pyte
     manifest = launched(monkeypatch, "m.gguf", "--jaeger-url", URL).manifest
     (tmp_path / "settled.yaml").write_text(dump_manifest(manifest))
     assert f"jaegerUrl: {URL}" in (tmp_path / "settled.yaml").read_text()
-    told = ["--manifest", str(tmp_path / "settled.yaml")]
-    assert serve_command.make_context("serve", told).params["jaeger_url"] == URL
+    arguments = ["--manifest", str(tmp_path / "settled.yaml")]
+    assert serve_command.make_context("serve", arguments).params["jaeger_url"] == URL
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,6 @@ async def test_no_report_of_what_is_no_coordinator(tokenizer: Tokenizer) -> None
 
 def test_a_coordinator_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
-    told = CliRunner().invoke(report.report_command, ["--url", "http://127.0.0.1:9", "--out", str(out)])
-    assert isinstance(told.exception, StartError)
+    result = CliRunner().invoke(report.report_command, ["--url", "http://127.0.0.1:9", "--out", str(out)])
+    assert isinstance(result.exception, StartError)
     assert not out.exists()

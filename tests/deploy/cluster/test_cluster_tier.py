@@ -42,8 +42,8 @@ def figures(cluster: Cluster) -> dict[str, int]:
 def test_chats_come_back_to_what_lanes_held_before_others_took_them() -> None:
     cluster = Cluster(chats())
     assert cluster.run().ends == {"length": 6}
-    told = figures(cluster)
-    assert (told["stored"], told["restored"]) == (6, 3)
+    found = figures(cluster)
+    assert (found["stored"], found["restored"]) == (6, 3)
     hits = [node.executor.sessions.states.figures().n_hits for node in cluster.nodes]
     assert hits == [3, 3, 3], "on every stage alike"
 

@@ -95,7 +95,7 @@ MINIMAL = f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={BUILD / 'llama_minimal.cmake'}"
 
 
 def compile_commands(
-    root: Path, macros: str = "", *told: str, included: str = MINIMAL, kernels: str = ""
+    root: Path, macros: str = "", *options_given: str, included: str = MINIMAL, kernels: str = ""
 ) -> dict[str, str]:
     """Return how the files would be compiled on a processor with these macros, by their place under src/.
 
@@ -113,7 +113,13 @@ def compile_commands(
     compiler.write_text(COMPILER.format(macros=macros))
     compiler.chmod(0o755)
     works = [f"-DCMAKE_{language}_{what}=1" for language in ("C", "CXX") for what in ("COMPILER_WORKS", "ABI_COMPILED")]
-    options = [included, f"-DCMAKE_CXX_COMPILER={compiler}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *works, *told]
+    options = [
+        included,
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+        "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+        *works,
+        *options_given,
+    ]
     command = ["cmake", "-S", root, "-B", root / "build", *options]
     environment = os.environ | {"RELAYLINE_KERNELS": kernels}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -136,8 +142,8 @@ def test_peers_as_they_ship_are_told_of_that_header_and_of_nothing_else(tmp_path
     macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
     commands = compile_commands(tmp_path, macros, included=included)
     assert sorted(commands) == sorted(SOURCES), "files of ours, or copies"
-    told = {name for name, command in commands.items() if re.search(r" -(include|fsched\S*|D\S*_llama) ", command)}
-    assert told == {"ggml-cpu/amx/mmq.cpp"}
+    changed = {name for name, command in commands.items() if re.search(r" -(include|fsched\S*|D\S*_llama) ", command)}
+    assert changed == {"ggml-cpu/amx/mmq.cpp"}
 
 
 @pytest.mark.parametrize(
@@ -157,8 +163,8 @@ def test_kernels_that_need_more_registers_than_there_are_are_scheduled_with_an_e
 ) -> None:
     need_gcc_for_amx()
     commands = compile_commands(tmp_path, macros)
-    told = {name: " ".join(re.findall(r"\S*sched\S*", command)) for name, command in commands.items()}
-    assert told == {name: expected if name == REPACKED else "" for name in SOURCES}
+    flags = {name: " ".join(re.findall(r"\S*sched\S*", command)) for name, command in commands.items()}
+    assert flags == {name: expected if name == REPACKED else "" for name in SOURCES}
 
 
 @pytest.mark.parametrize(
@@ -254,9 +260,9 @@ def test_git_applies_the_patch_as_well_as_patch_does(tmp_path: Path) -> None:
     need_gcc_for_amx()
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     by_patch, by_git, by_neither = (tmp_path / name for name in ("patch", "git", "neither"))
-    for root, told in ((by_patch, ()), (by_git, ("-DRELAYLINE_PATCH=OFF",))):
+    for root, options in ((by_patch, ()), (by_git, ("-DRELAYLINE_PATCH=OFF",))):
         root.mkdir()
-        compile_commands(root, NEW_MACHINE, *told)
+        compile_commands(root, NEW_MACHINE, *options)
     for name in OTHERS:
         (one,), (other,) = (list(root.glob(f"build/**/relayline/{name}")) for root in (by_patch, by_git))
         assert one.read_text() == other.read_text() != EXCERPTS[name].read_text()
@@ -286,7 +292,7 @@ def test_another_llama_cpp_than_the_patch_is_made_for_stops_the_build_unless_it_
 
 
 @pytest.mark.parametrize(
-    ("told", "kernels", "is_in"),
+    ("option", "kernels", "is_in"),
     [
         ("-DRELAYLINE_KERNELS=off", "", False),
         ("-DRELAYLINE_KERNELS=OFF", "required", False),
@@ -296,10 +302,10 @@ def test_another_llama_cpp_than_the_patch_is_made_for_stops_the_build_unless_it_
     ],
 )
 def test_the_switch_leaves_everything_but_the_header_for_amx_out(
-    told: str, kernels: str, is_in: bool, tmp_path: Path
+    option: str, kernels: str, is_in: bool, tmp_path: Path
 ) -> None:
     need_gcc_for_amx()
-    options = [told] * bool(told) + ["-DSKBUILD_PLATLIB_DIR=/wheel"]
+    options = [option] * bool(option) + ["-DSKBUILD_PLATLIB_DIR=/wheel"]
     commands = compile_commands(tmp_path, NEW_MACHINE, *options, kernels=kernels)
     assert any(name.endswith("attend_own_cells.cpp") for name in commands) == is_in
     assert any(renamed_by(commands, "llama").values()) == is_in
@@ -307,7 +313,7 @@ def test_the_switch_leaves_everything_but_the_header_for_amx_out(
     assert "amx_tile_config.h" in commands["ggml-cpu/amx/mmq.cpp"]
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")
     environment = os.environ | {"RELAYLINE_KERNELS": kernels}
-    asked = built_with.kernels_asked(told, environment)
+    asked = built_with.kernels_asked(option, environment)
     assert asked == ("ON" if is_in else "OFF")
     assert built_with.trouble(mark, asked) == ""
     assert "not with kernels" in built_with.trouble(mark, "OFF" if is_in else "ON")
@@ -323,17 +329,17 @@ OLD_MACHINE, NEW_MACHINE = "#define __SSE2__ 1", "#define __AVX2__ 1\n#define __
 ZEN_4 = NEW_MACHINE + "\n#define __AVX512F__ 1\n#define __AVX512BW__ 1\n#define __znver4__ 1"
 
 
-@pytest.mark.parametrize("told", [V3, V3 - {"-DGGML_FMA=ON"}, set[str]()], ids=["v3", "no FMA", "baseline"])
-def test_a_build_for_other_machines_has_the_same_kernels_whoever_builds_it(tmp_path: Path, told: set[str]) -> None:
+@pytest.mark.parametrize("features", [V3, V3 - {"-DGGML_FMA=ON"}, set[str]()], ids=["v3", "no FMA", "baseline"])
+def test_a_build_for_other_machines_has_the_same_kernels_whoever_builds_it(tmp_path: Path, features: set[str]) -> None:
     need_gcc_for_amx()
     builds = []
     for macros in (OLD_MACHINE, NEW_MACHINE, ZEN_4):
         root = tmp_path / str(len(builds))
         root.mkdir()
-        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *sorted(told))
+        commands = compile_commands(root, macros, "-DGGML_NATIVE=OFF", *sorted(features))
         builds.append({name.replace(str(root), ""): text.replace(str(root), "") for name, text in commands.items()})
-        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == (told == V3)
-        assert any(renamed_by(commands, "llama").values()) == (told == V3)
+        assert any(name.endswith("repack_4_bit.cpp") for name in commands) == (features == V3)
+        assert any(renamed_by(commands, "llama").values()) == (features == V3)
         assert not any(name.endswith(FEW_ROWS) for name in commands)
     assert builds[0] == builds[1] == builds[2]
 
@@ -345,7 +351,7 @@ def test_flags_of_the_whole_build_count_as_much_as_ggmls(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("told", "reason"),
+    ("options", "reason"),
     [
         ((), "without AVX2"),
         (("-DGGML_AVX2=ON",), "without FMA or F16C"),
@@ -354,19 +360,21 @@ def test_flags_of_the_whole_build_count_as_much_as_ggmls(tmp_path: Path) -> None
     ],
 )
 def test_a_build_that_needs_them_stops_where_it_would_not_have_them(
-    tmp_path: Path, told: tuple[str, ...], reason: str
+    tmp_path: Path, options: tuple[str, ...], reason: str
 ) -> None:
     need_gcc_for_amx()
     with pytest.raises(AssertionError, match=f"(?s)left out.*{reason}"):
-        compile_commands(tmp_path, NEW_MACHINE, "-DGGML_NATIVE=OFF", "-DRELAYLINE_KERNELS=REQUIRED", *told)
+        compile_commands(tmp_path, NEW_MACHINE, "-DGGML_NATIVE=OFF", "-DRELAYLINE_KERNELS=REQUIRED", *options)
 
 
 def test_the_image_states_what_processors_it_is_for_and_needs_the_kernels() -> None:
     text = (BUILD.parent / "Containerfile").read_text()
-    told = text.partition("x86_64)")[2].partition(";;")[0]
+    arguments = text.partition("x86_64)")[2].partition(";;")[0]
     v3 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
-    assert set(re.findall(r"-DGGML_(\w+)=ON", told)) == set(v3), "ggml's defaults depend on SOURCE_DATE_EPOCH, for one"
-    assert "-DRELAYLINE_KERNELS=REQUIRED" in told
+    assert set(re.findall(r"-DGGML_(\w+)=ON", arguments)) == set(v3), (
+        "ggml's defaults depend on SOURCE_DATE_EPOCH, for one"
+    )
+    assert "-DRELAYLINE_KERNELS=REQUIRED" in arguments
 
 
 def pieces(excerpt: str) -> list[str]:

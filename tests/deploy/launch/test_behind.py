@@ -101,9 +101,9 @@ def test_plan_shows_every_pipeline_and_what_they_share(house: Write) -> None:
     assert "house-a-2: " in shown.stdout
     assert "b: runs elsewhere, at http://127.0.0.1:9" in shown.stdout
     assert "localhost has stages of a, a-2; each is planned as if it had the machine alone" in shown.stdout
-    told = json.loads(relayline("plan", path, "--json").stdout)
-    assert [(each["name"], "plan" in each) for each in told["pipelines"]] == [("a", True), ("a-2", True), ("b", False)]
-    assert len(told["notes"]) == 1
+    plans = json.loads(relayline("plan", path, "--json").stdout)
+    assert [(each["name"], "plan" in each) for each in plans["pipelines"]] == [("a", True), ("a-2", True), ("b", False)]
+    assert len(plans["notes"]) == 1
 
 
 def test_plan_names_each_pipeline_that_does_not_fit(house: Write) -> None:

@@ -120,14 +120,16 @@ def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkey
     (tmp_path / "settled.yaml").write_text(dump_manifest(launched(monkeypatch, "m.gguf", "--draft", said).manifest))
     assert draft_of_serve("--manifest", tmp_path / "settled.yaml") == n_tokens
     manifest_of(SMALL, tmp_path)
-    told: list[str] = []
+    handed_on: list[str] = []
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.ready_to_start", lambda *_: None)
-    monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: told.extend(arguments))
+    monkeypatch.setattr(
+        "relayline.deploy.cli.up_manifest.start_detached", lambda arguments, *_: handed_on.extend(arguments)
+    )
     flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state"), "--allow-host", "a.example",
              "--allow-host", "b.example", "--no-share", "--http", "127.0.0.1:0", "--cuts", "4"]  # fmt: skip
     monkeypatch.setattr("relayline.deploy.cli.up_launch.with_stage_flags", lambda manifest, *_: manifest)
     up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", said, *flags], standalone_mode=False)
-    again = up_command.make_context("up", told).params
+    again = up_command.make_context("up", handed_on).params
     assert (again["draft"], again["no_share"], again["http"], again["cuts"], again["target"], again["name"]) == (
         n_tokens, True, ("127.0.0.1", 0), (4,), str(tmp_path / "pipeline.yaml"), "small")  # fmt: skip
     assert again["allow_hosts"] == ("a.example", "b.example")
@@ -142,9 +144,15 @@ def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.start_detached", lambda *_: pytest.fail("detached once more"))
     monkeypatch.setenv("RELAYLINE_DETACH", "1")
     read_end, write_end = os.pipe()
-    told = [str(tmp_path / "pipeline.yaml"), "--state-dir", str(tmp_path / "state"), "--report-fd", str(write_end)]
+    command_line = [
+        str(tmp_path / "pipeline.yaml"),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--report-fd",
+        str(write_end),
+    ]
     try:
-        done = CliRunner().invoke(up_command, told)
+        done = CliRunner().invoke(up_command, command_line)
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -266,8 +274,13 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
         plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")
         supervisor = Supervisor(plan, directory, lambda _: None)
         supervisor._coordinator.log.close()
-        for told, shown in (("0.0.0.0:7", "head:7"), ("[::]:7", "head:7"), ("127.0.0.1:7", "127.0.0.1:7"), ("", "")):
-            assert supervisor._reachable(told) == shown
+        for listener, shown in (
+            ("0.0.0.0:7", "head:7"),
+            ("[::]:7", "head:7"),
+            ("127.0.0.1:7", "127.0.0.1:7"),
+            ("", ""),
+        ):
+            assert supervisor._reachable(listener) == shown
 
 
 async def test_stages_are_told_an_address_that_they_can_read(tmp_path: Path) -> None:

@@ -382,8 +382,8 @@ def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, 
     def planned(*layers: int) -> dict[str, Any]:
         stage = {"name": "stage-0", "layers": list(layers), "relative_speed": 1.0, "memory_bytes": 1, "is_full": False}
         stage |= {"memory_limit_bytes": None, "speed_source": "measured"}
-        told = {"streams": 1, "tok_s": 7.5, "equal_tok_s": None, "limit": "", "stages": [stage]}
-        return {"from": "measured", **told, "is_moved": layers == (0, 5)}
+        plan = {"streams": 1, "tok_s": 7.5, "equal_tok_s": None, "limit": "", "stages": [stage]}
+        return {"from": "measured", **plan, "is_moved": layers == (0, 5)}
 
     live = {"phase": "ready", "phase_s": 1.0, "running": 0, "waiting": 0, "imbalance": None}
     live |= {"stages": [{"name": "stage-0", "layers": [0, 5]}], "idle": [{"name": "stage-1", "state": "spare"}]}

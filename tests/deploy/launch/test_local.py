@@ -85,7 +85,7 @@ class Ending(Child):
 
     def __init__(self) -> None:
         super().__init__("stage-0", QUICK, lambda *_: None)
-        self.told = asyncio.Event()
+        self.was_asked = asyncio.Event()
         self.n_starts = 0
 
     async def start(self) -> None:
@@ -93,7 +93,7 @@ class Ending(Child):
         await super().start()
 
     def cause_of_death(self) -> str:
-        self.told.set()
+        self.was_asked.set()
         return super().cause_of_death()
 
 
@@ -187,7 +187,7 @@ async def test_nothing_is_started_again_while_the_coordinator_drains(supervisor:
 
     kept(whole, Draining("coordinator", QUICK, lambda *_: None))
     whole._keep(kept(whole, stage))
-    await stage.told.wait()  # its end has been seen, and now the delay runs
+    await stage.was_asked.wait()  # its end has been seen, and now the delay runs
     async with asyncio.timeout(TIMEOUT_S):
         await whole.stop()
     assert stage.n_starts == 1

@@ -275,14 +275,14 @@ def test_the_projector_comes_from_the_repository_or_from_beside_the_model(hub: H
         "path = resolve_model(sys.argv[1]); print(path)\n    for name in (sys.argv[1], str(path)):\n"
         "        print(resolve_projector(name, path))",
     ).replace("import resolve_model", "import resolve_model, resolve_projector")
-    code, told = load(hub.url, tmp_path, "org/many", program=program)
-    assert code == 0, told
-    _, by_name, by_path = told.splitlines()
+    code, output = load(hub.url, tmp_path, "org/many", program=program)
+    assert code == 0, output
+    _, by_name, by_path = output.splitlines()
     assert by_name == by_path
     assert Path(by_name).read_bytes() == b"GGUF p"
     assert not any("F32" in path for _, path in hub.asked)
-    code, told = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=program)
-    assert (code, told.splitlines()[1]) == (
+    code, output = load(hub.url, tmp_path, "hf://org/repo/model.gguf", program=program)
+    assert (code, output.splitlines()[1]) == (
         3, "ModelFileError: hf://org/repo: it holds no projector (mmproj*.gguf); name one as a file")  # fmt: skip
     (tmp_path / "alone.gguf").write_bytes(WHOLE)
     with pytest.raises(ModelFileError, match="no projector"):

@@ -71,10 +71,10 @@ def test_earlier_states_are_memory_of_every_lane(model: Path) -> None:
 def test_inspect_says_whether_drafts_can_be_had(model: Path, tmp_path: Path) -> None:
     other = make_tiny("granitehybrid", tmp_path / "other.gguf")
     for path, can, line in ((model, True, "--rewind-rows N"), (other, False, "cannot be rewound")):
-        told = CliRunner().invoke(inspect_command, [str(path)])
-        assert line in told.output
-        told = CliRunner().invoke(inspect_command, [str(path), "--json"])
-        assert json.loads(told.stdout)["rewinds_states"] is can
+        result = CliRunner().invoke(inspect_command, [str(path)])
+        assert line in result.output
+        result = CliRunner().invoke(inspect_command, [str(path), "--json"])
+        assert json.loads(result.stdout)["rewinds_states"] is can
 
 
 def test_a_model_that_is_not_here_or_attends_alone_changes_nothing(tmp_path: Path) -> None:

@@ -143,6 +143,6 @@ def test_cores_named_are_a_cpuset_in_compose_and_left_to_the_kubelet_in_kubernet
     manifest = parsed(with_stages("name: a, cores: '3,0-1', threads: 2, memoryGib: 4"))
     services = yaml.safe_load(compose.render(manifest, "/models"))["services"]
     assert services["a"]["cpuset"] == "0-1,3"
-    assert [told for told in notes(manifest, in_kubernetes=True) if "cores are left out" in told]
+    assert [note for note in notes(manifest, in_kubernetes=True) if "cores are left out" in note]
     plain = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
     assert "cpuset" not in yaml.safe_load(compose.render(plain, "/models"))["services"]["a"]

@@ -47,8 +47,8 @@ def test_a_process_becomes_itself_in_that_environment_once() -> None:
     )
     command = [sys.executable, "-c", f"{code}; print(os.environ['GLIBC_TUNABLES'])"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": ""})
-    first, again, told = done.stdout.split()
-    assert (first, told) == (again, ASKED)
+    first, again, tunables = done.stdout.split()
+    assert (first, tunables) == (again, ASKED)
 
 
 @pytest.mark.parametrize("arguments", [["stage", "--help"], ["--version"], []])

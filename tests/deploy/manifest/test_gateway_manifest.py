@@ -83,10 +83,10 @@ def test_every_pipeline_is_an_up_of_its_own_with_ports_that_differ(tmp_path: Pat
     )
     plan = plan_gateway(load_gateway(path), path, "home", tmp_path / "state", ("--verbose",))
     assert [each.name for each in plan.pipelines] == ["home-a", "home-a-2", "home-a-3"]
-    told = [json.loads(each.arguments[each.arguments.index("--change") + 1]) for each in plan.pipelines]
-    assert "stages" not in told[0]
-    assert told[1]["stages"] == [{"name": "x", "host": "10.0.0.1"}]
-    ports = [port for change in told for key, port in change.items() if key.endswith("Port")]
+    changes = [json.loads(each.arguments[each.arguments.index("--change") + 1]) for each in plan.pipelines]
+    assert "stages" not in changes[0]
+    assert changes[1]["stages"] == [{"name": "x", "host": "10.0.0.1"}]
+    ports = [port for change in changes for key, port in change.items() if key.endswith("Port")]
     assert len(set(ports)) == len(ports) == 4
     urls = [backend.url for backend in plan.config.backends]
     assert len(set(urls)) == 4

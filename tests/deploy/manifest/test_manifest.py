@@ -222,8 +222,8 @@ def test_anchors_are_fine_in_moderation() -> None:
 )  # fmt: skip
 def test_a_mistake_is_told_in_one_line_with_its_place(text: str | bytes, line: str) -> None:
     found = refusal(text)
-    assert any(line in told for told in found), found
-    assert all(told.startswith("m.yaml:") and "\n" not in told for told in found)
+    assert any(line in message for message in found), found
+    assert all(message.startswith("m.yaml:") and "\n" not in message for message in found)
 
 
 def test_every_mistake_of_a_file_is_told_in_order() -> None:

@@ -45,8 +45,8 @@ def test_they_join_behind_the_stages_and_hold_no_layers(tmp_path: Path) -> None:
     assert [(stage.layer_range, bool(stage.threads)) for stage in again.members] == [
         ((0, 4), True), ((4, 8), True), (None, True)
     ]  # fmt: skip
-    told = flag_defaults(again)
-    assert (told["names"], told["spares"]) == ("desk,laptop", "old")
+    defaults = flag_defaults(again)
+    assert (defaults["names"], defaults["spares"]) == ("desk,laptop", "old")
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_the_command_writes_a_file_for_each_host(tmp_path: Path) -> None:
 
 
 def test_one_file_for_several_hosts_is_told() -> None:
-    told = invoke("render", example_file("several-hosts"), "--target", "compose")
-    assert "--target compose-hosts makes one for each" in told.stderr
+    result = invoke("render", example_file("several-hosts"), "--target", "compose")
+    assert "--target compose-hosts makes one for each" in result.stderr
     assert "compose-hosts" not in invoke("render", example_file("smallest"), "--target", "compose").stderr
 
 

@@ -216,8 +216,8 @@ def test_compose_has_the_observability_services_under_a_profile() -> None:
     assert {name for name, s in services.items() if s.get("profiles") == ["observability"]} == set(
         observability.SERVICES
     )
-    beside = read_yaml((EXAMPLES.parent / "observability" / "compose.yaml").read_text())["services"]
-    images = {name: service["image"] for name, service in beside.items()}
+    own = read_yaml((EXAMPLES.parent / "observability" / "compose.yaml").read_text())["services"]
+    images = {name: service["image"] for name, service in own.items()}
     assert {name: services[name]["image"] for name in observability.SERVICES} == images
 
 
@@ -261,8 +261,8 @@ def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
     asked = [services[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "ab"]
     assert asked == [["0", "1"], ["2", "3", "4"]], "no device belongs to two of them"
     text = with_stages("name: a, device: gpu", "name: b, device: gpu, devices: CUDA1", "name: c, device: gpu")
-    beside = read_yaml(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
-    asked = [beside[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "abc"]
+    by_stage = read_yaml(render(parsed(text), "compose", "m.yaml")["compose.yaml"])["services"]
+    asked = [by_stage[n]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for n in "abc"]
     assert asked == [["0"], ["0", "1"], ["2"]], "b uses CUDA1 alone, and the name has to mean the same inside"
     text = with_stages("name: a, device: gpu, devices: 'CUDA0,CUDA1'", "name: b, device: gpu, tensorSplit: '1,1,1'")
     sets = of_kind(render(parsed(text), "kubernetes", "m.yaml"), "StatefulSet")
@@ -277,8 +277,8 @@ def test_the_memory_of_a_gpu_limits_no_container(target: str) -> None:
     on_card = parsed(with_stages(f"name: a, {card}", f"name: b, {card}"))
     assert not re.search(r"22528(m|Mi)\b", "".join(render(on_card, target).values()))
     assert "stage 'a': memoryGib is its GPU's memory" in notes(on_card, in_kubernetes=target != "compose")[0]
-    beside = parsed(with_stages(f"name: a, {host}", f"name: b, {host}"))
-    assert re.search(r"3072(m|Mi)\b", "".join(render(beside, target).values())), "on the processor it is the limit"
+    both = parsed(with_stages(f"name: a, {host}", f"name: b, {host}"))
+    assert re.search(r"3072(m|Mi)\b", "".join(render(both, target).values())), "on the processor it is the limit"
 
 
 def test_kubernetes_pods_end_after_the_drain_and_own_nothing() -> None:
@@ -384,8 +384,8 @@ def test_what_is_left_out_is_told() -> None:
     own = override(own, {"coordinator.chatTemplateFile": "chat.jinja"})
     assert notes(own, in_kubernetes=True) == ["coordinator.chatTemplateFile is a file of this machine and is left out"]
     assert not any("chat.jinja" in text for text in render(own, "compose").values())
-    told = notes(parsed(with_stages("name: a, speed: {calibration: a.json}")), in_kubernetes=True)
-    assert len(told) == 3
+    found = notes(parsed(with_stages("name: a, speed: {calibration: a.json}")), in_kubernetes=True)
+    assert len(found) == 3
     assert notes(parsed(with_stages("name: a, threads: 2, memoryGib: 4")), in_kubernetes=True) == []
 
 

@@ -64,10 +64,10 @@ class Machine:
                 models.mkdir()
                 (models / "demo.gguf").symlink_to(DEMO)
 
-    def configure(self, name: str, config: dict[str, str], **told: str) -> None:
+    def configure(self, name: str, config: dict[str, str], **addresses: str) -> None:
         """Write a service's configuration; `told` replaces what stands for addresses."""
         content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
-        for placeholder, address in told.items():
+        for placeholder, address in addresses.items():
             content = content.replace(f"{placeholder}-coordinator:8080", address)
         self._write(name, config["target"], self._moved(name, content))
 

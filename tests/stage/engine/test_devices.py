@@ -126,16 +126,16 @@ def test_a_gpu_with_the_hosts_memory_counts_where_there_is_no_other(artifact: St
 
 def test_experts_of_the_first_layers_go_to_the_host(artifact: StageArtifact) -> None:
     params, held = placed(artifact, gpu_layers=-1, n_cpu_moe=2)
-    told = {name for name in held.elsewhere if "_exps" in name}
-    assert told == set(held.elsewhere)
-    assert {name.split(".")[1] for name in told} == {"0", "1"}  # of this stage's own
+    names = {name for name in held.elsewhere if "_exps" in name}
+    assert names == set(held.elsewhere)
+    assert {name.split(".")[1] for name in names} == {"0", "1"}  # of this stage's own
     assert set(held.elsewhere.values()) == {"CPU"}
     assert {buffer_type for _, buffer_type in overrides_of(params)} == {ggml.buffer_type(CPU)}
     counts = devices.count_elsewhere(held, artifact)
-    assert counts == {"CPU": sum(t.size_bytes for t in read_header(artifact.path).tensors if t.name in told)}
+    assert counts == {"CPU": sum(t.size_bytes for t in read_header(artifact.path).tensors if t.name in names)}
     assert counts["CPU"] > 0
     _, all_layers = placed(artifact, n_cpu_moe=100_000)
-    assert len(all_layers.elsewhere) == len(told) * 3 / 2
+    assert len(all_layers.elsewhere) == len(names) * 3 / 2
 
 
 def test_patterns_mean_the_layers_of_the_model(artifact: StageArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +146,9 @@ def test_patterns_mean_the_layers_of_the_model(artifact: StageArtifact, monkeypa
     assert held.elsewhere["blk.1.ffn_down_exps.weight"] == held.elsewhere["blk.2.ffn_down_exps.weight"] == "CPU"
     assert held.elsewhere["blk.0.ffn_down_exps.weight"] == "CPU"  # by n_cpu_moe
     assert held.elsewhere["output_norm.weight"] == "CUDA0"
-    told = overrides_of(params)
+    overrides = overrides_of(params)
     for tensor in read_header(artifact.path).tensors:  # as llama.cpp goes through them
-        found = [buffer_type for pattern, buffer_type in told if re.search(pattern, tensor.name)]
+        found = [buffer_type for pattern, buffer_type in overrides if re.search(pattern, tensor.name)]
         device = held.elsewhere.get(tensor.name)
         assert found == [each.handle + 7 for each in FOUND if each.name == device]
 
@@ -196,5 +196,5 @@ def test_llama_cpp_says_which_weights_it_puts_elsewhere(artifact: StageArtifact)
         llama.llama_model_free(llama.llama_model_load_from_file(bytes(artifact.path), params))
     finally:
         ggml.LOG.watch()
-    told = {found[1] for line in lines if (found := re.search(r"tensor (\S+) .*overrid", line))}
-    assert told == set(held.elsewhere)
+    logged = {found[1] for line in lines if (found := re.search(r"tensor (\S+) .*overrid", line))}
+    assert logged == set(held.elsewhere)

@@ -107,9 +107,9 @@ def test_they_are_those_of_the_whole_model(chain: Chain, pooling: int) -> None:
     for begin in (0, 20):
         engine = through(chain, [([7], 1, 10 + begin // 20, [1])])
         chain_alone.append(engine.logits(0).copy())
-    for beside, alone in zip(mates, chain_alone, strict=True):
-        assert cosine(beside, alone) > 0.9999
-        assert int(beside.argmax()) == int(alone.argmax())
+    for batched, alone in zip(mates, chain_alone, strict=True):
+        assert cosine(batched, alone) > 0.9999
+        assert int(batched.argmax()) == int(alone.argmax())
 
 
 def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:

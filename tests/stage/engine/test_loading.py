@@ -61,8 +61,8 @@ def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_takes_long_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    now_s, told = [0.0], list[tuple[str, float]]()
-    load = Load(lambda work, share: told.append((work, share)), clock_s=lambda: now_s[0])
+    now_s, reports = [0.0], list[tuple[str, float]]()
+    load = Load(lambda work, share: reports.append((work, share)), clock_s=lambda: now_s[0])
     with caplog.at_level(logging.INFO, "relayline.stage"):
         for now_s[0], share in ((0.1, 0.1), (TELL_EVERY_S, 0.2), (0.9, 0.3), (LOG_EVERY_S + 0.1, 0.4)):
             load.at(WEIGHTS, share)
@@ -71,7 +71,7 @@ def test_what_takes_long_is_said_now_and_then(caplog: pytest.LogCaptureFixture) 
         now_s[0] += LOG_EVERY_S
         load.at(MEASURING, 0.0)
         assert len(caplog.records) == 1, "another piece of work, which may be over at once"
-    assert told == [(WEIGHTS, 0.2), (WEIGHTS, 0.4), (MEASURING, 0.0)]
+    assert reports == [(WEIGHTS, 0.2), (WEIGHTS, 0.4), (MEASURING, 0.0)]
 
 
 def test_a_load_that_is_stopped_goes_no_further() -> None:

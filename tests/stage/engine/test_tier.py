@@ -45,8 +45,8 @@ def test_the_least_recently_used_goes_first() -> None:
     tier.store(3, 30, state(3))
     assert tier.stored() == {1: 10, 3: 30}
     assert brought_back(tier, 2) is None
-    told = tier.figures()
-    assert (told.memory_bytes, told.n_states, told.n_hits, told.n_misses) == (2_000, 2, 1, 1)
+    counts = tier.figures()
+    assert (counts.memory_bytes, counts.n_states, counts.n_hits, counts.n_misses) == (2_000, 2, 1, 1)
     tier.store(4, 40, state(4, 3_000))
     assert tier.stored() == {1: 10, 3: 30}, "what is larger than the bound takes nobody's place"
     tier.forget(1)

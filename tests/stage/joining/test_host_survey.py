@@ -24,10 +24,10 @@ class OneMember:
 
     def __init__(self, order: pb.JoinResponse) -> None:
         self.order = order
-        self.told: list[pb.HostMeasured] = []
+        self.reports: list[pb.HostMeasured] = []
 
     async def report(self, *, measured: pb.HostMeasured) -> None:
-        self.told.append(measured)
+        self.reports.append(measured)
 
     async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
         assert phase == pb.ARTIFACT_PHASE_MEASURING
@@ -42,9 +42,9 @@ def surveyed(slices: list[pb.SurveySlice], cache: Path) -> pb.HostMeasured:
     order = pb.JoinResponse(survey=pb.Survey(slices=slices, link_bytes=4), engine=engine)
     member = OneMember(order)
     asyncio.run(survey(member, cache, {}))  # type: ignore[arg-type]
-    (told,) = member.told
+    (report,) = member.reports
     assert list(cache.iterdir()) == [], "nothing is left on the disk"
-    return told
+    return report
 
 
 @pytest.mark.parametrize("model", [DEMO_MODEL, HYBRID_DEMO_MODEL], ids=["attention", "recurrent"])
@@ -55,14 +55,14 @@ def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path,
         pb.SurveySlice(header=each.header, size_bytes=each.size_bytes, layer_bytes=each.layer_bytes, budget_ms=50)
         for each in hollow
     ]
-    told = surveyed(slices, tmp_path / "cache")
-    assert not told.HasField("failure")
-    assert len(told.slices) == len(slices)
-    for costs in told.slices:
+    report = surveyed(slices, tmp_path / "cache")
+    assert not report.HasField("failure")
+    assert len(report.slices) == len(slices)
+    for costs in report.slices:
         assert [point.n_rows for point in costs.decode][:2] == [1, 2]
         assert all(point.cost_ns > 0 for point in costs.decode)
-    assert told.in_service >= 1.0
-    assert told.round_trip_ns > 0 < told.bytes_per_s
+    assert report.in_service >= 1.0
+    assert report.round_trip_ns > 0 < report.bytes_per_s
 
 
 def test_a_hollow_slice_is_as_long_as_the_real_one_but_for_the_tokens(tmp_path: Path) -> None:
@@ -77,12 +77,12 @@ def test_a_hollow_slice_is_as_long_as_the_real_one_but_for_the_tokens(tmp_path: 
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    told = surveyed([pb.SurveySlice(header=b"no model", size_bytes=64, budget_ms=10)], tmp_path / "cache")
-    assert "not a GGUF file" in told.failure.message
-    assert not told.slices
+    report = surveyed([pb.SurveySlice(header=b"no model", size_bytes=64, budget_ms=10)], tmp_path / "cache")
+    assert "not a GGUF file" in report.failure.message
+    assert not report.slices
 
 
 def test_a_measurement_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_module, "SLICE_S", 0.0)
-    told = surveyed([pb.SurveySlice(header=b"never read", size_bytes=64, budget_ms=1)], tmp_path / "cache")
-    assert "longer than 0 s" in told.failure.message
+    report = surveyed([pb.SurveySlice(header=b"never read", size_bytes=64, budget_ms=1)], tmp_path / "cache")
+    assert "longer than 0 s" in report.failure.message

@@ -202,11 +202,11 @@ async def test_a_coordinator_that_stops_in_order_costs_one_line_and_no_warning(
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [(NativeError("the GPU fell off the bus"), "the GPU fell off the bus"), (KeyError("a bug"), "KeyError: 'a bug'")],
 )
 async def test_a_crash_is_reported_and_ends_the_stage(
-    error: Exception, told: str, tmp_path: Path, engines: Engines
+    error: Exception, message: str, tmp_path: Path, engines: Engines
 ) -> None:
     async with asyncio.timeout(WAIT_S), coordinator(tmp_path / "split", EngineSettings()) as port:
         stage = Living(port.address, tmp_path)
@@ -216,7 +216,7 @@ async def test_a_crash_is_reported_and_ends_the_stage(
             await stage.task
         while "failure" not in (entry := port.roster.describe()[0]):  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert entry["failure"] == told
+        assert entry["failure"] == message
 
 
 async def test_an_artifact_of_another_split_is_not_served(tmp_path: Path, engines: Engines) -> None:
@@ -331,7 +331,7 @@ async def test_a_cut_while_fetching_goes_on_after_rejoining(
 
 
 @pytest.mark.parametrize(
-    ("given", "listens", "told"),
+    ("given", "listens", "reported"),
     [
         ({}, "127.0.0.1", ""),
         ({"host": "127.0.0.7"}, "127.0.0.7", "127.0.0.7"),
@@ -341,10 +341,10 @@ async def test_a_cut_while_fetching_goes_on_after_rejoining(
     ],
 )
 def test_where_a_stage_listens_and_what_it_tells(
-    tmp_path: Path, given: dict[str, str], listens: str, told: str
+    tmp_path: Path, given: dict[str, str], listens: str, reported: str
 ) -> None:
     made = config("127.0.0.1:7000", tmp_path, **given)
-    assert (made.listen_host(), made.reported_host()) == (listens, told)
+    assert (made.listen_host(), made.reported_host()) == (listens, reported)
 
 
 def test_the_side_that_faces_the_coordinator() -> None:

@@ -168,11 +168,11 @@ def test_what_was_said_is_read_beside_the_decode_thread(
 
 
 async def test_what_was_said_is_told_to_who_makes_the_grammar() -> None:
-    told: list[tuple[str, list[int]]] = []
+    begun: list[tuple[str, list[int]]] = []
 
     def begin(grammar: str, said: Sequence[int]) -> None:
-        told.append((grammar, list(said)))
+        begun.append((grammar, list(said)))
 
     holds = Holds(begin, lambda frames: None)
     holds.sift([control(1, Flag.OPEN, options=pb.SessionOptions(grammar="x", said=[5, 6]))])
-    assert told == [("x", [5, 6])]
+    assert begun == [("x", [5, 6])]

@@ -90,9 +90,9 @@ def check_multiplied(engine: NativeEngine) -> None:
     assert engine.multiply(0, 4, 8)
     assert engine.lane_tokens(0) == 4
     assert engine.lane_tokens(4) == 0
-    beside_copies = run(0, 4, 1)
-    assert np.isfinite(beside_copies).all()
-    assert not np.allclose(alone, beside_copies, atol=1e-6), "it attends to the copies"
+    with_copies = run(0, 4, 1)
+    assert np.isfinite(with_copies).all()
+    assert not np.allclose(alone, with_copies, atol=1e-6), "it attends to the copies"
     assert not engine.multiply(0, 4, 1_000), "more than there are cells"
     engine.clear(0)
     engine.clear(4)

@@ -51,7 +51,7 @@ def seen(frames: Iterable[QueuedFrame]) -> list[tuple[int, ...]]:
     return [(f.envelope, *f.session_key, f.position, f.n_rows, f.flags) for f in frames]
 
 
-def told(step: Step | None) -> tuple[Any, ...] | None:
+def summary(step: Step | None) -> tuple[Any, ...] | None:
     return step and (seen(step.controls), seen(step.frames), dataclasses.replace(step, controls=[], frames=[]))
 
 
@@ -64,7 +64,7 @@ def test_frames_pushed_together_run_as_those_pushed_one_by_one(policy: Policy, e
     together, singly = Batcher(policy), Batcher(policy)
 
     def both_take() -> bool:
-        one, other = told(together.take(7)), told(singly.take(7))
+        one, other = summary(together.take(7)), summary(singly.take(7))
         assert one == other
         return one is not None
 

@@ -198,12 +198,12 @@ def test_not_a_number_of_one_session_is_no_others() -> None:
 def test_a_row_that_its_coordinator_is_sure_of_is_computed_whatever_was_sampled_there() -> None:
     """An answer of before a replay decided what was said; what the replay brought, on a near-tie, was another token."""
     world, truth, at = truth_of()
-    told = wrong(truth[at])
+    token = wrong(truth[at])
     assert world.executor.sessions.samplers[KEY].last == (at, truth[at])
-    assert said(world, frame_of(KEY, at, [told], GUESSES | Flag.GUESSED)) == [([], [at + 1], [])]
-    ((positions, *_),) = said(world, frame_of(KEY, at, [told, wrong(0), 5], GUESSES))
+    assert said(world, frame_of(KEY, at, [token], GUESSES | Flag.GUESSED)) == [([], [at + 1], [])]
+    ((positions, *_),) = said(world, frame_of(KEY, at, [token, wrong(0), 5], GUESSES))
     assert positions[0] == at + 1
-    assert [row[0] for row in world.engine.lanes[0]][at] == told
+    assert [row[0] for row in world.engine.lanes[0]][at] == token
 
 
 def test_guesses_before_any_sample_are_computed() -> None:

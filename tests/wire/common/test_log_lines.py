@@ -27,8 +27,8 @@ def test_a_printed_line_is_for_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     with log_file(tmp_path / "up.log"):
         logging.getLogger("relayline.up").info("ready: %s", "http://x", extra=logs.PRINTED)
         logging.getLogger("relayline.up").info("another line")
-    told, kept = capsys.readouterr().err, (tmp_path / "up.log").read_text()
-    assert ("ready: http://x" in told) is as_json
+    printed, kept = capsys.readouterr().err, (tmp_path / "up.log").read_text()
+    assert ("ready: http://x" in printed) is as_json
     assert "ready: http://x" in kept
-    assert "another line" in told
+    assert "another line" in printed
     assert "another line" in kept

@@ -146,8 +146,8 @@ def test_an_envelope_of_many_parts_is_refused_for_less_memory_than_its_size() ->
     command, root = [sys.executable, "-c", code], ROOT
     # What was freed goes back at once, else later messages would be made of it unseen.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=root, env=environment)
-    peaks = json.loads(told.stdout)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=root, env=environment)
+    peaks = json.loads(done.stdout)
     assert len(peaks) > 12
     assert max(peaks.values()) >= n_bytes // 2, "what is copied is seen"
     assert max(peaks.values()) <= n_bytes + bounds.MESSAGE_COST_BYTES_MAX, peaks
@@ -157,7 +157,7 @@ def test_what_is_weighed_is_never_less_than_what_reading_takes() -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells a process the peak of its memory anew")
     code = "import json; from tests.wire.envelopes.test_messages import measured; print(json.dumps(measured()))"
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -167,12 +167,12 @@ def test_what_is_weighed_is_never_less_than_what_reading_takes() -> None:
     )
     too_light = {
         f"{kind} {what}": took_and_weighed
-        for kind, each in json.loads(told.stdout).items()
+        for kind, each in json.loads(done.stdout).items()
         for what, took_and_weighed in each.items()
         if took_and_weighed[0] > took_and_weighed[1] + NOISE_BYTES
     }
     assert not too_light
-    assert sum(map(len, json.loads(told.stdout).values())) > 500
+    assert sum(map(len, json.loads(done.stdout).values())) > 500
 
 
 @pytest.mark.sampled(16)

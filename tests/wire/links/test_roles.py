@@ -88,8 +88,8 @@ def test_the_documented_table_is_the_same():
     for method, call in CALLS.items():
         name = method.rpartition("/")[2] if method != METRICS else method
         (row,) = [line for line in rows if f"`{name}`" in line.split("|")[1]]
-        told = {role for role in Role if role.value in row.split("|")[2]}
-        assert told == set(call.roles), row
+        documented = {role for role in Role if role.value in row.split("|")[2]}
+        assert documented == set(call.roles), row
 
 
 @pytest.mark.parametrize(
@@ -314,10 +314,10 @@ async def test_a_stage_that_joined_takes_work_from_no_other_coordinator(ids: Ide
     method = STAGE_METHODS[0]
     async with joining(tmp_path / "split", security_of(ids.coordinator)) as address:
         member = await join(address, security_of(ids.box1), "box1")
-        told = identity_named(member.order.coordinator)
+        owner = identity_named(member.order.coordinator)
         await member.close()
-    assert told == Identity(Role.COORDINATOR, "head")
-    async with port_of(security_of(ids.box1), [method], coordinator=told) as address:
+    assert owner == Identity(Role.COORDINATOR, "head")
+    async with port_of(security_of(ids.box1), [method], coordinator=owner) as address:
         assert await outcome(address, method, security_of(ids.coordinator), None) is REACHED
         assert await outcome(address, method, security_of(tmp_path / "second"), None) is REFUSED
 
@@ -477,16 +477,16 @@ async def test_a_link_of_a_revoked_neighbour_ends(tmp_path: Path):
             await link.close()
 
 
-class ToldClient(StageClient):
+class ObservedClient(StageClient):
     """Knows when its stage has been told what is revoked."""
 
     def __init__(self, address: str, security: LinkSecurity) -> None:
         super().__init__(address, security)
-        self.told = asyncio.Event()
+        self.has_revoked = asyncio.Event()
 
     async def revoke(self, crl_pem: bytes) -> None:
         await super().revoke(crl_pem)
-        self.told.set()
+        self.has_revoked.set()
 
 
 async def test_a_coordinator_leaves_a_stage_whose_own_credential_is_revoked(tmp_path: Path):
@@ -495,12 +495,12 @@ async def test_a_coordinator_leaves_a_stage_whose_own_credential_is_revoked(tmp_
     head = security_of(ids.coordinator)
     lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
     async with guarded_stage(security_of(ids.box2)) as (_, address, listener):
-        known, clients = Revocations(head), [ToldClient(address, head)]
+        known, clients = Revocations(head), [ObservedClient(address, head)]
         await check_servers([address], head, known)
         telling = asyncio.create_task(push_revocations(known, clients, head, lost.set_result))
         revoke(ids.ca, lambda identity: identity.name == "box1", NOW)
         async with asyncio.timeout(WAIT_S):
-            await clients[0].told.wait()
+            await clients[0].has_revoked.wait()
         assert listener.guard.revocations.number == 1
         await check_servers([address], head, known)
         assert not lost.done()

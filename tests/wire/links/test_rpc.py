@@ -258,8 +258,8 @@ importlib.import_module(sys.argv[1])
 def test_grpc_finds_its_settings_whatever_is_imported_first(module: str):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     command = [sys.executable, "-c", SEEN_AT_FIRST_IMPORT, module]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert told.stdout.strip() == wire_setting()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == wire_setting()
 
 
 def wire_setting() -> str:

@@ -112,7 +112,7 @@ async def breaks_after_three_beats(_: Peer, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
 
 
-class Told:
+class Signs:
     """What a watch said."""
 
     def __init__(self) -> None:
@@ -137,58 +137,58 @@ async def long_enough() -> None:
         await until_silent(Silence())
 
 
-def watch(address: str, told: Told) -> Watch:
-    return Watch(address, (7, 3), told.lost.set_result, who="stage 1", on_heard=told.heard)
+def watch(address: str, signs: Signs) -> Watch:
+    return Watch(address, (7, 3), signs.lost.set_result, who="stage 1", on_heard=signs.heard)
 
 
 async def test_a_peer_that_hangs_is_lost_and_named():
-    told = Told()
+    signs = Signs()
     async with peer(hangs) as other:
-        one = watch(other.address, told)
+        one = watch(other.address, signs)
         async with asyncio.timeout(WAIT_S):
-            error = await told.lost
+            error = await signs.lost
         assert isinstance(error, StageLostError)
         assert error.message.startswith("stage 1 has not answered for ")
         await one.close()
 
 
 async def test_a_peer_that_beats_is_heard_and_never_lost():
-    told = Told()
+    signs = Signs()
     async with peer(alive) as other:
-        one = watch(other.address, told)
-        await told.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
-        assert not told.lost.done()
+        one = watch(other.address, signs)
+        await signs.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
+        assert not signs.lost.done()
         assert other.hellos == [(7, 3)]
         await one.close()
 
 
 async def test_a_watch_whose_own_connection_breaks_is_made_anew():
-    told = Told()
+    signs = Signs()
     async with peer(breaks_after_three_beats) as other:
-        one = watch(other.address, told)
-        await told.until_heard(12)
-        assert not told.lost.done()
+        one = watch(other.address, signs)
+        await signs.until_heard(12)
+        assert not signs.lost.done()
         assert other.n_calls >= 4
         await one.close()
 
 
 async def test_an_address_where_nobody_is_any_more_is_lost():
-    told = Told()
+    signs = Signs()
     async with peer(alive) as other:
         address = other.address
-    one = watch(address, told)
+    one = watch(address, signs)
     async with asyncio.timeout(WAIT_S):
-        await told.lost
+        await signs.lost
     await one.close()
 
 
 async def test_a_version_that_knows_nothing_of_it_is_not_lost_for_that():
-    told = Told()
+    signs = Signs()
     async with peer(None) as other:
-        one = watch(other.address, told)
+        one = watch(other.address, signs)
         async with asyncio.timeout(WAIT_S):
             await one._task  # it has given up watching
-        assert not told.lost.done()
+        assert not signs.lost.done()
         await one.close()
 
 
@@ -244,31 +244,31 @@ async def test_a_stage_ends_the_epoch_of_a_user_that_hangs():
 async def test_a_user_that_beats_keeps_its_epoch_and_one_of_another_epoch_ends_nothing():
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
-        told = Told()
-        mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
+        signs = Signs()
+        mine = Watch(stage.address, (ROUTE, EPOCH), signs.lost.set_result, on_heard=signs.heard)
         call = one.channel.stream_stream(rpc.method("Watch"))()
         await call.write(rpc.serialize(pb.WatchRequest(route_id=ROUTE, epoch=EPOCH - 1)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async with asyncio.timeout(WAIT_S):
                 await call.read()
         assert isinstance(rpc.typed(caught.value, "stage"), StaleEpochError)
-        await told.until_heard(2 * looks_of(bounds.LOST_AFTER_S))
+        await signs.until_heard(2 * looks_of(bounds.LOST_AFTER_S))
         await one.send(*prompt(1))
         assert (await one.reply()).samples
-        assert not told.lost.done()
+        assert not signs.lost.done()
         await mine.close()
 
 
 async def test_a_stage_whose_native_step_takes_long_is_not_lost():
-    go_on, told = threading.Event(), Told()
+    go_on, signs = threading.Event(), Signs()
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
-        mine = Watch(stage.address, (ROUTE, EPOCH), told.lost.set_result, on_heard=told.heard)
+        mine = Watch(stage.address, (ROUTE, EPOCH), signs.lost.set_result, on_heard=signs.heard)
         stage.engine.on_decode = lambda: go_on.wait(WAIT_S)
         frames = prompt(1)
         await one.send(*frames)
-        await told.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
-        assert not told.lost.done()
+        await signs.until_heard(3 * looks_of(bounds.LOST_AFTER_S))
+        assert not signs.lost.done()
         go_on.set()
         assert (await one.reply()).samples[0].token == token_after(frames[1].payload)
         await mine.close()
@@ -276,7 +276,7 @@ async def test_a_stage_whose_native_step_takes_long_is_not_lost():
 
 async def test_a_watch_ends_although_grpc_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch):
     """gRPC does where a call's connection fails in the same turn: the reader gets the failure in place of the end."""
-    reading, told = asyncio.Event(), Told()
+    reading, signs = asyncio.Event(), Signs()
 
     class Call:
         async def write(self, _: bytes) -> None: ...
@@ -294,7 +294,7 @@ async def test_a_watch_ends_although_grpc_swallows_its_cancellation(monkeypatch:
 
     async with peer(None) as other:
         monkeypatch.setattr(bounds, "BEAT_EVERY_S", WAIT_S)
-        one = watch(other.address, told)
+        one = watch(other.address, signs)
         monkeypatch.setattr(one._channel, "stream_stream", lambda *_, **__: lambda **__: Call())
         await reading.wait()
         async with asyncio.timeout(WAIT_S / 2):

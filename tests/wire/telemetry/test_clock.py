@@ -72,11 +72,11 @@ class SkewedStage:
 
     def __init__(self, skew_ns: int, *, answers: bool = True) -> None:
         self.skew_ns, self.answers, self.now_ns = skew_ns, answers, 10 * S
-        self.told: list[pb.BeatRequest] = []
+        self.beats: list[pb.BeatRequest] = []
         self.beaten = asyncio.Event()
 
-    async def beat(self, told: pb.BeatRequest) -> RoundTrip | None:
-        self.told.append(told)
+    async def beat(self, request: pb.BeatRequest) -> RoundTrip | None:
+        self.beats.append(request)
         self.beaten.set()
         if not self.answers:
             return None
@@ -88,8 +88,8 @@ async def test_a_stage_is_told_of_its_clock_before_its_first_frame() -> None:
     ahead, silent = SkewedStage(5 * S), SkewedStage(0, answers=False)
     heartbeat = Heartbeat([ahead, silent])  # type: ignore[list-item]
     await heartbeat.first()
-    assert [told.knows_clock for told in ahead.told] == [False] + [True] * FIRST_BEATS
-    assert len(silent.told) == 1, "it is left at its own clock, and holds nobody up"
+    assert [request.knows_clock for request in ahead.beats] == [False] + [True] * FIRST_BEATS
+    assert len(silent.beats) == 1, "it is left at its own clock, and holds nobody up"
     best = heartbeat.estimates[0].best(ahead.now_ns)
     assert best is not None
     assert abs(best[0] + 5 * S) <= best[1] < 2 * MS
@@ -105,7 +105,7 @@ async def test_beats_go_on_while_anything_runs(monkeypatch: pytest.MonkeyPatch) 
             stage.beaten.clear()
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
-    assert [told.knows_clock for told in stage.told[:3]] == [False, True, True]
+    assert [request.knows_clock for request in stage.beats[:3]] == [False, True, True]
 
 
 def test_spans_say_whose_clock_they_are_stamped_with() -> None:

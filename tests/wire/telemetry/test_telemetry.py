@@ -134,8 +134,8 @@ def test_a_collector_that_gets_nothing_may_speak_the_other_protocol(caplog: pyte
         "set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
     )
     assert telemetry_choice.hint("http://c:4318", {}).endswith("set OTEL_EXPORTER_OTLP_PROTOCOL=grpc")
-    told = telemetry_choice.hint("http://c:5318", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
-    assert told == "they go to http://c:5318 as OTLP over grpc, as OTEL_EXPORTER_OTLP_PROTOCOL says"
+    advice = telemetry_choice.hint("http://c:5318", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert advice == "they go to http://c:5318 as OTLP over grpc, as OTEL_EXPORTER_OTLP_PROTOCOL says"
     assert telemetry_choice.hint("", {"OTEL_TRACES_EXPORTER": "console"}) == ""
     handler = telemetry_export._SdkLog()
     handler.hint = hint

@@ -232,8 +232,8 @@ async def test_streams_tell_how_far_the_prompt_is_read(tokenizer: Tokenizer, pat
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     (request,) = served.generator.requests
     assert request.wants_progress
-    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
     n_total = len(request.prompt_tokens)
-    assert [(each["total"], each["cache"], each["processed"]) for each in told] == [(n_total, 1, n_total)]
-    assert told[0]["time_ms"] >= 0
+    assert [(each["total"], each["cache"], each["processed"]) for each in progress] == [(n_total, 1, n_total)]
+    assert progress[0]["time_ms"] >= 0
     assert any("prompt_progress" not in event for event in events)

@@ -44,7 +44,7 @@ SEEDED = SamplingParams(temperature=0.9, top_k=40, seed=11)
 SAMPLINGS = (GREEDY, SEEDED, PENALISED, GREEDY)
 WRONG_EVERY = (0, 5, 7, 2)  # of each stream's prediction
 LAYOUTS = ("unified", "per-lane")
-PredictedRequests = Callable[..., Awaitable[list[GenerationRequest]]]
+Predictions = Callable[..., Awaitable[list[GenerationRequest]]]
 NEAR_TIE = 0.02  # deviations of the logits: attention of the two layouts differs, and that of windows from the whole's
 
 
@@ -76,7 +76,7 @@ def predicting(base: GenerationRequest, tokens: Sequence[int], wrong_every: int 
     return dataclasses.replace(base, prediction=tuple(changed))
 
 
-async def predicted_requests(paths: list[Path], kv_layout: str = "unified") -> list[GenerationRequest]:
+async def predicted(paths: list[Path], kv_layout: str = "unified") -> list[GenerationRequest]:
     """One request of each kind, with a prediction of its answer that is more or less right."""
     base = [request(prompt_of(index, 5 + 9 * index), N_TOKENS, sampling) for index, sampling in enumerate(SAMPLINGS)]
     async with fleet(paths, kv_layout=kv_layout) as plain:
@@ -84,17 +84,17 @@ async def predicted_requests(paths: list[Path], kv_layout: str = "unified") -> l
     return [predicting(*each) for each in zip(base, said, WRONG_EVERY, strict=True)]
 
 
-@pytest.fixture(scope="module", name="predicted_requests")
-def predicted_requests_fixture(artifacts: Artifacts) -> PredictedRequests:
-    """`predicted_requests` by cuts and layout of cells, each found out once."""
+@pytest.fixture(scope="module", name="predictions")
+def predictions_fixture(artifacts: Artifacts) -> Predictions:
+    """`predicted` by cuts and layout of cells, each found out once."""
     found: dict[tuple[int | str, ...], list[GenerationRequest]] = {}
 
-    async def predicted_requests(cuts: Sequence[int], kv_layout: str = "unified") -> list[GenerationRequest]:
+    async def predictions(cuts: Sequence[int], kv_layout: str = "unified") -> list[GenerationRequest]:
         if (*cuts, kv_layout) not in found:
-            found[*cuts, kv_layout] = await predicted_requests(artifacts(cuts), kv_layout)
+            found[*cuts, kv_layout] = await predicted(artifacts(cuts), kv_layout)
         return found[*cuts, kv_layout]
 
-    return predicted_requests
+    return predictions
 
 
 def assert_right(whole: ReferenceModel, asked: Sequence[GenerationRequest], outputs: Sequence[list[int]]) -> None:
@@ -125,14 +125,9 @@ async def drafting(paths: list[Path], draft: int, **more: object) -> AsyncIterat
 @pytest.mark.parametrize("cuts", [[2], [1, 2, 3]], ids=["2 stages", "4 stages"])
 @pytest.mark.parametrize("draft", [1, 4, 31])
 async def test_with_drafts_equals_whole(
-    draft: int,
-    cuts: list[int],
-    kv_layout: str,
-    artifacts: Artifacts,
-    predicted_requests: PredictedRequests,
-    whole: ReferenceModel,
+    draft: int, cuts: list[int], kv_layout: str, artifacts: Artifacts, predictions: Predictions, whole: ReferenceModel
 ) -> None:
-    asked = await predicted_requests(cuts, kv_layout)
+    asked = await predictions(cuts, kv_layout)
     async with drafting(artifacts(cuts), draft, kv_layout=kv_layout) as running:
         outputs = await asyncio.gather(*(tokens_of(running.pipeline.open(each)) for each in asked))
     assert_right(whole, asked, outputs)
@@ -143,7 +138,7 @@ async def test_guesses_that_follow_in_flights_of_their_own(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
 ) -> None:
     """One stream alone after the other, so that three of four stages would stand idle."""
-    asked = await predicted_requests(artifacts([1, 2, 3]), kv_layout)
+    asked = await predicted(artifacts([1, 2, 3]), kv_layout)
     n_plain, launched[Kind.DECODE] = launched[Kind.DECODE], 0
     async with drafting(artifacts([1, 2, 3]), DRAFT_AUTO, kv_layout=kv_layout) as running:
         outputs = [await tokens_of(running.pipeline.open(each)) for each in asked]
@@ -159,11 +154,11 @@ async def test_a_stage_that_dies_under_drafts_is_a_pause_and_no_more(
     lost: int,
     draft: int,
     artifacts: Artifacts,
-    predicted_requests: PredictedRequests,
+    predictions: Predictions,
     whole: ReferenceModel,
     launched: dict[Kind, int],
 ) -> None:
-    asked = await predicted_requests([1, 3])
+    asked = await predictions([1, 3])
     async with drafting(artifacts([1, 3]), draft) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 6) for stream in streams))
@@ -181,12 +176,12 @@ async def test_links_that_break_under_drafts(
     where: int,
     kv_layout: str,
     artifacts: Artifacts,
-    predicted_requests: PredictedRequests,
+    predictions: Predictions,
     whole: ReferenceModel,
     launched: dict[Kind, int],
 ) -> None:
     """Stages hold more than was said then: rows that were guessed, rightly or not."""
-    asked = await predicted_requests([1, 3], kv_layout)
+    asked = await predictions([1, 3], kv_layout)
     async with drafting(artifacts([1, 3]), DRAFT_AUTO, kv_layout=kv_layout, proxied=True) as running:
         streams = [running.pipeline.open(each) for each in asked]
         said = await asyncio.gather(*(read(stream, 3) for stream in streams))
@@ -198,10 +193,10 @@ async def test_links_that_break_under_drafts(
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_what_a_drafted_stream_leaves_is_copied_rightly(
-    kv_layout: str, artifacts: Artifacts, predicted_requests: PredictedRequests, whole: ReferenceModel
+    kv_layout: str, artifacts: Artifacts, predictions: Predictions, whole: ReferenceModel
 ) -> None:
     """The next turn of a chat, and another stream that begins alike while the first still runs."""
-    (first, *_), paths = await predicted_requests([2], kv_layout), artifacts([2])
+    (first, *_), paths = await predictions([2], kv_layout), artifacts([2])
     first = dataclasses.replace(
         first, prompt_tokens=prompt_of(3, 40), prediction=(*prompt_of(3, 40), *first.prediction)
     )

@@ -72,7 +72,7 @@ def test_a_family_is_its_row(name: str) -> None:
     assert files_with(rf"['\"]{name}['\"]") == {FAMILY_TABLE}
 
 
-def test_a_rule_of_a_family_stands_beside_the_table() -> None:
+def test_a_rule_of_a_family_stands_next_to_the_table() -> None:
     """The row and its rule are the two files. Rules that no family has are those of `Family` itself."""
     rules = {
         rule.__module__

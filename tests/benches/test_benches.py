@@ -64,7 +64,7 @@ def test_peers_say_in_one_line_why_they_cannot_be_built(tmp_path: Path, monkeypa
     assert peers.find_peers() is None  # a directory without the programs is no build
 
 
-def test_where_peers_cannot_be_built_a_smoke_run_goes_on_without(
+def test_a_smoke_run_goes_on_without_peers_that_cannot_be_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -43,7 +43,7 @@ from relayline.wire.telemetry.config import LEVEL_NAMES
         (plan_accuracy.parse, ["--streams", "1,2"], "--streams 2: plans predict 1, 8, 32"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(
+def test_arguments_without_a_measurement_are_refused_in_one_line(
     read: Callable[[Sequence[str]], object], argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -101,7 +101,7 @@ def test_the_bench_starts_anew_with_the_libraries_that_were_built(
     assert len(started) == 1, "these are its libraries already"
 
 
-def test_what_a_processor_does_is_not_set_against_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_processor_are_not_compared_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Peers(Path("mine"), "1")
     monkeypatch.setattr(bench, "find_peers", {Kernels.OURS: mine}.get)
     options = bench.parse(["--installed"])
@@ -111,7 +111,7 @@ def test_what_a_processor_does_is_not_set_against_a_gpu(monkeypatch: pytest.Monk
     assert bench.programs(options) is None
 
 
-def test_the_program_beside_takes_the_same_steps() -> None:
+def test_the_measuring_program_takes_the_same_steps() -> None:
     command = steps.bare_command(Peers(Path("bin"), "1"), Path("m.gguf"), (1, 4), 2, -1)
     asked = dict(itertools.pairwise(command))
     assert (asked["--n-gpu-layers"], asked["--ctx-size"], asked["--batch-size"]) == ("all", "256", "4")
@@ -120,7 +120,7 @@ def test_the_program_beside_takes_the_same_steps() -> None:
     assert dict(itertools.pairwise(on_processor))["--n-gpu-layers"] == "0"
 
 
-def test_its_figures_are_read_and_missing_ones_are_told(tmp_path: Path) -> None:
+def test_its_figures_are_read_and_missing_ones_are_reported(tmp_path: Path) -> None:
     text = "main: x\n" + LINE.format(rows=1, seconds=0.32) + LINE.format(rows=4, seconds=0.64)
     assert steps.parse(text + LINE.format(rows=1, seconds=9)) == {1: pytest.approx(10), 4: pytest.approx(20)}
     output = tmp_path / "told"

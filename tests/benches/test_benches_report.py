@@ -110,7 +110,7 @@ def prefill_run(running: list[Request]) -> Run:
     return run
 
 
-def test_the_goal_beside_a_long_prompt_is_held_against_quiet_and_the_medians_stand_beside_it(
+def test_the_goal_during_a_long_prompt_is_compared_with_quiet_and_shown_with_medians(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     # A slow start of 400 ms, 100 tokens 10 ms apart, then 25, 25 and 50 ms beside the prompt.

@@ -101,7 +101,7 @@ def test_no_overlap_is_more_than_stages_are_even() -> None:
     assert stages.evenness(steps, (200, 300)) == {}
 
 
-def test_what_decode_misses_is_waiting_or_dearer_steps() -> None:
+def test_lost_decode_time_is_waiting_or_dearer_steps() -> None:
     # Eight tokens in 100 ms where the curves allow 100 a second; the busiest stage computes for 90 of them.
     steps = [[(-5, 40), (50, 110)], [(0, 20), (30, 50)]]
     in_ns = [[(start * MS, end * MS) for start, end in each] for each in steps]
@@ -112,7 +112,7 @@ def test_what_decode_misses_is_waiting_or_dearer_steps() -> None:
     assert stages.work(in_ns, [], (0, 100 * MS), 100.0) == {}
 
 
-def test_what_nobody_knows_is_left_out() -> None:
+def test_unknown_figures_are_left_out() -> None:
     unmeasured = [asked([(0, 40)], is_measured=False)] * 2
     assert stages.figures(unmeasured, [answered(20), answered(30)], 4) == {}  # no stream decodes beside another
     assert stages.figures([], [answered(20, 30)], 4) == {}

@@ -42,7 +42,7 @@ def a_run() -> dict[str, Any]:
     }
 
 
-def test_medians_beside_the_engine_and_no_row_for_what_did_not_run(
+def test_medians_are_next_to_the_engine_and_missing_runs_have_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "machines.json").write_text('{"other": "another"}\n')

@@ -73,7 +73,7 @@ async def test_parts_run_in_the_order_of_their_worth(tmp_path: Path, monkeypatch
     assert ran == ["engine", "certify"], "without llama.cpp's programs nothing is set beside"
 
 
-def test_what_a_host_has_already_is_not_packed() -> None:
+def test_installed_packages_are_not_packed() -> None:
     project = (
         '[project]\ndependencies = ["numpy>=2", "llama-cpp-python==0.3.36", "uvloop; sys_platform == \'linux\'"]\n'
     )

@@ -11,7 +11,7 @@ def test_every_point_is_measured_once_whatever_the_time() -> None:
     assert pace.left_out == []
 
 
-def test_a_repeat_that_would_end_too_late_is_left_out_and_told() -> None:
+def test_a_repeat_that_would_end_too_late_is_left_out_and_reported() -> None:
     pace = Pace(end_ns=100)
     pace.took(1, 10)
     pace.took(32, 70)

@@ -28,7 +28,7 @@ error</failure></testcase>
 </testsuite></testsuites>"""
 
 
-def test_a_report_is_told_apart(tmp_path: Path) -> None:
+def test_a_report_is_parsed(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     result, other = Result(SUITES[0], "openai 1", "2026-11-27, abc"), Result(SUITES[1], "anthropic 1")
@@ -70,7 +70,7 @@ def test_a_suite_that_leaves_no_report_has_failed(tmp_path: Path) -> None:
     assert result.split()[1]
 
 
-def test_the_lines_of_go_are_told_apart(tmp_path: Path) -> None:
+def test_output_of_go_is_parsed(tmp_path: Path) -> None:
     events = [
         {"Action": "start"},
         {"Action": "output", "Test": "TestChat", "Output": "main_test.go:9: 400\n  no such model\n"},
@@ -108,7 +108,7 @@ test result: FAILED. 1 passed; 1 failed; 1 ignored
 """
 
 
-def test_what_cargo_prints_is_told_apart(tmp_path: Path) -> None:
+def test_cargo_output_is_parsed(tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
     report.write_text(CARGO)
     result = Result(SUITES[0])

@@ -192,7 +192,7 @@ async def test_links_that_break_under_drafts(
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_what_a_drafted_stream_leaves_is_copied_rightly(
+async def test_rows_of_a_drafted_stream_are_copied_correctly(
     kv_layout: str, artifacts: Artifacts, predictions: Predictions, whole: ReferenceModel
 ) -> None:
     """The next turn of a chat, and another stream that begins alike while the first still runs."""
@@ -214,9 +214,7 @@ async def test_what_a_drafted_stream_leaves_is_copied_rightly(
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_where_windows_may_lose_what_was_before_a_guess_nothing_is_drafted(
-    kv_layout: str, tmp_path: Path
-) -> None:
+async def test_nothing_is_drafted_where_a_window_may_lose_earlier_rows(kv_layout: str, tmp_path: Path) -> None:
     """In a cache that all lanes share; with cells of its own a lane can always be taken back."""
     model = make_tiny("gemma3:pattern", tmp_path / "model.gguf", n_layers=6, vocab=SHAPE.n_vocab)
     pipeline = split_model(model, tmp_path / "out", cuts=(2, 4))

@@ -202,7 +202,7 @@ async def test_identical_greedy_requests_share_one_session(served: Running) -> N
         assert (await client.pipeline())["shared_requests"] > before
 
 
-async def test_who_shares_a_session_keeps_an_answer_of_its_own_when_its_opener_leaves(served: Running) -> None:
+async def test_a_client_of_a_shared_session_keeps_its_answer_when_the_opener_leaves(served: Running) -> None:
     """One decode for a client that goes away, a whole answer, two choices, and one that ends at a stop string."""
     prompt, n_tokens = "class SharedQueue(", 400
     async with aiohttp.ClientSession() as session:

@@ -51,7 +51,7 @@ async def cut(running: Fleet, where: int) -> None:
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 @pytest.mark.parametrize("mode", ["auto", "drain"])
 @pytest.mark.parametrize("where", [0, 1, 2])
-async def test_where_only_links_break_nothing_is_read_again(
+async def test_broken_links_alone_cause_no_replay(
     kv_layout: str, mode: str, where: int, artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompts = [prompt_of(seed, 60 + seed) for seed in range(4)]
@@ -127,7 +127,7 @@ async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, who
     assert n_rows[-1] < 2 * (200 + 9) + 100, "what the last stage had is not read again"
 
 
-async def test_who_left_or_ended_meanwhile_holds_no_lane(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_streams_that_left_or_ended_meanwhile_hold_no_lane(artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompts = [prompt_of(90 + index, 40) for index in range(3)]
     async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
         streams = [running.pipeline.open(request(prompt, 60)) for prompt in prompts]
@@ -146,7 +146,7 @@ async def test_who_left_or_ended_meanwhile_holds_no_lane(artifacts: Artifacts, w
         assert_greedy(whole, prompt, before + after)
 
 
-async def test_where_everybody_left_meanwhile_nothing_waits_for_the_next_request(artifacts: Artifacts) -> None:
+async def test_abandoned_lanes_are_closed_although_no_stream_goes_on(artifacts: Artifacts) -> None:
     """What the last epoch left is closed when the next begins, also where nobody goes on."""
     async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
         stream = running.pipeline.open(request(prompt_of(90, 40), 60))
@@ -177,7 +177,7 @@ async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
     assert n_rows[0] >= sum(len(prompt) + 39 for prompt in prompts) + 3 * 50
 
 
-def test_who_is_accused_twice_without_a_token_reads_everything() -> None:
+def test_a_stream_accused_twice_without_a_token_is_replayed_in_full() -> None:
     first, second = (
         Session(number, GenerationRequest(str(number), (1,), 9, GREEDY), lambda _: False) for number in (1, 2)
     )

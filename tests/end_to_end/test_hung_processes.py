@@ -135,7 +135,7 @@ async def test_a_stage_that_is_stopped(pipeline: Pipeline, name: str, is_idle: b
             assert len(tokens_of(await streaming)) == await n_undisturbed(pipeline, client)
 
 
-async def test_a_request_that_comes_while_a_stage_is_stopped_is_told_to_come_back(pipeline: Pipeline) -> None:
+async def test_a_request_while_a_stage_is_stopped_gets_retry_after(pipeline: Pipeline) -> None:
     async with client_of(pipeline) as client:
         await until_ready(client)
         body = client.body("def g(", stream=True, max_tokens=4)

@@ -54,7 +54,7 @@ async def test_each_turn_of_a_chat_reads_only_what_is_new(kv_layout: str, hybrid
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_what_a_lane_has_gone_beyond_is_gone_on_from_at_a_checkpoint(
+async def test_a_lane_resumes_at_a_checkpoint_that_it_has_passed(
     kv_layout: str, hybrid: tuple[Split, ReferenceModel]
 ) -> None:
     """The same prompt again, and one that agrees with it but for what was answered."""

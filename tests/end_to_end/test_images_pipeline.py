@@ -263,7 +263,7 @@ async def test_lanes_with_images_come_back_from_the_tier(model: Model) -> None:
 
 
 @one_kind
-async def test_what_cannot_fit_is_refused_before_it_is_encoded(model: Model) -> None:
+async def test_images_that_cannot_fit_are_refused_before_they_are_encoded(model: Model) -> None:
     async with chats(model) as client:
         images = [picture(20 + seed) for seed in range(16)]
         body = {"messages": [{"role": "user", "content": content(*images, *images, "!")}]}

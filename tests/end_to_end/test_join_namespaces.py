@@ -116,7 +116,7 @@ async def test_four_hosts_join_over_mutual_tls_and_survive_the_loss_of_one(site:
         assert instances[0] == instances[1], "no stage had to load again"
 
 
-async def test_who_has_no_certificate_of_this_pipeline_is_kept_out(site: Site, tmp_path: Path) -> None:
+async def test_a_host_without_a_certificate_of_this_pipeline_is_kept_out(site: Site, tmp_path: Path) -> None:
     site._do("certs", "init", tmp_path / "other")
     address = site.hosts["box4"].address
     site._do("certs", "issue", tmp_path / "other", address, "--stage", "box4", "--out", tmp_path / "tls")

@@ -173,7 +173,7 @@ async def test_every_process_is_replaced_in_the_order_of_the_docs(
 
 @NIGHTLY
 @pytest.mark.parametrize("old", ["a", "b"])
-async def test_what_both_versions_know_gives_the_same_answers(
+async def test_features_of_both_versions_give_the_same_answers(
     last: Path, split: Path, tmp_path: Path, http: aiohttp.ClientSession, old: str
 ) -> None:
     """Grammars, penalties and biases beside a stage of the last release, as with two stages of the tree.

@@ -121,7 +121,7 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
         assert [entry["restarts"] for entry in after["stages"]] == [0, 0, 0], "a switch is no restart"
 
 
-async def test_what_cannot_be_moved_is_refused_in_one_line(pipeline: Pipeline) -> None:
+async def test_an_impossible_move_is_refused_in_one_line(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
         was = await layers(session, pipeline.url)
         same = ",".join(map(str, was["cuts"]))

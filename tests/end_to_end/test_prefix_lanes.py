@@ -128,7 +128,7 @@ async def test_kept_lanes_yield_to_streams(artifacts: Artifacts, whole: Referenc
     assert_greedy(whole, prompts[-1], again)
 
 
-async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_kept_prefixes_end_with_the_epoch(artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompt = prompt_of(1, 60)
     async with fleet(artifacts([2]), prefix_lanes=2) as running:
         first = await tokens_of(running.pipeline.open(request(prompt, 10)))
@@ -143,7 +143,7 @@ async def test_what_was_kept_is_gone_with_the_epoch(artifacts: Artifacts, whole:
     assert_greedy(whole, longer, tokens)
 
 
-async def test_who_stops_an_answer_goes_on_from_what_was_said(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_a_stopped_answer_is_continued_from_its_text(artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompt = prompt_of(1, 60)
     async with fleet(artifacts([2]), prefix_lanes=2) as running:
         stream = running.pipeline.open(request(prompt, 100))
@@ -194,7 +194,7 @@ async def test_a_burst_with_one_system_prompt_reads_it_once(
     assert n_rows == [70 + sum(len(prompt) - 70 + 6 for prompt in prompts)] * 3
 
 
-async def test_who_comes_while_an_answer_is_written_copies_its_prompt(
+async def test_a_stream_that_arrives_during_an_answer_copies_its_prompt(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompt = prompt_of(1, 60)
@@ -215,7 +215,7 @@ async def test_who_comes_while_an_answer_is_written_copies_its_prompt(
 
 @pytest.mark.parametrize("n_read", [0, 1, 120])
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_where_the_first_leaves_another_reads_for_the_rest(
+async def test_another_stream_reads_the_prompt_where_the_first_leaves(
     kv_layout: str, n_read: int, artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     system = prompt_of(1, 200)

@@ -155,7 +155,7 @@ async def test_a_stage_that_is_another_when_it_is_configured_is_asked_anew_what_
         assert_greedy(whole, prompt, before + after)
 
 
-async def test_who_no_longer_fits_a_stage_that_came_back_with_less_context_is_told(
+async def test_a_stream_too_long_for_a_restarted_stage_gets_a_clear_error(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompt = prompt_of(1, 9)

@@ -83,7 +83,9 @@ async def test_a_cut_link_loses_and_doubles_nothing(
     assert sum(ahead.n_used for ahead in made) > 20
 
 
-async def test_drafts_and_penalties_beside(artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]) -> None:
+async def test_drafts_and_penalties_work_with_rows_ahead(
+    artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]
+) -> None:
     prompt = prompt_of(3, 6) * 4
     async with fleet(artifacts([]), draft=-1, run_ahead="on") as running:
         plain, penalised = await asyncio.gather(

@@ -68,7 +68,7 @@ async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:
         assert_greedy(whole, prompt, answer)
 
 
-async def test_after_a_lost_link_rows_go_on_with_what_is_beside_them(served: Served) -> None:
+async def test_rows_keep_their_sidebands_after_a_lost_link(served: Served) -> None:
     """Steps are sent again, and lanes are taken back to where all stages agree."""
     file, paths, whole, layout = served
     prompt = prompt_of(5, 60)

@@ -144,7 +144,7 @@ def test_a_home_that_is_none(given: str, homeless: Path, monkeypatch: pytest.Mon
     assert places.home() == homeless / f"relayline-{os.getuid()}"
 
 
-def test_what_others_may_write_is_no_home(homeless: Path) -> None:
+def test_a_directory_that_others_may_write_is_no_home(homeless: Path) -> None:
     (homeless / f"relayline-{os.getuid()}").mkdir(mode=0o777)
     (homeless / f"relayline-{os.getuid()}").chmod(0o777)
     with pytest.raises(UsageError, match="may be written by others; set HOME") as caught:

@@ -211,7 +211,7 @@ def test_sums_on_a_request_are_those_of_its_batches(proof: Proof) -> None:
             assert (waits[stage], longest[stage]) == (sum(mine) / 1e9, max(mine) / 1e9)
 
 
-def test_who_speaks_is_told_apart(proof: Proof) -> None:
+def test_spans_name_their_process(proof: Proof) -> None:
     if proof.store == "mlflow":
         pytest.skip("MLflow keeps one resource for each trace, whose spans come from several services, and no kinds")
     for batch in proof.rebuilt.batches.values():

@@ -237,7 +237,7 @@ async def test_requests_that_share_a_session_have_a_trace_each(
     assert [(link.context.trace_id, link.context.span_id) for link in shared.links] == [context_of(own)]
 
 
-async def test_a_lost_stage_is_an_event_and_the_new_one_is_told_the_level(
+async def test_a_lost_stage_is_an_event_and_the_new_one_gets_the_level(
     artifacts: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world_of(artifacts, monkeypatch, Level.SUMMARY) as world:

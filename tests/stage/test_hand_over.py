@@ -165,7 +165,7 @@ async def test_nobody_gets_lanes_without_the_pass_or_twice(shown_pass: str) -> N
             await takes((0, 3, giver.address)).take(new.side, PLAINTEXT)
 
 
-async def test_what_is_over_is_refused_at_once_and_its_engine_is_let_go() -> None:
+async def test_a_finished_hand_over_is_refused_at_once_and_frees_its_engine() -> None:
     first, new = OneEngine(range(3)), OneEngine(range(3))
     async with asyncio.timeout(20), port() as giver:
         giver.hand_over = gives(0, 3)
@@ -225,7 +225,7 @@ WRONG: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_what_makes_no_sense_ends_it_and_what_came_before_stays(wrong: str) -> None:
+async def test_a_bad_part_ends_the_hand_over_and_earlier_lanes_stay(wrong: str) -> None:
     async def answer(request: Any, context: Any) -> None:
         for message in WRONG[wrong]:
             await context.write(message)

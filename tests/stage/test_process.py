@@ -50,7 +50,7 @@ def config(artifact: Path, **changes: object) -> StageConfig:
     return stage_config(artifact, **(defaults | changes))
 
 
-async def test_health_is_told_in_the_standard_way(tmp_path: Path) -> None:
+async def test_health_follows_the_standard_service(tmp_path: Path) -> None:
     artifacts = write_pipeline(tmp_path, TinyShape(), [2])
     async with serve(config(artifacts[0])) as (address, _, _), rpc.open_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)

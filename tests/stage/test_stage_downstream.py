@@ -121,7 +121,7 @@ async def test_credit_comes_back_for_what_was_decoded_and_for_what_was_dropped(m
             assert pb.RelayResponse.FromString(await one.call.read()).credit_bytes == 8 * row_bytes
 
 
-async def test_a_lost_downstream_is_told_to_the_coordinator() -> None:
+async def test_a_lost_downstream_is_reported_to_the_coordinator() -> None:
     async with downstream(1 << 20) as neighbour, served(0, 2) as stage, Coordinator(stage) as one:
         await one.configure(next_address=neighbour.address)
         await one.listen()

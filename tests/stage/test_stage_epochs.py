@@ -102,7 +102,7 @@ async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
         assert sorted(map(len, before)) == [0, 0, 3, 3]
 
 
-async def test_what_is_left_yields_to_whoever_needs_a_lane_and_is_forgotten_after_a_while() -> None:
+async def test_left_lanes_yield_to_other_streams_and_expire() -> None:
     async with served(n_lanes=2) as stage, Coordinator(stage) as one, Coordinator(stage, route_id=ROUTE + 1) as other:
         stage.service.epochs._left._after_s = 0.0
         await one.start()
@@ -127,7 +127,7 @@ async def test_what_is_left_yields_to_whoever_needs_a_lane_and_is_forgotten_afte
         assert [lane.session_id for lane in stage.executor.lanes.of_route(ROUTE + 1)] == [7]
 
 
-async def test_a_stage_that_is_told_to_end_says_so() -> None:
+async def test_a_stage_that_is_ended_reports_it() -> None:
     async with served() as stage, Coordinator(stage) as one:
         await one.start()
         await stage.service.close()
@@ -268,7 +268,7 @@ async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatc
         assert list(stage.service.epochs.routes.values()) == [route], "one that is linked to stays"
 
 
-async def test_all_that_a_step_closes_is_told_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_sessions_that_a_step_closes_are_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """More clients may leave during one step than the queue of a coordinator that reads has room for messages."""
     n_closed = RETURN_QUEUE_MAX + 7
     async with served() as stage, Coordinator(stage) as one:
@@ -314,7 +314,7 @@ async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> Non
     assert not left._timers
 
 
-async def test_what_coordinators_leave_that_die_one_after_the_other_does_not_add_up() -> None:
+async def test_lanes_left_by_successive_dead_coordinators_do_not_add_up() -> None:
     forgotten = list[int]()
     left = LeftRoutes(forgotten.append, after_s=1_000.0)
     for route_id, n_in_use in ((1, 2), (2, 1)):
@@ -342,7 +342,7 @@ async def test_lanes_of_coordinators_that_were_killed_do_not_add_up() -> None:
                 await stage.settled()
 
 
-async def test_who_is_told_what_is_left_has_the_whole_time_to_open_it() -> None:
+async def test_a_coordinator_has_the_whole_time_to_open_left_lanes() -> None:
     async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
         await old.start()
         await old.send(*prompt(1))

@@ -72,7 +72,7 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
         assert (stats.envelopes["out"], stats.payload_bytes["out"]) == (4, 4 * 16)
 
 
-async def test_a_link_that_is_lost_at_once_is_told_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_lost_at_once_is_reported_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(0, 2) as stage:
         link, sent = SlowLink(), asyncio.Queue[None]()
         link.refuses = True

@@ -152,7 +152,7 @@ NO_SYSTEM = (
 
 
 @pytest.mark.parametrize("source", [CHATML, NO_SYSTEM], ids=["chatml", "no system turns"])
-def test_any_template_can_be_told_of_tools(source: str, tokenizer: Tokenizer) -> None:
+def test_any_template_can_be_given_tools(source: str, tokenizer: Tokenizer) -> None:
     conversation = conversation_of(source, tokenizer)
     assert not conversation.style.writes_calls
     chat = [*CHAT[1:], {**CHAT[3], "content": "warm"}, {"role": "assistant", "content": "Sunny and warm."}, CHAT[1]]

@@ -256,7 +256,7 @@ def test_calls_that_differ_a_little(syntax: Syntax, text: str, calls: Calls) -> 
         (DEEPSEEK, "<｜tool▁calls▁begin｜><｜tool▁calls"),
     ],
 )  # fmt: skip
-def test_what_is_no_call_is_text(syntax: Syntax, text: str) -> None:
+def test_text_that_is_no_call_stays_text(syntax: Syntax, text: str) -> None:
     found = same_at_every_cut(text, syntax)
     assert (found.text, found.calls) == (text, [])
 
@@ -273,7 +273,7 @@ def test_a_call_behind_what_was_none_is_found() -> None:
     assert (found.text, found.calls) == ("<tool_call>oh", [("none", {})])
 
 
-def test_what_stands_behind_a_call_without_its_last_bracket_is_told() -> None:
+def test_text_behind_a_call_without_its_last_bracket_is_passed_on() -> None:
     found = same_at_every_cut('<tool_call>{"name": "other", "arguments": {"x": "y"}\n</tool_call>\nDone.')
     assert (found.calls, found.text) == (XY, "Done.")
 
@@ -311,7 +311,7 @@ def test_a_required_call_that_is_cut_leaks_nothing(syntax: Syntax) -> None:
         assert parts.text == "", whole[:n_chars]
 
 
-def test_an_answer_that_ends_inside_a_call_has_told_what_there_was() -> None:
+def test_an_answer_that_ends_inside_a_call_has_sent_its_beginning() -> None:
     reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=HERMES))
     (call,) = reader.push('<tool_call>\n{"name": "other", "arguments": {"x": "y').calls
     assert (call.name, call.arguments) == ("other", '{"x": "y')
@@ -365,7 +365,7 @@ def test_a_value_is_what_its_schema_says(text: str, types: set[str], value: Any)
     assert type(found) is type(value)
 
 
-def test_unknown_tools_and_arguments_are_told_as_they_are() -> None:
+def test_unknown_tools_and_arguments_are_passed_on_unchanged() -> None:
     call = [("unknown", {"a": "text", "b": 5, "c": [1]})]
     assert same_at_every_cut(write_calls(QWEN_CODER, call), QWEN_CODER, calls=()).calls == call
 
@@ -375,7 +375,7 @@ def test_unknown_tools_and_arguments_are_told_as_they_are() -> None:
 
 @pytest.mark.parametrize("thinking", THINKING, ids=lambda thinking: thinking.open)
 @pytest.mark.parametrize("is_open", [False, True])
-def test_thoughts_are_told_apart(thinking: Thinking, is_open: bool) -> None:
+def test_reasoning_is_separated_from_the_answer(thinking: Thinking, is_open: bool) -> None:
     call = write_calls(HERMES, CALLS[:1])
     opening = "" if is_open else f"\n{thinking.open}"
     text = f"{opening}\nwell <tool_call> {{\n\n hm </thi \n{thinking.close}\n\nHello.\n{call}"

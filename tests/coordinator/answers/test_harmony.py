@@ -281,7 +281,7 @@ def no_text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ("high", {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
     ],
 )
-def test_how_much_to_think_is_told_as_the_model_knows_it(
+def test_the_effort_is_passed_in_the_models_own_words(
     effort: str | None, given: Any, expected: Any, no_text: Tokenizer
 ) -> None:
     template = ChatTemplate(TEMPLATE + "{{ reasoning_effort }}")
@@ -340,7 +340,7 @@ async def test_a_call_and_what_was_thought_before_it(tmp_path: Path) -> None:
         assert not any(delta.content for delta in deltas)
 
 
-async def test_what_is_said_and_the_shape_that_it_must_have(tmp_path: Path) -> None:
+async def test_an_answer_has_content_reasoning_and_its_required_shape(tmp_path: Path) -> None:
     async with client_of(f"{THOUGHT}{NEXT}{FINAL}yes", tmp_path) as (client, served, _):
         plain = {key: value for key, value in ASKED.items() if key != "tools"}
         reply = await client.chat.completions.create(**plain, extra_body={"guided_choice": ["yes", "no"]})

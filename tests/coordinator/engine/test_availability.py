@@ -66,7 +66,7 @@ def test_a_silent_host_is_named_once_and_again_when_it_answers():
     assert world.available.describe_stage(1, world.now_ns)["silent"] is False
 
 
-def test_who_was_stopped_itself_accuses_nobody():
+def test_a_coordinator_that_was_stopped_itself_accuses_no_stage():
     world = World()
     world.now_s += 3_600
     world.second()

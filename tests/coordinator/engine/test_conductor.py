@@ -151,7 +151,7 @@ def test_a_lane_goes_to_who_waits_and_a_full_line_says_so() -> None:
     assert [each for each in instructions if isinstance(each, Started | Ended)] == [Ended(1, None), Started(2, 0)]
 
 
-def test_a_burst_that_meets_a_fresh_coordinator_is_told_what_its_line_takes() -> None:
+def test_a_burst_at_a_fresh_coordinator_gets_its_queues_waiting_time() -> None:
     """Nothing has ended, and not even a token has come: the stages' own speed says how long a lane is held."""
     curve = CostCurve([(1, 10e6), (64, 20e6)])
     facts = dataclasses.replace(FACTS, ctx_tokens=512, costs=[StageCost(curve, curve, 64)] * 2)
@@ -175,7 +175,7 @@ def test_a_refused_lane_is_asked_for_again_after_a_while() -> None:
     assert kinds(conductor.try_lanes(S // 2)) == ["Started", "Dispatch"]
 
 
-def test_who_came_while_a_stage_was_lost_is_refused_in_time() -> None:
+def test_a_request_that_came_during_a_loss_is_refused_in_time() -> None:
     conductor = connected(lost_wait_s=3.0)
     conductor.lost(StageLostError("gone"), 10 * S)
     conductor.open(request(), 11 * S)
@@ -194,9 +194,7 @@ def test_who_came_while_a_stage_was_lost_is_refused_in_time() -> None:
         (pb.ReturnResponse(epoch=1, faults=[pb.SessionFault(label="stage_lost", message="m")]), StageLostError),
     ],
 )
-def test_what_cannot_go_on_ends_the_epoch_and_no_request(
-    message: pb.ReturnResponse, kind: type[RelaylineError]
-) -> None:
+def test_a_bad_return_ends_the_epoch_and_no_request(message: pb.ReturnResponse, kind: type[RelaylineError]) -> None:
     conductor = connected()
     conductor.open(request(), 0)
     lost = [each.error for each in conductor.returned(message, 0) if isinstance(each, Lose)]

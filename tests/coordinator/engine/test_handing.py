@@ -55,7 +55,7 @@ def test_each_pair_has_a_pass_of_its_own_and_a_stage_asks_itself_without_one() -
     assert hand_over_orders(found, NAMES, ADDRESSES)[2].takes[0].shown_pass != others.shown_pass
 
 
-def test_where_some_layers_cannot_be_had_nothing_changes_hands() -> None:
+def test_nothing_is_handed_over_unless_all_layers_can_be() -> None:
     found = handed(BEFORE, AFTER, (True, False, False))
     assert hand_over_orders(found, NAMES, {2: "c:1"}) == {}, "one is of a version that gives nothing"
     assert hand_over_orders(found, NAMES, ADDRESSES | {1: ""}) == {}, "one is lost"

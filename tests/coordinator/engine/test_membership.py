@@ -179,6 +179,6 @@ def test_an_order_says_what_it_was_given() -> None:
         (lambda: TelemetryDefaults(metrics_port=70_000).message(), "70000"),
     ],
 )
-def test_what_cannot_be_is_refused_at_the_start(make: object, words: str) -> None:
+def test_impossible_memberships_are_refused_at_the_start(make: object, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()  # type: ignore[operator]

@@ -167,7 +167,7 @@ async def test_streams_of_two_coordinators_wait_for_lanes_that_the_other_has(
         assert_greedy(whole, prompt, tokens)
 
 
-async def test_what_is_only_kept_makes_room_for_streams_of_another_coordinator(
+async def test_kept_prefixes_make_room_for_streams_of_another_coordinator(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     prompts = [prompt_of(index, 40) for index in range(3)]

@@ -62,7 +62,7 @@ async def test_with_more_lanes_those_who_wait_start_at_once() -> None:
     assert [client.ends for client in world.clients] == [["length"]] * 3
 
 
-async def test_who_gets_a_lane_during_a_recovery_starts_with_the_next_epoch() -> None:
+async def test_a_stream_that_gets_a_lane_during_a_recovery_starts_with_the_next_epoch() -> None:
     world = await decoding(n_lanes=1, n_clients=2)
     await world.clients[0].stream.aclose()
     assert states_of(world) == [State.DONE, State.WAITING]
@@ -166,7 +166,7 @@ async def test_lanes_that_another_coordinator_gives_back_are_soon_all_in_use() -
     world.finish()
 
 
-async def test_a_stream_that_is_refused_a_lane_for_ever_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_refused_a_lane_for_ever_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "LANE_TRIES_MAX", 5)
     world = World(n_lanes=1)
     world.stages.n_taken = 1

@@ -142,7 +142,7 @@ async def test_a_bug_in_scheduling_ends_the_epoch_and_no_request() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-async def test_what_is_left_of_who_has_left_is_closed_in_the_next_epoch(when: str) -> None:
+async def test_a_cancelled_streams_lane_is_closed_in_the_next_epoch(when: str) -> None:
     world = World(3)
     world.open(4, 6)
     for _ in range(6):
@@ -157,7 +157,7 @@ async def test_what_is_left_of_who_has_left_is_closed_in_the_next_epoch(when: st
 
 
 @pytest.mark.parametrize("error", [StageLostError("the link broke"), InternalError("a handler failed")])
-async def test_who_is_accused_twice_without_a_token_does_not_go_on_from_what_is_there(error: RelaylineError) -> None:
+async def test_a_stream_accused_twice_without_a_token_is_replayed_from_the_start(error: RelaylineError) -> None:
     world = World(3)
     world.open(9, 2)
     (client,) = world.clients

@@ -58,7 +58,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_where_nothing_is_under_way_the_switch_is_made_at_once(world: World) -> None:
+def test_an_idle_pipeline_switches_at_once(world: World) -> None:
     assert world.prepared() == [Switch(1)]
     assert world.moves.connected(2 * S + S // 4)
     described = world.moves.describe(9 * S)
@@ -70,7 +70,7 @@ def test_where_nothing_is_under_way_the_switch_is_made_at_once(world: World) -> 
     assert not world.moves.connected(3 * S), "a later epoch is no change"
 
 
-def test_what_is_under_way_comes_back_first(world: World) -> None:
+def test_flights_under_way_return_before_a_switch(world: World) -> None:
     world.under_way = {7: (1, 1)}
     assert world.prepared() == [Settle(SETTLE_MAX_S)]
     assert world.conductor.is_held
@@ -209,7 +209,7 @@ def test_while_a_stage_is_lost_only_a_change_without_it_can_be_made(world: World
     assert world.moves.prepared(1, 3, S) == [Switch(1)], "nothing is under way"
 
 
-def test_what_stayed_and_what_is_sent_again_is_counted(world: World) -> None:
+def test_kept_and_replayed_rows_are_counted(world: World) -> None:
     """Of one stream the stages hold all that had been sent, of another a part; a third had sent nothing yet."""
     running = [
         Session(at, GenerationRequest(str(at), tuple(range(20)), 5, SamplingParams()), lambda _: False)

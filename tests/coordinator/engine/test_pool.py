@@ -20,7 +20,7 @@ def pool(*, n_spares: int = 0, takeover_s: int = 60) -> Pool:
     return made
 
 
-def test_where_all_are_here_nothing_is_to_be_done() -> None:
+def test_nothing_changes_while_all_stages_are_here() -> None:
     assert pool().wanted(ABC, N_LAYERS, 999 * S) == ()
     assert pool(n_spares=2).wanted(ABC, N_LAYERS, 999 * S) == (), "spares stand by"
 
@@ -42,7 +42,7 @@ def test_without_a_spare_the_others_share_and_it_gets_its_part_again() -> None:
     assert one.wanted((0, 2), N_LAYERS, 999 * S) == ABC, "where it was in the line of layers"
 
 
-def test_who_is_away_keeps_its_layers_until_the_bound() -> None:
+def test_an_absent_stage_keeps_its_layers_until_the_bound() -> None:
     one = pool(n_spares=1)
     one.left(1, 10 * S)
     assert one.takeover_in_ns(1, 30 * S) == 40 * S
@@ -59,7 +59,7 @@ def test_without_a_bound_nobody_takes_over() -> None:
     assert one.wanted(ABC, N_LAYERS, 10_000 * S) == ()
 
 
-def test_who_was_never_here_is_waited_for() -> None:
+def test_a_stage_that_never_joined_is_waited_for() -> None:
     one = Pool(["a", "b", "s"], [2], 60 * S)
     one.came(0, 0)
     one.came(2, 0)
@@ -92,7 +92,7 @@ def test_the_last_one_cannot_be_freed() -> None:
 
 
 @pytest.mark.parametrize("event", ["came", "drain"])
-def test_what_failed_is_tried_again_later_or_when_something_changes(event: str) -> None:
+def test_a_failed_change_is_retried_later_or_when_something_changes(event: str) -> None:
     one = pool(n_spares=2)
     one.drain(1)
     one.failed(0)

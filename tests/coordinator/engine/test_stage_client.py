@@ -46,7 +46,7 @@ def stumble(message: pb.ReturnResponse) -> None:
         (ReturnWriter().write(pb.ReturnResponse(epoch=1)), InternalError, "a bug of ours"),
     ],
 )
-async def test_every_end_of_the_return_stream_is_told(
+async def test_every_end_of_the_return_stream_is_reported(
     messages: Sequence[bytes], error: type[RelaylineError], text: str
 ) -> None:
     client = StageClient("127.0.0.1:1")
@@ -133,7 +133,7 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     assert all("measured speeds failed" in record.message for record in logged)
 
 
-async def test_how_long_frames_were_held_is_told_by_all_stages_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hold_times_count_only_if_all_stages_report_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayline.coordinator.engine.connection.CURVE_REFRESH_S", 0.0)
     seen: asyncio.Queue[list[Held]] = asyncio.Queue()
     answers, silent = Learning(set()), mock.Mock(status=mock.AsyncMock(return_value=None))
@@ -152,7 +152,7 @@ async def test_how_long_frames_were_held_is_told_by_all_stages_or_not_at_all(mon
 @pytest.mark.parametrize(
     ("said", "taken"), [(13_000.0, 13_000.0), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
 )
-def test_what_a_stage_says_of_its_speed_is_safe_to_plan_with(said: float, taken: float) -> None:
+def test_a_stages_reported_speed_is_made_safe_to_plan_with(said: float, taken: float) -> None:
     point = pb.CostPoint(n_rows=1, cost_ns=7)
     cost = stage_cost(
         pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said, context_tiled_ns=said), 64

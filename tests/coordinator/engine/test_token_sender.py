@@ -31,7 +31,7 @@ async def test_an_unexpected_failure_is_reported(caplog: pytest.LogCaptureFixtur
     await sender.close()
 
 
-async def test_what_is_pushed_is_sent_before_anything_else_runs() -> None:
+async def test_pushed_frames_are_sent_before_anything_else_runs() -> None:
     """Stages wait for it; the readers of the tokens before, whose turn comes next, do not."""
     pool, sent, may_go = BufferPool(DTYPE_TOKENS, 1), list[int](), asyncio.Event()
 

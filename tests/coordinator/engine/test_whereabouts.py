@@ -32,7 +32,7 @@ async def test_nobody_is_asked_where_both_say_the_same(reported: str) -> None:
     assert await whereabouts("laptop", "", "fd00::1", 5, PLAINTEXT) == ("[fd00::1]:5", "")
 
 
-async def test_what_a_stage_says_counts_where_it_is_true() -> None:
+async def test_a_stages_own_address_is_used_where_it_is_right() -> None:
     async with served() as stage:
         port = int(stage.address.rpartition(":")[2])
         assert await whereabouts("laptop", "127.0.0.1", ELSEWHERE, port, PLAINTEXT) == (stage.address, "")
@@ -50,7 +50,7 @@ async def test_a_stage_that_has_moved_is_reached_where_it_joins_from() -> None:
     assert "\n" not in line
 
 
-async def test_a_stage_that_is_nowhere_to_be_found_is_told_what_to_do() -> None:
+async def test_a_stage_that_cannot_be_found_gets_a_remedy() -> None:
     port = free_port()
     address, line = await whereabouts("laptop", ELSEWHERE, "127.0.0.1", port, PLAINTEXT)
     assert address == f"{ELSEWHERE}:{port}"

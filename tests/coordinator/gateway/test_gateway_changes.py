@@ -151,7 +151,7 @@ async def test_only_a_pipeline_that_was_there_is_missed(tokenizer: Tokenizer, ca
             assert "pipeline a gets no requests: it refuses connections" in caplog.messages
 
 
-async def test_what_never_ends_is_given_up_and_too_many_are_refused(
+async def test_endless_requests_are_given_up_and_too_many_pipelines_are_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(serve, "LEAVE_TIMEOUT_S", 0.01)

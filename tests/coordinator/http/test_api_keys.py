@@ -90,7 +90,7 @@ async def status(url: str, key: str | None = None, *, header: str | None = None)
         return response.status
 
 
-def test_what_a_file_may_hold():
+def test_a_key_file_holds_names_keys_and_comments():
     keys = parse_keys(FILE, Path("keys"))
     assert list(keys) == ["alice", "line 4"]
     assert ALICE.encode() not in b"".join(keys.values())
@@ -144,7 +144,7 @@ async def test_everything_but_health_and_metrics_needs_a_key(tokenizer: Tokenize
         assert await status(f"{url}/nowhere", BOB) == 404
 
 
-async def test_who_has_no_key_pushes_no_request_out_of_view(tokenizer: Tokenizer, file: Path):
+async def test_refused_requests_push_no_other_out_of_view(tokenizer: Tokenizer, file: Path):
     async with serving(tokenizer, file) as url, aiohttp.ClientSession() as session:
         for key, expected in ((ALICE, 400), (CAROL, 401)):
             headers = {"Authorization": f"Bearer {key}", "x-request-id": f"of-{key}"}

@@ -127,7 +127,7 @@ async def test_a_text_that_cannot_fit_is_refused_by_its_size(pool: BodyPool, tok
         await completed(pool, {"prompt": [1] * 513})
 
 
-async def test_what_a_short_body_cannot_do_soon_is_done_with_the_long_ones(
+async def test_a_short_body_that_takes_long_is_handled_with_the_long_ones(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_pool, "QUICK_CPU_S_MAX", 1e-6)  # less than any body takes
@@ -191,7 +191,7 @@ async def test_a_fork_server_that_was_killed_is_started_again(pool: BodyPool) ->
         ("2001:db8::1", "2001:db8:0:1::1", False),
     ],
 )
-def test_clients_are_told_apart_by_key_or_by_address(one: str, other: str, is_same: bool) -> None:
+def test_clients_are_distinguished_by_key_or_by_address(one: str, other: str, is_same: bool) -> None:
     requests = [make_mocked_request("POST", "/").clone(remote=address) for address in (one, other)]
     assert (client_of(requests[0]) == client_of(requests[1])) == is_same
     for request, key in zip(requests, ("a", "b"), strict=True):

@@ -98,5 +98,5 @@ def test_bounds_hold_whatever_happens(steps: list[tuple[str, int, str]]) -> None
         ("", "", True),
     ],
 )
-def test_what_counts_as_one_address(one: str, other: str, same: bool) -> None:
+def test_addresses_of_one_client_are_grouped(one: str, other: str, same: bool) -> None:
     assert (address_group(one) == address_group(other)) == same

@@ -40,7 +40,7 @@ def test_one_client_never_has_all_places() -> None:
     assert line.begin() == [crowd[1]]
 
 
-def test_who_goes_away_leaves_the_line_and_makes_room() -> None:
+def test_a_client_that_goes_away_leaves_the_line_and_makes_room() -> None:
     line = FairLine(1)
     first, second, third = (line.enter("a", 1) for _ in range(3))
     assert line.begin() == [first]

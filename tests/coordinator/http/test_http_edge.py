@@ -230,7 +230,7 @@ async def test_a_long_body_is_not_read_in_vain(
         ("/v1/completions", (f"Content-Length: {len(PROMPT)}",), b"HTTP/1.1 100 Continue\r\n\r\n"),
     ],
 )
-async def test_a_client_that_expects_to_continue_is_told_so_only_where_its_body_is_read(
+async def test_expect_continue_is_answered_only_where_the_body_is_read(
     tokenizer: Tokenizer, path: str, headers: tuple[str, ...], first: bytes
 ) -> None:
     async with (
@@ -636,7 +636,7 @@ async def test_a_client_that_half_closes_gets_all_of_its_answers(tokenizer: Toke
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_is_gone_is_told_from_one_that_half_closed(
+async def test_a_gone_client_is_distinguished_from_a_half_closed_one(
     tokenizer: Tokenizer, stream: bool, version: str
 ) -> None:
     gate = Gate()  # never opened: nothing is written that would find out

@@ -130,7 +130,7 @@ async def test_the_models_own_pooling_is_read_from_its_file(tmp_path: Path) -> N
         ({"input": [5] * 512}, "maximum context length is 511 tokens"),
     ],
 )
-async def test_what_cannot_be_is_refused_in_one_line(tokenizer: Tokenizer, body: dict[str, Any], text: str) -> None:
+async def test_bad_bodies_are_refused_in_one_line(tokenizer: Tokenizer, body: dict[str, Any], text: str) -> None:
     found, _ = await asked(tokenizer, "/v1/embeddings", 400, **body)
     assert text in found["error"]["message"]
 

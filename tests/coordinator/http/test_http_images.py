@@ -111,7 +111,7 @@ async def test_equal_images_that_come_together_are_encoded_once_and_a_client_may
     assert set(encoder.asked.values()) == {1}
 
 
-async def test_what_goes_wrong_is_one_line_about_the_field_that_was_sent(tokenizer: Tokenizer) -> None:
+async def test_an_error_names_the_field_that_was_sent_in_one_line(tokenizer: Tokenizer) -> None:
     generator, encoder = FakeGenerator(ctx_tokens=40), FakeEncoder()
     async with serving(tokenizer, generator, encoder=encoder) as served:
         broken = await post(served, "/v1/chat/completions", chat(b"1", b"broken"), 400)
@@ -171,7 +171,7 @@ async def test_counts_encode_nothing(tokenizer: Tokenizer) -> None:
     assert "see<__media__>" in shown["prompt"]
 
 
-async def test_what_a_tool_gives_back_may_be_an_image(tokenizer: Tokenizer) -> None:
+async def test_a_tool_may_return_an_image(tokenizer: Tokenizer) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(PNG + b"1").decode()}
     blocks = [{"type": "text", "text": "seen:"}, {"type": "image", "source": source}]
     call = {"type": "tool_use", "id": "t1", "name": "look", "input": {}}

@@ -61,7 +61,7 @@ async def test_words_and_ends_become_tokens(tokenizer: Tokenizer) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_where_an_answer_ends(
+async def test_an_answer_ends_at_each_kind_of_stop(
     tokenizer: Tokenizer, fields: dict[str, object], text: str, n_tokens: int, stream: bool
 ) -> None:
     body = {"prompt": "x", "max_tokens": 9, **fields}

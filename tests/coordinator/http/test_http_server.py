@@ -131,7 +131,7 @@ async def test_nothing_is_generated_before_the_pipeline_is_ready(
             assert (reply.status, (await reply.json())["error"]["param"]) == (400, "temperature")
 
 
-async def test_a_request_that_never_fits_is_told_so_during_a_recovery(tokenizer: Tokenizer) -> None:
+async def test_a_request_that_never_fits_is_refused_during_a_recovery(tokenizer: Tokenizer) -> None:
     async with session_of(tokenizer, FakeGenerator(ctx_tokens=4)) as (session, served):
         served.generator.ready = False
         async with session.post("/v1/completions", json={"prompt": [1, 2, 3, 4], "max_tokens": 3}) as reply:
@@ -218,7 +218,7 @@ async def test_body_limits_and_encodings(tokenizer: Tokenizer) -> None:
         (b"Content-Length: " + b"x" * 4_000 + b"\r\n\r\n", "Invalid character in Content-Length"),
     ],
 )
-async def test_what_is_no_http_is_logged_in_a_line(
+async def test_malformed_http_is_logged_in_one_line(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, request_head: bytes, problem: str
 ) -> None:
     logged = io.StringIO()

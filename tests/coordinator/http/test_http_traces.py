@@ -119,7 +119,7 @@ async def test_a_request_has_one_server_span_by_convention(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("content", [False, True])
-async def test_prompts_and_answers_are_told_only_when_asked_for(
+async def test_prompts_and_answers_are_exported_only_on_request(
     tokenizer: Tokenizer, stream: bool, content: bool
 ) -> None:
     world = World(Kept(level=Level.FRAMES, content=content))

@@ -490,7 +490,7 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
             completion_plan(**sent)
 
 
-def test_what_is_held_back_is_so_up_to_a_position() -> None:
+def test_held_back_tokens_are_banned_up_to_a_position() -> None:
     plan = completion_plan(min_tokens=5)
     plan = dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, held_back_tokens=(2,)))
     assert plan.sampling_of(0, 10).number("held_back_until") == 15
@@ -506,13 +506,13 @@ def test_what_is_held_back_is_so_up_to_a_position() -> None:
         ({"messages": [USER, {"role": "system", "content": None}]}, "messages[1].content"),
     ],
 )
-def test_what_is_asked_of_a_chat_and_not_done_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_chat_fields_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat_plan(**fields)
     assert caught.value.param == param
 
 
-def test_what_was_sent_is_not_told_back_at_its_length() -> None:
+def test_an_error_does_not_repeat_a_long_value() -> None:
     long = "\x1b[31m" + "x" * 100_000
     for body in (error_body(InvalidRequestError(long)), plain_body(404, long, "route_not_found")):
         assert len(body.error.message) < MESSAGE_CHARS_MAX + 100

@@ -42,7 +42,7 @@ def keys(tmp_path: Path) -> Path:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_browser_gets_the_page_and_others_are_told_where_the_api_is(tokenizer: Tokenizer) -> None:
+async def test_a_browser_gets_the_page_and_others_get_the_apis_address(tokenizer: Tokenizer) -> None:
     async with served(tokenizer) as world:
         status, headers, body = await world.get("/", **HTML)
         assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
@@ -169,7 +169,7 @@ async def test_pages_that_ask_together_share_a_look(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1.0", "²", "9" * 16, ""])
-async def test_what_is_no_look_is_refused(tokenizer: Tokenizer, after: str) -> None:
+async def test_a_bad_look_number_is_refused(tokenizer: Tokenizer, after: str) -> None:
     async with served(tokenizer) as world:
         status, _, body = await world.get(f"/v1/pipeline/live?after={after}")
         assert status == 400

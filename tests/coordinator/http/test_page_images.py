@@ -124,7 +124,7 @@ async def test_a_person_attaches_images_and_asks_about_them(tokenizer: Tokenizer
     assert len(encoder.files) == IMAGES_PER_REQUEST_MAX, "those of the turn before are not encoded again"
 
 
-async def test_without_a_projector_there_is_no_button_and_the_reason_is_told(tokenizer: Tokenizer) -> None:
+async def test_without_a_projector_the_page_shows_a_reason_and_no_button(tokenizer: Tokenizer) -> None:
     async with served(tokenizer) as world, browsing() as tab:
         await tab.go(f"{world.url}/#/chat")
         await tab.until("document.querySelector('#phase').textContent === 'ready'")

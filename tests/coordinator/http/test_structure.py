@@ -113,7 +113,7 @@ def test_each_way_of_asking_makes_its_grammar(
         {"structured_outputs": {"json": None, "json_object": False}},
     ],
 )
-def test_who_asks_for_none_gets_any_answer(fields: dict[str, Any]) -> None:
+def test_an_answer_without_a_requested_shape_is_free(fields: dict[str, Any]) -> None:
     assert asked(**fields) is None
 
 
@@ -132,7 +132,7 @@ MULTIPLE = '{"type": "integer", "multipleOf": 4000037}'
     ],
     ids=["rules", "references", "multiples", "multiples with tokens"],
 )
-def test_what_would_take_a_process_with_it_is_refused(
+def test_a_grammar_that_would_crash_its_process_is_refused(
     kind: Any, text: str, reason: str, vocabulary: LLTokenizer
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
@@ -158,14 +158,14 @@ TOO_DEAR = {
 
 
 @pytest.mark.parametrize("grammar", TOO_DEAR.values(), ids=TOO_DEAR)
-def test_what_takes_too_long_to_follow_is_refused_beforehand(grammar: str) -> None:
+def test_a_grammar_that_is_slow_to_follow_is_refused_beforehand(grammar: str) -> None:
     """A stage would find out amid the answer, in the thread that decodes for all."""
     with pytest.raises(InvalidRequestError, match=r"it takes too long to follow: [^\n]*items") as caught:
         grammar_of(Shape("grammar", "grammar", (grammar,)))
     assert "\n" not in caught.value.message
 
 
-def test_what_can_be_followed_on_some_way_is_let_through() -> None:
+def test_a_grammar_that_can_be_followed_in_some_way_is_accepted() -> None:
     wide = {"type": "object", "properties": {f"key {at}": {"type": "string"} for at in range(60)}}
     grammar_of(Shape("json", "json", (json.dumps(wide),)))
     expression = 'root ::= (e "=" t "\\n")+\ne ::= t ([-+*/] t)*\nt ::= [a-z]+ | [0-9]+ | "(" e ")"'
@@ -257,7 +257,7 @@ def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
         ("json", json.dumps({"enum": [f"{number:060}" for number in range(1_500)]}), "its grammar has"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_in_one_line(kind: Any, text: str, reason: str) -> None:
+def test_a_grammar_that_cannot_be_followed_is_refused_in_one_line(kind: Any, text: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         grammar_of(Shape("grammar", kind, (text,)))
     assert caught.value.param == "grammar"

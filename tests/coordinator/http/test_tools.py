@@ -66,7 +66,7 @@ def offered(**fields: Any) -> Offered | None:
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_request_offers() -> None:
+def test_a_request_offers_its_tools() -> None:
     tools = [tool(), tool("other", None, strict=True)]
     found = offered(tools=tools)
     assert found is not None
@@ -88,7 +88,9 @@ def test_what_a_request_offers() -> None:
         ({"tool_choice": {"type": "allowed_tools", **allowed("required", "a")["allowed_tools"]}}, ["a"], True),
     ],
 )  # fmt: skip
-def test_what_may_and_what_must_be_called(fields: dict[str, Any], names: list[str], is_required: bool) -> None:
+def test_tool_choice_selects_allowed_and_required_calls(
+    fields: dict[str, Any], names: list[str], is_required: bool
+) -> None:
     found = offered(tools=[tool("a"), tool("b")], **fields)
     assert found is not None
     assert ([*found.schemas], found.is_required, len(found.shown)) == (names, is_required, 2)
@@ -264,7 +266,7 @@ async def test_one_call_a_turn_where_the_template_takes_no_more(tokenizer: Token
         assert len((await ask()).choices[0].message.tool_calls) == 1
 
 
-async def test_what_cannot_be_written_ends_the_stream_with_an_error(
+async def test_an_answer_that_cannot_be_encoded_ends_the_stream_with_an_error(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with client_of(tokenizer, CALL) as (ask, _):
@@ -296,7 +298,7 @@ async def test_one_call_is_the_end_where_no_more_are_wanted(tokenizer: Tokenizer
         assert all(stream.n_taken < 2 * len(CALL) for stream in served.generator.streams)
 
 
-async def test_who_forbids_calls_gets_text(tokenizer: Tokenizer) -> None:
+async def test_an_answer_is_text_where_calls_are_forbidden(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, CALL) as (ask, served):
         (choice,) = (await ask(tool_choice="none")).choices
         assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
@@ -381,7 +383,7 @@ async def test_schemas_too_large_for_a_grammar_hold_only_strict_tools(tokenizer:
         ({"tools": [{"type": "custom"}]}, "tools[0]", "only tools of type"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_is_refused_in_one_line(
+async def test_bad_tools_are_refused_in_one_line(
     fields: dict[str, Any], param: str, says_what: str, tokenizer: Tokenizer
 ) -> None:
     async with client_of(tokenizer, "x", ctx_tokens=100_000) as (ask, _):
@@ -392,7 +394,7 @@ async def test_what_cannot_be_is_refused_in_one_line(
     assert "\n" not in caught.value.message
 
 
-async def test_plain_json_is_told_from_calls_by_nothing(tokenizer: Tokenizer) -> None:
+async def test_plain_json_is_not_distinguished_from_calls(tokenizer: Tokenizer) -> None:
     """A model that writes calls as Llama does."""
     template = CHATML.replace(
         "{{ message['content'] }}",
@@ -433,7 +435,7 @@ async def test_completions_take_no_tools(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("template", "opening"), [(THINKS, "<think>\n"), (OPENS_THOUGHTS, "")], ids=["own", "opened"])
-async def test_thoughts_stand_beside_the_answer(template: str, opening: str, tokenizer: Tokenizer) -> None:
+async def test_reasoning_is_a_field_next_to_the_answer(template: str, opening: str, tokenizer: Tokenizer) -> None:
     text = f"{opening}so <tool_call> it is\n</think>\n\nHello. {CALL}"
     async with client_of(tokenizer, text, template) as (ask, _):
         message = (await ask()).choices[0].message

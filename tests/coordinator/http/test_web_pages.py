@@ -93,7 +93,7 @@ def test_beyond_loopback_a_name_may_be_any_until_some_are_given_and_a_page_its_o
 
 
 @pytest.mark.parametrize("name", ["http://a", "a:80", "a/b", "a b", "", "*"])
-def test_what_is_no_name_is_refused_at_the_start(name: str) -> None:
+def test_a_bad_host_name_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(UsageError, match="is not a host name"):
         page_rule("127.0.0.1", [name])
 

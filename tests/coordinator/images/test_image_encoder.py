@@ -73,7 +73,7 @@ def test_every_format_is_read(kind: str) -> None:
     assert np.abs(pixels.astype(int) - pixels_of(picture(1))).mean() < 30
 
 
-def test_what_shows_through_is_white_and_photographs_stand_upright() -> None:
+def test_transparency_becomes_white_and_photographs_stand_upright() -> None:
     file = io.BytesIO()
     Image.new("RGBA", (3, 2), (9, 9, 9, 0)).save(file, "PNG")
     assert (pixels_of(file.getvalue()) == 255).all()

@@ -68,13 +68,13 @@ def test_content_without_images_stays_as_it_was() -> None:
         (image(b"\x89PNG\r\n\x1a\n" + bytes(IMAGE_BYTES_MAX)), f"at most {IMAGE_BYTES_MAX} bytes"),
     ],
 )
-def test_what_is_no_image_is_refused(part: Any, problem: str) -> None:
+def test_a_file_that_is_no_image_is_refused(part: Any, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem) as caught:
         take_images(chat(text("a"), part))
     assert caught.value.param == "messages[1].content[1].image_url"
 
 
-def test_other_parts_beside_images_and_too_many_images_are_refused() -> None:
+def test_unknown_parts_and_too_many_images_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="only parts of type text and image_url"):
         take_images(chat(image(), {"type": "input_audio"}))
     take_images(chat(*[image()] * IMAGES_PER_REQUEST_MAX))

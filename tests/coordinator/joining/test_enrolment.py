@@ -65,7 +65,7 @@ def test_a_token_says_what_it_was_made_of_and_is_short():
         ("old." + "A" * 48, "another version"),
     ],
 )
-def test_what_is_no_token_is_told_in_one_line(text: str, why: str):
+def test_a_bad_token_is_refused_in_one_line(text: str, why: str):
     with pytest.raises(UsageError, match=why) as caught:
         read_token(text)
     assert "\n" not in caught.value.message
@@ -89,7 +89,7 @@ def test_an_invitation_opens_once_for_one_key():
         desk.check_secret("old", b"right", "key", an_invitation(), NOW + 2 * HOUR)
 
 
-def test_a_wrong_token_and_an_unknown_name_are_told_alike():
+def test_a_wrong_token_and_an_unknown_name_get_the_same_answer():
     texts = []
     for invitation in (None, an_invitation(), an_invitation(key_digest="key")):
         with pytest.raises(WrongTokenError) as caught:
@@ -244,14 +244,16 @@ async def test_a_stage_cannot_play_the_coordinator(ca: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("hours", "side"), [(-3, "behind"), (2, "ahead of")])
-async def test_clocks_that_are_far_apart_are_told(port: Port, hours: int, side: str, monkeypatch: pytest.MonkeyPatch):
+async def test_clocks_that_are_far_apart_are_reported(
+    port: Port, hours: int, side: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(client, "_now", lambda: datetime.datetime.now(datetime.UTC) + hours * HOUR)
     error = await port.refusal(invite(port.ca, "old", "old.test"))
     assert isinstance(error, HandshakeError)
     assert f"this machine's clock is {abs(hours)} h 0 min {side} the coordinator's" in error.message
 
 
-async def test_a_port_where_nobody_enrols_is_told(ca: Path, tmp_path: Path):
+async def test_a_port_without_enrolment_is_one_clear_line(ca: Path, tmp_path: Path):
     token = invite(ca, "old", "old.test")
     with socket.create_server(("127.0.0.1", 0)) as server:
         number = server.getsockname()[1]
@@ -300,7 +302,7 @@ async def test_a_certificate_is_renewed_before_it_ends_and_for_a_new_address(
     assert read_certificate(joined.directory / "cert.pem") == cert, "nothing has changed"
 
 
-async def test_who_is_revoked_or_has_another_key_renews_nothing(port: Port, caplog: pytest.LogCaptureFixture):
+async def test_a_revoked_or_foreign_key_renews_no_certificate(port: Port, caplog: pytest.LogCaptureFixture):
     joined = await port.enrol(invite(port.ca, "old", "old.test"))
     pem = (joined.directory / "cert.pem").read_text()
     authority = SigningAuthority(port.ca)

@@ -75,7 +75,7 @@ async def test_the_others_share_where_they_have_room(monkeypatch: pytest.MonkeyP
         await world.hosts.drain("a", is_drained=True)
 
 
-async def test_where_nobody_has_room_nothing_changes_and_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_without_room_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 12)
     with pytest.raises(NotReadyError, match=r"no room for all layers: a would need 8\.\d GiB for layers 0-3 and has"):
         await world.hosts.drain("b", is_drained=True)
@@ -106,7 +106,7 @@ async def test_nobody_takes_over_by_itself_what_is_not_known_to_fit(
     assert world.begun == [((4,), (0, 2))], "somebody who asks for it decides"
 
 
-async def test_what_cannot_be_asked_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_impossible_order_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 64)
     with pytest.raises(InvalidRequestError, match="there is no stage x; the stages are a, b, c"):
         await world.hosts.drain("x", is_drained=True)

@@ -50,7 +50,7 @@ async def until_missing(roster: JoinedRoster, names: list[str]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_stage_is_told_all_it_needs(port: JoinPort, tmp_path: Path) -> None:
+async def test_a_stages_order_has_all_it_needs(port: JoinPort, tmp_path: Path) -> None:
     member = await port.join("box2")
     order = member.order
     assert (order.stage_index, order.stage_count, order.pipeline_id) == (1, 2, "a-pipeline")
@@ -154,7 +154,7 @@ async def test_a_process_that_comes_again_replaces_its_older_membership(port: Jo
     await second.close()
 
 
-async def test_the_end_of_the_coordinator_is_told(tmp_path: Path) -> None:
+async def test_members_are_notified_when_the_coordinator_ends(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S):
         async with join_port(tmp_path / "split") as port:
             member = await port.join()
@@ -176,7 +176,7 @@ async def test_each_stage_gets_its_own_file_from_any_offset(port: JoinPort) -> N
         await member.close()
 
 
-async def test_who_is_no_member_gets_nothing(port: JoinPort) -> None:
+async def test_a_non_member_is_served_nothing(port: JoinPort) -> None:
     member = await port.join()
     for ticket in (b"", b"x" * 16, member.order.ticket[:-1], b"../../stage-1.gguf"):
         member.order.ticket, ticket = ticket, member.order.ticket

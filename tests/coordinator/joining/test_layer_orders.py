@@ -83,7 +83,7 @@ async def serving(member: Member, instance: str) -> None:
     await member.report(serving=pb.StageServing(host="127.0.0.1", port=4000, instance_id=instance))
 
 
-async def test_members_are_told_and_get_the_next_artifact_while_the_order_still_holds(port: ChangingPort) -> None:
+async def test_members_get_the_next_artifact_while_the_order_still_holds(port: ChangingPort) -> None:
     one, two = await port.join("box1"), await port.join("box2", "p2")
     assert port.service.unmovable() == []
     await port.service.prepare(1, port.next, (True, False))
@@ -99,7 +99,7 @@ async def test_members_are_told_and_get_the_next_artifact_while_the_order_still_
         await member.close()
 
 
-async def test_what_stages_say_is_heard(port: ChangingPort) -> None:
+async def test_reports_of_stages_reach_the_mover(port: ChangingPort) -> None:
     one, two = await port.join("box1"), await port.join("box2", "p2")
     await port.service.prepare(1, port.next, (True, False))
     await one.report(prepared=pb.StagePrepared(change=1, done_bytes=1, total_bytes=2))
@@ -141,7 +141,7 @@ async def test_after_the_switch_every_stage_is_waited_for_and_who_joins_gets_the
         await member.close()
 
 
-async def test_a_spare_gets_layers_and_who_is_freed_of_its_own_is_told_to_stand_by(tmp_path: Path) -> None:
+async def test_a_spare_gets_layers_and_a_freed_stage_stands_by(tmp_path: Path) -> None:
     file = write_split(tmp_path / "split")
     config = JoinConfig((*(JoiningStage(name) for name in NAMES), JoiningStage("spare", is_spare=True)))
     roster, services = make_roster(config), list[JoinService]()

@@ -48,7 +48,7 @@ def costs(*points: tuple[int, int]) -> pb.SliceCosts:
     return found
 
 
-async def test_a_survey_is_complete_when_every_host_with_something_to_measure_has_told() -> None:
+async def test_a_survey_is_complete_when_every_host_has_reported() -> None:
     async with surveyed() as port:
         known, unknown = await port.join("box2"), await port.join("box1")
         assert [len(member.order.survey.slices) for member in (known, unknown)] == [0, 1]
@@ -129,7 +129,7 @@ async def test_a_stage_that_knows_no_surveys_is_not_waited_for_and_comes_again()
         pb.HostMeasured(slices=[costs((1, 5)), costs((1, 5))]),
     ],
 )
-async def test_what_cannot_be_a_measurement_ends_the_membership(measured: pb.HostMeasured) -> None:
+async def test_an_impossible_measurement_ends_the_membership(measured: pb.HostMeasured) -> None:
     async with surveyed() as port:
         member = await port.join("box1")
         await member.report(measured=measured)

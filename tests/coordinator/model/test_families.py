@@ -186,7 +186,7 @@ def test_smollm3_keeps_to_its_period(tmp_path: Path) -> None:
         split_model(model, tmp_path / "out", cuts=(5,))
 
 
-def test_slices_are_told_which_of_their_layers_have_windows(tmp_path: Path) -> None:
+def test_slices_state_which_of_their_layers_have_windows(tmp_path: Path) -> None:
     """A pattern counts from the first layer in the file; and a slice needs a window, or llama.cpp would abort."""
     model = make_tiny("gpt-oss", tmp_path / "model.gguf")
     facts = inspect_model(model)
@@ -203,9 +203,7 @@ def test_slices_are_told_which_of_their_layers_have_windows(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "version"), [("llama", 1), ("phi3", 1), ("gpt-oss", 2), ("gemma", 2), ("gemma2", 2), ("cohere2", 2)]
 )
-def test_builds_that_would_compute_something_else_are_told_by_a_version(
-    name: str, version: int, tmp_path: Path
-) -> None:
+def test_an_artifacts_version_keeps_incompatible_builds_apart(name: str, version: int, tmp_path: Path) -> None:
     split_model(make_tiny(name, tmp_path / "model.gguf"), tmp_path / "out", n_stages=2)
     for index in range(2):
         assert open_model(tmp_path / "out" / f"stage-{index}.gguf").value("relayline.version") == version
@@ -241,7 +239,7 @@ def test_windows_are_what_llama_cpp_makes_of_a_file(
         ("ernie4_5-moe", 4, {"interleave_moe_layer_step": 2}, "layers with experts alternate"),
     ],
 )
-def test_what_llama_cpp_derives_from_the_whole_file_is_refused(
+def test_a_family_with_values_derived_from_the_whole_file_is_refused(
     name: str, n_layers: int, values: dict[str, Value], reason: str, tmp_path: Path
 ) -> None:
     facts = inspect_model(make_tiny(name, tmp_path / "model.gguf", n_layers=n_layers, extra_values=values))

@@ -57,7 +57,7 @@ def test_the_bytes_of_a_state_are_those_that_llama_cpp_writes(name: str, tmp_pat
     assert 0 < state.nbytes - sum(facts.state_bytes_per_lane) < 64 * (facts.n_layers + 1)
 
 
-def test_slices_are_told_their_layers_kinds(tmp_path: Path) -> None:
+def test_slices_state_their_layers_kinds(tmp_path: Path) -> None:
     """Also where the file has an interval alone, which counts from its first layer; prediction layers are left out."""
     for name in ("qwen35", "qwen35:mtp"):
         model = make_tiny(name, tmp_path / f"{name}.gguf")

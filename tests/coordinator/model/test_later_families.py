@@ -142,7 +142,7 @@ def test_glm4_with_several_axes_stays_as_it_is(tmp_path: Path) -> None:
     assert second.value("glm4.nextn_predict_layers") == 0
 
 
-def test_glm4_whose_queries_and_keys_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
+def test_glm4_with_indistinguishable_queries_and_keys_is_refused(tmp_path: Path) -> None:
     fused = {"blk.0.attn_qkv.weight": np.zeros((2 * N_EMBD, N_EMBD), np.float32)}
     facts = inspect_model(make_tiny("glm4", tmp_path / "model.gguf", extra_tensors=fused))
     assert facts.refusal is not None

@@ -45,7 +45,7 @@ def test_every_architecture_of_llama_cpp_stands_in_one_table() -> None:
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_what_cannot_be_cut_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+def test_a_family_that_cannot_be_split_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
     model = write(tmp_path / "model.gguf", architecture)
     facts = inspect_model(model)
     assert (facts.supported, facts.refusal, facts.may_be_tried) == (False, REFUSED[architecture], False)
@@ -62,7 +62,7 @@ def test_inspect_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["clip", "wavtokenizer-dec"])
-def test_what_is_no_language_model_at_all_is_refused_for_what_it_is(architecture: str, tmp_path: Path) -> None:
+def test_a_file_without_a_language_model_is_refused_with_its_kind(architecture: str, tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedArchitectureError, match=f"this {architecture} model cannot be split: {REFUSED[architecture]}"
     ):

@@ -39,7 +39,7 @@ E2B, HASHED = "gemma4:e2b", "deepseek4:hash"
 EACH = INPUT_WIDTH * GEMMA4_E_LAYERS
 
 
-def test_each_boundary_says_what_is_beside_its_rows(tmp_path: Path) -> None:
+def test_each_boundary_states_its_sideband_values(tmp_path: Path) -> None:
     split_model(make_tiny(E2B, tmp_path / "model.gguf"), tmp_path / "out", cuts=(2, 6))
     values_beside = [EACH, INPUT_WIDTH * 10, INPUT_WIDTH * 6]
     widths = [(stage.row_width, stage.sideband_values) for stage in load_pipeline(tmp_path / "out").stages]
@@ -65,7 +65,7 @@ def test_ids_of_tokens_end_at_stage_0(tmp_path: Path) -> None:
     assert open_artifact(tmp_path / "out" / "stage-1.gguf").hashed is None
 
 
-def test_plans_count_the_bytes_beside_rows_and_the_tables_of_stage_0(tmp_path: Path) -> None:
+def test_plans_count_sidebands_and_the_tables_of_stage_0(tmp_path: Path) -> None:
     model = make_tiny(E2B, tmp_path / "model.gguf")
     facts = inspect_model(model)
     tables = 4 * (facts.n_vocab * EACH + N_EMBD * EACH + INPUT_WIDTH)
@@ -105,7 +105,7 @@ def test_cuts_that_would_part_what_belongs_together_are_refused(
 
 
 @pytest.mark.parametrize("name", [E2B, HASHED])
-def test_inspect_tells_what_is_beside_rows(name: str, tmp_path: Path) -> None:
+def test_inspect_shows_sidebands(name: str, tmp_path: Path) -> None:
     model = str(make_tiny(name, tmp_path / "model.gguf"))
     facts = json.loads(CliRunner().invoke(inspect_command, [model, "--json"]).stdout)
     text = " ".join(CliRunner().invoke(inspect_command, [model]).stdout.split())
@@ -182,7 +182,7 @@ def test_tables_of_other_shapes_are_refused_before_anything_is_written(tmp_path:
         assert not (tmp_path / "out").exists()
 
 
-def test_an_artifact_that_has_no_place_for_what_is_beside_rows_is_refused(tmp_path: Path) -> None:
+def test_an_artifact_without_a_place_for_sidebands_is_refused(tmp_path: Path) -> None:
     split_model(make_tiny(E2B, tmp_path / "model.gguf"), tmp_path / "out", cuts=(4,))
     path = tmp_path / "out" / "stage-1.gguf"
     field = gguf.GGUFReader(path).fields["relayline.layer_inputs.width"]

@@ -145,7 +145,7 @@ def test_first_tokens_and_times_between_tokens_since_the_look_before() -> None:
     assert page_of(view)["points"][-1][6:9] == [None, None, None]
 
 
-def test_how_far_a_request_is() -> None:
+def test_a_request_shows_its_state_and_progress() -> None:
     view = new_view()
     records = [record_of(number) for number in range(1, 7)]
     bare, queued, reading, paused, failed, done = records
@@ -169,7 +169,7 @@ def test_how_far_a_request_is() -> None:
     assert (found["cmpl-6"]["ttft_ms"], found["cmpl-6"]["tokens_per_s"], found["cmpl-6"]["tokens"]) == (1.0, 500.0, 2)
 
 
-def test_a_loss_is_told_with_the_stage() -> None:
+def test_a_loss_is_shown_with_the_stage() -> None:
     view = new_view()
     view.update(seen(loss=(1, "it is gone"), is_recording=False), RequestLog(), S)
     state = page_of(view)["state"]

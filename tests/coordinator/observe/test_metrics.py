@@ -48,7 +48,7 @@ def test_every_figure_is_there_under_its_name() -> None:
     assert ("relayline_stage_steps_total", "1") not in found  # a silent stage has no figures, not zeros
 
 
-def test_a_certificates_end_is_told() -> None:
+def test_a_certificates_expiry_is_a_metric() -> None:
     text = render(DESCRIBED | {"certificate_expires_unix_s": 1_800_000_000.0})[0].decode()
     assert 'relayline_certificate_expires_timestamp_seconds{model_name="m"} 1.8e+09' in text
 

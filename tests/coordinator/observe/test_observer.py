@@ -284,7 +284,7 @@ def test_frames_carry_the_context_of_the_phase_they_belong_to() -> None:
     ],
     ids=["off", "not sampled", "caller says no"],
 )
-def test_what_is_not_traced_costs_no_span_and_carries_zeros(
+def test_an_untraced_request_makes_no_span_and_carries_zeros(
     level: Level, ratio: float, headers: dict[str, str]
 ) -> None:
     world = World(level, sampler_ratio=ratio)

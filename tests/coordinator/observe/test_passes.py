@@ -156,7 +156,7 @@ def test_any_answer_ends_seconds_that_wait_for_nobody() -> None:
     assert [window.streams for window in world.done] == [{1}]
 
 
-def test_answers_that_never_come_are_told() -> None:
+def test_missing_answers_are_counted() -> None:
     world = World()
     world.leave(0, 1)
     world.passes.close(1)
@@ -212,5 +212,7 @@ def test_busy_shares_leave_out_what_a_stage_has_forgotten() -> None:
 
 
 @pytest.mark.parametrize("statuses", [None, [], [None, status((0, 5))]])
-def test_where_a_stage_does_not_answer_nothing_is_said(statuses: list[pb.StatusResponse | None] | None) -> None:
+def test_no_overlap_is_reported_without_an_answer_of_every_stage(
+    statuses: list[pb.StatusResponse | None] | None,
+) -> None:
     assert busy_attributes(statuses, 0, 10) == {}

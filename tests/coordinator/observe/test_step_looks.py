@@ -61,7 +61,7 @@ def test_a_step_is_shown_in_one_look_and_asked_for_once() -> None:
     assert third.n_skipped == 0
 
 
-def test_what_is_skipped_is_counted_and_shown_of_no_stage() -> None:
+def test_skipped_steps_are_counted_and_shown_for_no_stage() -> None:
     looks = StepLooks(0)
     looks.look([response_of(batch(1, 1, [5])), response_of(batch(1, 2, [5]))], 3 * MS)
     # Of stage 0 steps 2 to 9 were too many: before its step 10 nothing is shown, of stage 1 neither.
@@ -71,7 +71,7 @@ def test_what_is_skipped_is_counted_and_shown_of_no_stage() -> None:
     assert found.from_us == 50_000
 
 
-def test_what_a_step_says() -> None:
+def test_a_step_has_its_times_rows_and_members() -> None:
     looks = StepLooks(1 * MS)
     record = pb.BatchRecord(
         step=7, start_ns=3 * MS, decode_ns=2 * MS, predicted_ns=MS, n_rows=3, padded_rows=1, close_reason="row_cap",

@@ -48,14 +48,14 @@ def test_a_slow_helper_behind_a_slow_link_is_not_worth_it() -> None:
     assert "both hosts together make" in text
 
 
-def test_hosts_that_are_alike_are_told_how_much_spanning_gives() -> None:
+def test_equal_hosts_learn_how_much_spanning_gives() -> None:
     text = said(host("one", 400, gib=8), host("other", 400, gib=8))
     assert "don't span" not in text
     assert "holds the whole model alone and would make" in text
     assert "spanning makes" in text
 
 
-def test_two_pipelines_are_told_of_where_they_make_more() -> None:
+def test_two_pipelines_are_advised_where_they_make_more_tokens() -> None:
     slow = Link(400_000_000, 1e9)
     text = said(host("one", 100, gib=8, link=slow), host("other", 100, gib=8))
     assert "two pipelines side by side, one on one and one on other, would make" in text
@@ -72,14 +72,14 @@ def test_the_link_that_limits_is_named_with_what_it_costs() -> None:
     assert "the link from one to other (3e+02 ms, 0.008 Gbit/s) slows the pipeline down" in text
 
 
-def test_room_for_a_longer_context_and_a_larger_quantisation_is_told() -> None:
+def test_room_for_a_longer_context_and_a_larger_quantisation_is_reported() -> None:
     text = said(host("one", 100, gib=2), host("other", 100, gib=2))
     assert (
         "there is room for more: this model as Q6_K, or contexts of 3,072 tokens instead of 1,024 would fit too" in text
     )
 
 
-def test_what_fits_is_the_largest_that_does() -> None:
+def test_the_largest_context_and_quantisation_that_fit_are_advised() -> None:
     instance = Instance(MODEL, (host("one", 100, gib=2), host("other", 100, gib=2)), LOAD)
     assert larger_quantisation(instance) == "Q6_K"
     assert longest_context(instance) == 3_072
@@ -90,7 +90,7 @@ def test_what_fits_is_the_largest_that_does() -> None:
     assert larger_quantisation(huge) == ""
 
 
-def test_a_model_that_does_not_fit_is_told_which_quantisation_would() -> None:
+def test_a_smaller_quantisation_is_advised_for_a_model_that_does_not_fit() -> None:
     model = dataclasses.replace(MODEL, layer_bytes=(250 * MB,) * 16)
     found = explain(Instance(model, (host("one", 100, gib=2), host("other", 100, gib=2)), LOAD))
     assert "the model as Q2_K" in found.remedies

@@ -39,7 +39,7 @@ class Looks:
         return findings
 
 
-def test_a_neighbour_that_gets_busy_is_told_once_after_a_minute() -> None:
+def test_a_neighbour_that_gets_busy_is_reported_once_after_a_minute() -> None:
     looks = Looks()
     assert looks.take(300, 10, 10) == []
     assert looks.take(60, 10, 30) == [], "a minute has not passed"
@@ -96,11 +96,11 @@ def test_a_short_burst_and_a_time_without_measurements_tell_nothing() -> None:
     assert looks.take(50, 10, 30) == []
 
 
-def test_where_round_trips_take_the_time_another_cut_gains_little() -> None:
+def test_another_cut_gains_little_where_round_trips_take_the_time() -> None:
     assert Looks().take(200, 1, 2, overhead_ms=100) == []
 
 
-def test_nothing_is_told_without_curves_or_neighbours() -> None:
+def test_nothing_is_reported_without_curves_or_neighbours() -> None:
     watch = ImbalanceWatch(EDGES)
     bare = StageCost(CostCurve(), CostCurve(), 32)
     assert watch.look([bare, cost(5)], 16, n_steps=STEPS_MIN, overhead_ns=0.0, now_ns=S) is None

@@ -163,7 +163,7 @@ def test_more_memory_and_faster_hosts_never_hurt(instance: Instance, data: st.Da
 
 @settings(max_examples=thinned(N_EXAMPLES // 2))
 @given(instances())
-def test_where_nothing_fits_the_remedies_are_true(instance: Instance) -> None:
+def test_remedies_for_a_model_that_does_not_fit_are_true(instance: Instance) -> None:
     if best_split(instance) is not None:
         return
     infeasible = explain(instance)

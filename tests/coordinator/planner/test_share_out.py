@@ -34,7 +34,7 @@ def test_the_faster_gets_more() -> None:
     assert share_out(holders, N, need, any_cut) == (3,)
 
 
-def test_who_was_never_measured_counts_as_the_others_do() -> None:
+def test_a_host_that_was_never_measured_counts_as_the_others() -> None:
     assert share_out([Holder("a", 2.0), Holder("new"), Holder("b", 2.0)], N, need, any_cut) == (4, 8)
 
 
@@ -53,12 +53,12 @@ def test_only_cuts_that_the_model_allows() -> None:
         share_out([Holder("a"), Holder("b")], N, need, lambda start, end: end - start == 12)
 
 
-def test_what_is_held_already_needs_no_room() -> None:
+def test_layers_that_a_stage_holds_need_no_more_room() -> None:
     holders = [Holder("a", 1.0, 0, (0, 6)), Holder("b", 1.0, 6 * GIB)]
     assert share_out(holders, N, need, any_cut) == (6,)
 
 
-def test_who_lacks_what_is_said_in_one_line() -> None:
+def test_missing_room_is_named_by_stage_in_one_line() -> None:
     holders = [Holder("a", 1.0, 5 * GIB, (0, 4)), Holder("b", 1.0, 3 * GIB, (4, 8))]
     with pytest.raises(NoRoomError) as found:
         share_out(holders, N, need, any_cut)

@@ -62,7 +62,7 @@ def test_never_more_than_fit() -> None:
     assert counts("smooth", [SURE], rows_max=1) == [0]
 
 
-def test_where_lanes_have_cells_of_their_own_only_one_stream_takes_guesses_along() -> None:
+def test_only_a_single_stream_drafts_with_per_lane_cells() -> None:
     assert best_counts(planner(smooth(), is_per_lane=True), [SURE, SURE], ALONE, Offers()) == [0, 0]
     assert best_counts(planner(smooth(), is_per_lane=True), [SURE], ALONE, Offers()) == [DRAFT_TOKENS_MAX]
 
@@ -179,7 +179,7 @@ def test_nothing_is_drafted_without_batching_or_before_speeds_are_known(mode: st
     assert shapes(scheduler.take(0)) == [[(3, 1, False)]]
 
 
-def test_who_ended_is_forgotten() -> None:
+def test_an_ended_stream_is_forgotten() -> None:
     drafts = DraftFlights(DRAFT_AUTO)
     scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["arithmetic"](), 4))
     scheduler._drafts = drafts

@@ -67,7 +67,7 @@ def test_a_decode_flight_that_only_prompt_rows_are_left_of_is_one_of_prompt_rows
     assert (flights.count(Kind.PREFILL), flights.n_with_chunks, flights.n_ridden) == (0, 0, 0)
 
 
-def test_who_is_forgotten_holds_no_flight_up() -> None:
+def test_a_forgotten_stream_holds_up_no_flight() -> None:
     flights = Flights()
     launch(flights, Kind.DECODE, frame(1, 10), frame(2, 20))
     launch(flights, Kind.GUESS, frame(1, 11))

@@ -136,7 +136,7 @@ def test_a_step_of_both_kinds_is_padded_as_a_whole() -> None:
     assert made.mixed_ns(3, 4) == made.mixed_ns(3, 5) == curve.cost_ns(8)
 
 
-def test_contexts_are_told_apart_in_eighths_and_cost_nothing_where_they_have_no_price() -> None:
+def test_contexts_are_rounded_to_eighths_and_cost_nothing_without_a_price() -> None:
     made = with_context(2, 13_000)
     assert made.at(1_000, 0) is made.at(1_010, 0)
     assert made.at(1_000, 0) is not made.at(1_200, 0)

@@ -65,7 +65,7 @@ def run(
     ("single_ms", "planned_ms", "rows"),
     [(28, 44, 2), (40, 44, 2), (44, 44, 1), (60, 44, 1), (120, 44, 1)],
 )
-def test_what_brings_more_tokens_is_kept(single_ms: int, planned_ms: int, rows: int) -> None:
+def test_the_faster_number_of_flights_is_kept(single_ms: int, planned_ms: int, rows: int) -> None:
     scheduler = Scheduler(ScheduleConfig(), planner())
     left = run(scheduler, 2, 600, lambda _, n_rows: (single_ms if n_rows == 2 else planned_ms) * MS)
     shares = collections.Counter(len(flight) for flight in left[len(left) // 4 :])
@@ -73,7 +73,7 @@ def test_what_brings_more_tokens_is_kept(single_ms: int, planned_ms: int, rows: 
     assert shares[rows] > 0.9 * shares.total()
 
 
-def test_what_has_become_better_meanwhile_is_found() -> None:
+def test_a_number_of_flights_that_became_faster_is_found() -> None:
     scheduler = Scheduler(ScheduleConfig(), planner())
     left = run(scheduler, 2, 2_000, lambda i, n_rows: (44 if n_rows == 1 else 28 if i < 1_000 else 60) * MS)
     assert collections.Counter(map(len, left[500:1_000])).most_common(1)[0][0] == 2
@@ -167,6 +167,6 @@ def test_contests_are_bounded() -> None:
         assert len(trials._contests) <= CONTESTS_MAX
 
 
-def test_hosts_are_told_by_their_names() -> None:
+def test_hosts_are_distinguished_by_their_names() -> None:
     assert share_host(["a:1", "b:1", "a:2"]) == [True, False, True]
     assert share_host(["[::1]:7", "[::2]:7"]) == [False, False]

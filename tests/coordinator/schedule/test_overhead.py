@@ -39,14 +39,14 @@ def pipeline() -> Pipeline:
     return made
 
 
-def test_what_stages_have_held_is_no_overhead(pipeline: Pipeline) -> None:
+def test_time_held_by_stages_is_no_overhead(pipeline: Pipeline) -> None:
     for _ in range(WINDOWS_MIN):
         assert pipeline.known_ms() == 500, "not before there are enough windows"
         pipeline.window(3)
     assert pipeline.known_ms() == pytest.approx(3)
 
 
-def test_what_was_counted_before_the_first_look_does_not_matter() -> None:
+def test_counts_before_the_first_look_do_not_matter() -> None:
     pipeline = Pipeline()
     for _ in range(WINDOWS_MIN + 1):
         pipeline.window(3)

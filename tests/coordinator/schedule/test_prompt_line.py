@@ -243,7 +243,7 @@ def test_of_those_left_behind_one_reads_for_all() -> None:
     assert world.stage.n_rows == 16 + len(SYSTEM) + 4 * 2
 
 
-def test_what_is_there_is_not_waited_for_where_little_more_is_to_come() -> None:
+def test_a_held_prefix_is_used_at_once_where_a_leader_would_add_little() -> None:
     world = World.of("auto", 60)
     first = session_of(1, (*SYSTEM, *range(100, 150)))
     world.start(first)
@@ -282,7 +282,7 @@ def test_those_that_a_leader_leaves_behind_follow_one_of_them_and_no_chain() -> 
     assert [session.leader for session in others] == [None] + [others[0]] * (len(others) - 1)
 
 
-def test_who_waits_for_one_that_is_left_behind_is_no_source_either() -> None:
+def test_a_follower_of_an_orphan_is_no_source() -> None:
     world = World.of("auto", 8)
     first, second, third, fourth = (session_of(number, (*SYSTEM, number)) for number in range(1, 5))
     world.start(first)
@@ -297,7 +297,7 @@ def test_who_waits_for_one_that_is_left_behind_is_no_source_either() -> None:
 
 
 @pytest.mark.parametrize("asks", [0, 1])
-def test_who_is_to_be_alone_neither_follows_nor_leads(asks: int) -> None:
+def test_an_uncached_session_neither_follows_nor_leads(asks: int) -> None:
     world = World.of("auto", 8)
     pair = [session_of(number, (*SYSTEM, number)) for number in (1, 2)]
     pair[asks].request = dataclasses.replace(pair[asks].request, cache_prompt=False)
@@ -310,7 +310,7 @@ def test_who_is_to_be_alone_neither_follows_nor_leads(asks: int) -> None:
     assert late.leader is None
 
 
-def test_who_writes_an_answer_is_copied_but_for_its_last_token() -> None:
+def test_a_running_answer_is_copied_up_to_its_last_token() -> None:
     world = World.of("auto", 60)
     first = session_of(1, SYSTEM, max_tokens=9)
     world.start(first)
@@ -343,7 +343,7 @@ def test_nobody_waits_for_what_a_restarted_stream_says() -> None:
     assert second.prefill_left == 0, "nobody else reads, so all of it has left"
 
 
-def test_who_never_sent_a_row_has_nothing_to_be_answered_from_before() -> None:
+def test_a_session_that_sent_no_row_expects_no_old_answer() -> None:
     world = World.of("auto", 8)
     first, second, third = (session_of(number, (*SYSTEM, number), max_tokens=9) for number in (1, 2, 3))
     for session in (first, second, third):
@@ -357,7 +357,7 @@ def test_who_never_sent_a_row_has_nothing_to_be_answered_from_before() -> None:
     assert second.is_restarted, "started once more it may have sent some"
 
 
-def test_who_waits_for_a_lane_is_not_waited_for() -> None:
+def test_a_session_without_a_lane_is_no_leader() -> None:
     world = World.of("auto", 8)
     first, second, third = (session_of(number, (*SYSTEM, number)) for number in (1, 2, 3))
     for session in (first, second):

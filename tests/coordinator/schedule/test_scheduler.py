@@ -298,7 +298,7 @@ def test_fixed_mode_takes_groups_by_hand() -> None:
     assert ids(scheduler.take(0)) == [[0], [1], [2]]
 
 
-def test_prompts_have_a_way_beside_groups_by_hand_that_fill_every_step() -> None:
+def test_prompts_find_room_although_groups_by_hand_fill_every_step() -> None:
     scheduler = Scheduler(ScheduleConfig("fixed", n_groups=1, group_rows=64), Fixed(2, 2, flights=0, ride_rows=3))
     start(scheduler, new_session(9, n_prompt=3))
     assert (scheduler.plan().ride_rows, scheduler.plan().prefill_flights) == (0, 1)
@@ -306,7 +306,7 @@ def test_prompts_have_a_way_beside_groups_by_hand_that_fill_every_step() -> None
     assert chunk.flags & Flag.PREFILL
 
 
-def test_what_is_not_set_by_hand_suits_the_streams_that_run() -> None:
+def test_values_not_set_by_hand_suit_the_running_streams() -> None:
     def plan(config: ScheduleConfig) -> GroupPlan:
         scheduler = Scheduler(config, Fixed(2, 2, flights=0, chunk_rows=1, ride_rows=6))
         for session_id in range(1, 11):

@@ -44,7 +44,7 @@ def on_cores(*cores: int, n_threads: int = 1, host: str = "a") -> Place:
         ([on_cores(0, n_threads=1), on_cores(0, n_threads=1)], [0, 0]),
     ],
 )
-def test_who_shares(places: list[Place], numbers: list[int]) -> None:
+def test_devices_that_stages_share_are_recognised(places: list[Place], numbers: list[int]) -> None:
     found = device_numbers(places)
     assert [found.index(number) for number in found] == [numbers.index(number) for number in numbers]
 
@@ -101,7 +101,7 @@ def test_more_streams_than_rows_take_turns_in_one_group() -> None:
     assert made.plan(20, n_prompts=0).group_rows <= 8
 
 
-def test_what_is_planned_on_paper_knows_it_too() -> None:
+def test_a_plan_made_offline_knows_shared_devices() -> None:
     model = ModelShape((50_000_000,) * 4, 10_000_000, 10_000_000, (4096,) * 4, 512, 1_000, 2_048)
     curve = tuple((rows, 1e7 * rows) for rows in ROWS)
     speed = Speed(curve, curve, 0.0)

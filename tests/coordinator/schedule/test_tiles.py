@@ -71,7 +71,7 @@ def test_alone_in_a_crowd_and_again_after_a_loss(
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, LONG_PROMPT_ROWS - 1), st.integers(0, 200)), min_size=1, max_size=9))
-def test_short_prompts_beside_streams_are_read_as_they_are_alone(lengths: list[tuple[int, int]]) -> None:
+def test_short_prompts_are_read_during_decode_as_they_are_alone(lengths: list[tuple[int, int]]) -> None:
     for rule in (SHARED, PER_LANE):
         for n_decode in (1, TILE - RIDE_ROWS_MIN - 1):
             found = read([session_of(at, *each) for at, each in enumerate(lengths)], rule, 100, n_decode)
@@ -79,7 +79,7 @@ def test_short_prompts_beside_streams_are_read_as_they_are_alone(lengths: list[t
 
 
 @pytest.mark.parametrize("n_decode", [TILE - RIDE_ROWS_MIN, TILE - 1, TILE, 200])
-def test_prompts_beside_a_great_crowd_do_not_starve(n_decode: int) -> None:
+def test_prompts_do_not_starve_in_a_large_crowd(n_decode: int) -> None:
     assert len(read([session_of(1, 90), session_of(2, 900, 30)], IN_PARTS, 48, n_decode)) == 90 + 930
 
 
@@ -128,9 +128,7 @@ class Planned(GroupPlanner):
 @pytest.mark.parametrize(
     "plan", [GroupPlan(2, 3, 0.0, 0, 1, 7), GroupPlan(2, 3, 0.0, 2, 12, 0), GroupPlan(2, 3, 0.0, 2, 96, 0)]
 )
-def test_whole_tiles_beside_running_streams_go_by_themselves_as_fast_as_planned(
-    plan: GroupPlan, *, is_per_lane: bool
-) -> None:
+def test_whole_tiles_go_by_themselves_during_decode_as_fast_as_planned(plan: GroupPlan, *, is_per_lane: bool) -> None:
     scheduler, at = Scheduler(ScheduleConfig(), Planned(plan, is_per_lane=is_per_lane)), dict.fromkeys(range(1, 7), 10)
     long, short = session_of(8, 3 * LONG_PROMPT_ROWS + 40), session_of(9, 30)
     for session in (long, short):
@@ -167,7 +165,7 @@ def test_whole_tiles_beside_running_streams_go_by_themselves_as_fast_as_planned(
         assert n_decode_flights <= 2 * (in_tiles // planned_rows) + 20, "prompts are read slower than planned"
 
 
-def test_chunks_by_hand_below_a_tile_have_a_way_beside_running_streams() -> None:
+def test_chunks_by_hand_below_a_tile_find_room_during_decode() -> None:
     scheduler = Scheduler(ScheduleConfig(chunk_rows=32), Planned(GroupPlan(1, 4, 0.0, 0, 1, 40), is_per_lane=True))
     session = session_of(2, LONG_PROMPT_ROWS)
     session.start()

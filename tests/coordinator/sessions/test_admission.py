@@ -72,7 +72,7 @@ def test_with_more_lanes_those_who_wait_get_them_before_any_newcomer() -> None:
     assert admission.leave(sessions[0]) == [sessions[3]]
 
 
-def test_who_got_no_lane_waits_before_all_others_and_no_more_run_than_got_one() -> None:
+def test_sessions_without_a_lane_wait_first_and_limit_how_many_run() -> None:
     admission, sessions = filled(3, 4, waiting_max=4)
     assert [admission.put_back(sessions[index]) for index in (1, 0)] == [True, True]
     assert list(admission.running.values()) == sessions[2:3]

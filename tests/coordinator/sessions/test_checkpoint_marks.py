@@ -132,7 +132,7 @@ def test_other_chats_copy_the_system_prompt() -> None:
     assert copies(prefixes.start(other)) == [(2, 51, 1_000)]
 
 
-def test_who_leaves_early_keeps_what_its_prompt_left() -> None:
+def test_an_answer_cancelled_early_keeps_its_prompts_checkpoint() -> None:
     """A row of its last token may be under way: where the lane ends then is not known."""
     prefixes = world()
     first = session_of(1, SYSTEM)

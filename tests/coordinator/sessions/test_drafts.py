@@ -36,7 +36,7 @@ def after(drafts: Drafter, *tokens: int) -> Drafter:
         ([], []),
     ],
 )
-def test_what_followed_the_last_time(history: list[int], expected: list[int]) -> None:
+def test_a_draft_repeats_the_text_after_the_last_match(history: list[int], expected: list[int]) -> None:
     assert drafter(history).tokens(0, 5) == expected
 
 

@@ -8,7 +8,7 @@ from relayline.coordinator.sessions.session import Session, State
 SAMPLING = SamplingParams(numbers=(("mirostat", 2.0),))
 
 
-def test_what_a_session_is_opened_with() -> None:
+def test_a_session_is_opened_with_its_latest_mu() -> None:
     session = Session(1, GenerationRequest("r", (1, 2, 3), 9, SAMPLING), is_end=lambda token: False)
     opened, *_ = session.start()
     assert opened.leave().opening.sampling == SAMPLING  # type: ignore[union-attr]

@@ -64,7 +64,7 @@ def test_the_last_token_of_a_prompt_is_read_in_any_case() -> None:
     assert same.prefill_left == 1
 
 
-def test_who_begins_alike_shares_the_longest_beginning() -> None:
+def test_a_session_copies_the_longest_common_prefix() -> None:
     kept, system = prefixes(3, [1, 2, 3]), run_of(0, 40)
     kept.keep(ended(1, [*system, *run_of(1_000, 10)]))
     kept.keep(ended(2, [*system, *run_of(2_000, 10)]))
@@ -73,7 +73,7 @@ def test_who_begins_alike_shares_the_longest_beginning() -> None:
     assert controls_of(kept.start(session_of(5, [*system[: PREFIX_TOKENS_MIN - 1], 7, 7]))) == [("open", 5, 0, 1)]
 
 
-def test_what_a_session_would_copy_is_the_last_lane_that_it_takes() -> None:
+def test_a_session_takes_the_lane_that_it_would_copy_last() -> None:
     kept = prefixes(2, [1, 2])
     kept.keep(ended(1, run_of(1_000, 40)))
     kept.keep(ended(2, run_of(2_000, 40)))
@@ -82,7 +82,7 @@ def test_what_a_session_would_copy_is_the_last_lane_that_it_takes() -> None:
     assert kept.lanes_before(session_of(4, run_of(3_000, 60))) == [2, 1]
 
 
-def test_what_is_kept_already_is_kept_once() -> None:
+def test_an_equal_prefix_is_kept_once() -> None:
     kept = prefixes(2, [1, 2, 3])
     kept.keep(ended(1, run_of(1_000, 60)))
     kept.keep(ended(2, run_of(2_000, 60)))
@@ -110,7 +110,7 @@ def test_nothing_is_kept_without_leave_or_use_or_lane(n_max: int, n_tokens: int,
     assert kept.lanes == []
 
 
-def test_who_leaves_in_the_middle_of_an_answer_leaves_what_is_computed_and_in_that_of_a_prompt_nothing() -> None:
+def test_a_cancelled_answer_is_kept_and_a_cancelled_prompt_is_not() -> None:
     kept = prefixes(2, [1, 2])
     session = session_of(1, run_of(0, 50))
     session.start()
@@ -121,7 +121,7 @@ def test_who_leaves_in_the_middle_of_an_answer_leaves_what_is_computed_and_in_th
     assert controls_of(kept.keep(session)) == [("open", 100, 0, 3), ("copy", 100, 51, 1)]
 
 
-def test_what_a_stage_could_not_keep_is_copied_by_nobody() -> None:
+def test_a_prefix_that_a_stage_refused_is_not_copied() -> None:
     kept = prefixes(2, [1, 2])
     kept.keep(ended(1, run_of(1_000, 40)))
     kept.keep(ended(2, run_of(2_000, 40)))
@@ -142,7 +142,7 @@ def test_a_session_that_had_a_fault_reads_everything_itself() -> None:
     assert controls_of(kept.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0, 1)], "another epoch"
 
 
-def test_who_asks_for_it_is_computed_alone() -> None:
+def test_an_uncached_session_shares_no_prefix() -> None:
     kept = prefixes(1, [1])
     kept.keep(ended(1, run_of(0, 50)))
     session = session_of(2, run_of(0, 60))
@@ -156,7 +156,7 @@ def test_who_asks_for_it_is_computed_alone() -> None:
 @pytest.mark.parametrize(
     ("n_asked", "expected"), [(None, {True: 3, False: 0}), (0, {True: 0, False: 0}), (3, {True: 3, False: 3})]
 )
-def test_lanes_with_cells_of_their_own_keep_unless_told(n_asked: int | None, expected: dict[bool, int]) -> None:
+def test_per_lane_cells_keep_prefixes_by_default(n_asked: int | None, expected: dict[bool, int]) -> None:
     kept = Prefixes(n_asked, itertools.count(100), list, {})
     for is_per_lane in (True, False, True):
         kept.renew(7, is_per_lane=is_per_lane)
@@ -172,7 +172,7 @@ def test_common_tokens_is_the_length_of_the_common_beginning() -> None:
         assert common_tokens(first, second) == len(list(pairs))
 
 
-def test_what_is_there_is_there_for_the_next_start_alone() -> None:
+def test_rows_left_in_stages_are_used_by_the_next_start_alone() -> None:
     kept = prefixes(2, [3])
     kept.keep(ended(1, run_of(0, 60)))
     kept.renew(4, is_per_lane=True, there={7: 40, 8: 0, 9: 40})
@@ -186,7 +186,7 @@ def test_what_is_there_is_there_for_the_next_start_alone() -> None:
     assert (going_on[0].n_sent, going_on[0].n_kept) == (0, 0)
 
 
-def test_who_goes_on_from_what_is_there_copies_nothing_into_it() -> None:
+def test_a_session_that_resumes_in_its_lane_copies_nothing_into_it() -> None:
     running = {1: ended(1, run_of(0, 60))}
     running[1].state = State.DECODE
     kept = Prefixes(2, itertools.count(100), lambda: [3], running)

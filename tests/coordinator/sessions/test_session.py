@@ -130,7 +130,7 @@ def test_an_answer_from_before_a_replay_counts_once_and_the_replay_goes_on() -> 
     assert rest.flags & SAMPLE
 
 
-def test_what_a_stage_had_to_give_away_costs_no_replay() -> None:
+def test_a_lane_that_a_stage_gave_away_costs_no_replay() -> None:
     """Streams over a bad link to stages that others use as well may meet that more often than REPLAYS_MAX."""
     session = Session(1, GenerationRequest("r", tuple(range(9)), 50, SamplingParams()), lambda _: False)
     gap = PositionGapError("it cannot be trimmed to 5, it holds 0")

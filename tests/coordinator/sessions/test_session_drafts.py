@@ -84,7 +84,7 @@ def test_no_guess_ends_an_answer_or_goes_beyond_it() -> None:
     assert not session.ahead
 
 
-def test_who_starts_again_has_nothing_under_way() -> None:
+def test_a_restarted_session_has_no_drafts_under_way() -> None:
     session = drafting((51, 52, 53, 54, 55))
     extended(session, session.sampled(3, 50)[1], 4)
     session.sampled(4, 51)
@@ -122,7 +122,7 @@ def test_of_an_answer_that_waits_behind_another_nothing_is_guessed() -> None:
     assert extended(session, later, 2).tokens == (51, 52, 53)
 
 
-def test_what_was_predicted_is_told_where_nothing_is_drafted_too() -> None:
+def test_predicted_tokens_are_counted_without_drafts_too() -> None:
     session = drafting((51, 52, 53))
     session.acceptance = None
     events = [session.sampled(3 + at, token)[0] for at, token in enumerate((50, 51, 99, 53))]

@@ -62,7 +62,7 @@ def test_rows_whose_scores_a_loss_took_are_read_again() -> None:
     assert [frame.position for frame in chunks_of(session, 64)] == [6]
 
 
-def test_what_was_generated_before_a_loss_scores_nothing() -> None:
+def test_tokens_generated_before_a_loss_are_not_scored() -> None:
     session = scoring(3)
     session.start()
     chunks_of(session, 64)

@@ -53,7 +53,7 @@ def looks(
     return 0
 
 
-def test_what_is_nowhere_is_lost_after_a_while() -> None:
+def test_rows_that_no_stage_has_are_lost_after_a_while() -> None:
     assert looks(Silence(), 60, lambda _: idle()) == SILENT_S + 4
     assert looks(Silence(), 60, lambda _: idle(6)) == SILENT_S + 8, "of more stages it may be on more links in a row"
     assert SILENT_S + LOOKS_SURE < 15
@@ -69,7 +69,7 @@ def test_what_is_nowhere_is_lost_after_a_while() -> None:
     ],
     ids=["in a queue or a step", "with more to say", "on the way back", "on the way there"],
 )
-def test_what_is_somewhere_is_only_slow(changes: dict[str, Any]) -> None:
+def test_rows_that_a_stage_has_are_only_slow(changes: dict[str, Any]) -> None:
     """A prompt on a slow host, say, for an hour."""
     assert looks(Silence(), 3_600, lambda _: idle(**changes)) == 0
 

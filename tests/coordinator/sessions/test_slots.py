@@ -37,7 +37,7 @@ def test_lanes_say_what_they_do() -> None:
     assert (busy.state, busy.n_read, busy.n_generated, busy.n_left) == ("decode", 10, 1, 3)
 
 
-def test_progress_is_told_once_and_to_who_asked() -> None:
+def test_progress_is_reported_once_and_only_on_request() -> None:
     assert progress_of(session_of(10), 4) is None
     session = session_of(10, wants_progress=True)
     session.start()

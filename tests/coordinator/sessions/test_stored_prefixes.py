@@ -49,7 +49,7 @@ def run_of(first: int, n_tokens: int) -> list[int]:
     return list(range(first, first + n_tokens))
 
 
-def test_where_no_lane_is_spare_a_turn_is_stored_and_comes_back() -> None:
+def test_a_turn_without_a_spare_lane_is_stored_and_restored() -> None:
     made, turn = prefixes(), run_of(0, 50)
     assert controls_of(made.keep(ended(1, turn))) == [("store", 1, 50)]
     following = session_of(2, [*turn, 9, 77])
@@ -97,7 +97,7 @@ def test_with_a_recurrent_state_checkpoints_and_the_end_will_do() -> None:
     assert part.checkpoints == [36]
 
 
-def test_what_would_take_longer_than_reading_is_not_brought_back() -> None:
+def test_a_restore_slower_than_prefill_is_not_made() -> None:
     slow = prefixes(facts=TierFacts(is_used=True, token_ns=1_000_000.0))
     slow.keep(ended(1, run_of(0, 60)))
     assert controls_of(slow.start(session_of(2, run_of(0, 60)))) == [("open", 2, 0)]
@@ -113,7 +113,7 @@ def test_nobody_is_stored_who_said_not_to_nor_where_a_stage_has_no_tier() -> Non
     assert controls_of(made.start(session_of(2, run_of(0, 50), cached=False))) == [("open", 2, 0)]
 
 
-def test_what_a_stage_refused_is_forgotten() -> None:
+def test_a_prefix_that_a_stage_refused_is_forgotten() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 50)))
     session = session_of(2, run_of(0, 60))
@@ -134,7 +134,7 @@ def test_of_an_epoch_stays_what_all_stages_still_have() -> None:
     assert controls_of(made.start(session_of(4, run_of(500, 46))))[1:] == [("restore", 4, 45)], "its tokens are known"
 
 
-def test_what_an_earlier_coordinator_stored_is_known_by_its_key() -> None:
+def test_a_prefix_of_an_earlier_coordinator_is_known_by_its_key() -> None:
     stored = {key_of(array("i", run_of(first, n))): n for first, n in ((0, 40), (0, 50), (500, 40))}
     made = prefixes(facts=TierFacts(stored, is_used=True))
     assert controls_of(made.start(session_of(2, run_of(0, 46))))[1:] == [("restore", 2, 40)]

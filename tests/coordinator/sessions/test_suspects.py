@@ -49,7 +49,7 @@ def test_after_a_second_loss_suspects_start_one_by_one() -> None:
     assert suspects.cleared(running[2]) == []
 
 
-def test_who_brings_it_down_alone_is_given_up_and_nobody_else() -> None:
+def test_only_the_request_that_crashes_a_stage_alone_is_given_up() -> None:
     suspects, running = Suspects(), sessions(3)
     lose(suspects, running, LOSSES_ALONE)
     suspects.cleared(running[0])
@@ -94,7 +94,7 @@ def test_stages_that_are_restarted_in_order_accuse_nobody(error: RelaylineError,
     assert len(guilty) == n_guilty
 
 
-def test_who_comes_into_the_line_during_a_pause_had_not_been_started() -> None:
+def test_a_session_queued_during_a_pause_had_not_been_started() -> None:
     suspects, (tried, next_in_line) = Suspects(), sessions(2)
     lose(suspects, [tried, next_in_line], LOSSES_ALONE)
     ran = suspects.paused([tried, next_in_line])
@@ -209,7 +209,7 @@ def test_nothing_is_kept_of_sessions_that_have_a_token_or_have_ended() -> None:
     assert not suspects._then
 
 
-def test_who_waits_for_a_leader_that_gets_further_is_not_given_up() -> None:
+def test_a_follower_of_a_leader_with_progress_is_not_given_up() -> None:
     suspects, (leader, follower, other) = Suspects(), sessions(3)
     follower.leader = leader
     n_rows = 0
@@ -227,7 +227,7 @@ def test_who_waits_for_a_leader_that_gets_further_is_not_given_up() -> None:
     assert suspects.trusted([follower]) == [follower]
 
 
-def test_who_waits_for_a_leader_that_gets_no_further_is_a_suspect_like_it() -> None:
+def test_a_follower_of_a_leader_without_progress_is_a_suspect_too() -> None:
     """Its open may be what crashes a stage."""
     suspects, (leader, follower) = Suspects(), sessions(2)
     follower.leader = leader

@@ -61,7 +61,7 @@ def test_before_any_lane_was_given_back_the_running_requests_are_foreseen() -> N
     assert turnover.wait_s(3, 2, running) == 4, "answers end before their limit: what was measured counts"
 
 
-def test_what_is_foreseen_is_a_requests_own_pace_else_the_plans() -> None:
+def test_the_forecast_uses_a_requests_own_pace_else_the_plans() -> None:
     fresh, going, waiting = (session(index, max_tokens=100) for index in range(3))
     fresh.started_ns, going.started_ns = 10 * S, 5 * S
     going.history.extend(range(20))

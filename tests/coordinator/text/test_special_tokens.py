@@ -134,7 +134,7 @@ def test_a_flood_is_worked_through_once() -> None:
         next(specials.split(flood, parse_special=True, n_max=10))
 
 
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: object, **options: object) -> list[int]:

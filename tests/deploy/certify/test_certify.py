@@ -189,7 +189,7 @@ def test_a_kept_artifact_that_was_altered_is_made_anew(tmp_path: Path, scratch: 
     assert path.read_bytes() == sound
 
 
-def test_a_native_abort_is_told_as_what_it_is(tmp_path: Path, scratch: Path) -> None:
+def test_a_native_abort_is_named_as_such(tmp_path: Path, scratch: Path) -> None:
     """llama.cpp aborts on a slice of granite_swa that is told of no layer with a sliding window."""
     model = make_tiny("granite_swa", tmp_path / "model.gguf")
     keep = tmp_path / "keep"

@@ -88,7 +88,7 @@ def test_first_and_widest_disagreement() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_infinitely_different_and_fails(value: float) -> None:
+def test_logits_that_are_not_finite_differ_infinitely_and_fail(value: float) -> None:
     reference = random_logits()
     found = reference.copy()
     found[2, 7] = value

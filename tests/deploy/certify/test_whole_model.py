@@ -94,7 +94,7 @@ def test_a_vocabulary_without_choice_is_refused(tmp_path: Path) -> None:
         plain_tokens(model, 1)
 
 
-def test_what_llama_cpp_cannot_load_is_said_with_its_reason(tmp_path: Path) -> None:
+def test_a_model_that_llama_cpp_cannot_load_is_refused_with_the_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(60))
     for use in (lambda: plain_tokens(broken, 8), lambda: WholeModel(whole(broken, 1, 64))):

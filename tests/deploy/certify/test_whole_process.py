@@ -60,7 +60,7 @@ def test_a_file_that_does_not_load_is_refused_as_here(tmp_path: Path) -> None:
         WholeProcess(whole_config(tmp_path / "model.gguf"))
 
 
-def test_a_process_that_is_killed_is_told(tiny: Path) -> None:
+def test_a_killed_process_is_reported(tiny: Path) -> None:
     with WholeProcess(whole_config(tiny)) as model:
         os.kill(model._child.pid, signal.SIGKILL)
         with pytest.raises(NativeError, match=r"the unsplit model ended: llama.cpp ended with SIGKILL"):

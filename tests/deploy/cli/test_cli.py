@@ -78,7 +78,7 @@ HEAVY = {"aiohttp", "grpc", "llama_cpp", "numpy", "opentelemetry", "pydantic", "
 
 
 @pytest.mark.parametrize("words", ["--help", "--version", "status", "up --help", "move --help"])
-def test_what_computes_nothing_loads_nothing_heavy(words: str) -> None:
+def test_commands_that_compute_nothing_load_no_heavy_module(words: str) -> None:
     program = (
         f"import sys; sys.argv = ['relayline', *{words.split()!r}]\n"
         "from relayline.deploy.cli.main import main\n"

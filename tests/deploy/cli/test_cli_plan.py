@@ -108,7 +108,7 @@ def test_given_ranges_stay_and_cuts_are_legal(model: Path) -> None:
         cuts_for(manifest_of(model, "stages: 9"), model)
 
 
-def test_what_does_not_fit_is_told_with_what_would_help(model: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_remedies(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text(text_of(model, "stages: [{name: a, memoryGib: 0.3}, {name: b, memoryGib: 0.3}]",
                             "context: {tokens: 16384, lanes: 32}"))  # fmt: skip
@@ -204,7 +204,7 @@ def status_of(plan: Any, busy_ns: int, rows: int = 10, generated: int = 10, runn
     }
 
 
-def test_a_comparison_puts_measurement_beside_prediction(model: Path) -> None:
+def test_a_comparison_shows_measurement_and_prediction(model: Path) -> None:
     plan = make_plan(manifest_of(model, SMALL))
     # 400 more rows, but 300 of them were prompts: 100 tokens in two seconds.
     before, after = status_of(plan, 10_000_000), status_of(plan, 30_000_000, rows=410, generated=110)

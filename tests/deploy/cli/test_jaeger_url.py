@@ -26,7 +26,7 @@ def test_up_hands_it_on_and_a_manifest_says_it(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "url", ["traces.example:16686", "ftp://traces.example", "http://", "http://[", "javascript:alert(1)"]
 )
-def test_what_is_no_page_is_refused(url: str) -> None:
+def test_a_bad_jaeger_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--jaeger-url"):
         _checked_url(url)
 

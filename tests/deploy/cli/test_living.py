@@ -135,7 +135,7 @@ def test_every_command_is_in_one_group_of_the_help() -> None:
 @pytest.mark.parametrize(
     ("typed", "meant"), [("stauts", "`status`"), ("UP", "`up`"), ("m.gguf", "`relayline up m.gguf`"), ("zzzzz", "")]
 )
-def test_what_was_probably_meant_is_said(typed: str, meant: str) -> None:
+def test_a_near_command_name_is_suggested(typed: str, meant: str) -> None:
     assert nearest(typed) == meant
     done = CliRunner().invoke(relayline, [typed])
     assert done.exit_code == 2

@@ -43,7 +43,7 @@ async def test_a_report_holds_what_the_page_asks_for(tokenizer: Tokenizer, monke
         assert answers.keys() == {report.LIVE, report.PLAN}, "none that ended before"
 
 
-def test_the_file_needs_nothing_beside_it() -> None:
+def test_the_file_is_self_contained() -> None:
     hostile = "</script><script>alert(1)</script><!--"
     text = report.document({"/v1/traces/a": {"error": hostile}}, {"/v1/traces/b": "/v1/traces/a"})
     assert hostile not in text

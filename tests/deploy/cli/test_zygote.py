@@ -71,7 +71,7 @@ def test_a_command_that_does_not_end_is_ended() -> None:
         relayline("--help", timeout_s=0)
 
 
-def test_what_python_reads_as_it_starts_takes_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_python_reads_at_its_start_need_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     zygote, words = Zygote(), [*COMMAND, "status"]
     monkeypatch.setattr(zygote, "_control", object())
     assert zygote.fits(words, os.environ)
@@ -88,7 +88,7 @@ def test_other_commands_take_a_process_of_their_own() -> None:
         assert not is_fork(process.pid)
 
 
-def test_what_a_test_forks_off_starts_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_a_test_starts_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent of a fork is the owner of the server, so nobody else could wait for it."""
     zygote = Zygote()
     assert zygote.fits([*COMMAND, "status"], os.environ)
@@ -145,7 +145,7 @@ def test_uvloop_gets_a_fork_as_well() -> None:
     assert b"No such command" in err
 
 
-def test_what_a_fork_starts_are_forks_and_its_children(tmp_path: Path) -> None:
+def test_processes_that_a_fork_starts_are_forks_and_its_children(tmp_path: Path) -> None:
     flags = ("--stages", "2", "--split-dir", tmp_path / "split", "--http", "127.0.0.1:0", "--no-calibrate", "--json")
     with running("up", DEMO, *flags) as up:
         below = children(up.process.pid)

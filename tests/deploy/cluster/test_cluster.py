@@ -47,7 +47,7 @@ def test_nothing_is_lost_where_nothing_goes_wrong() -> None:
     assert (outcome.n_epochs_lost, outcome.ends) == (0, {"length": 3})
 
 
-def test_layers_move_and_nobody_is_told_of_it() -> None:
+def test_layers_move_and_no_client_notices() -> None:
     cluster = Cluster(dataclasses.replace(CALM, n_lanes=3, troubles=(Trouble(150 * MS, "moves", 0, 500 * MS, 3),)))
     before = [node.layers for node in cluster.nodes]
     outcome = cluster.run()
@@ -121,7 +121,7 @@ def test_a_stage_that_dies_while_lanes_change_hands_costs_no_token(
     assert outcome.n_taken < 9, "the dead one has not taken all"
 
 
-def test_a_drained_stage_is_freed_and_gets_layers_again_and_nobody_is_told_of_it() -> None:
+def test_a_drained_stage_is_freed_and_refilled_and_no_client_notices() -> None:
     cluster = Cluster(dataclasses.replace(CALM, troubles=(Trouble(150 * MS, "drains", 1, 500 * MS, 0),)))
     mover = cluster.coordinators[0].mover
     assert mover is not None
@@ -165,7 +165,7 @@ def test_a_change_that_a_stage_does_not_live_to_see_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dies", "flaps", "cut", "comes back with other lanes"])
-def test_what_is_lost_costs_no_token(kind: str) -> None:
+def test_losses_cost_no_token(kind: str) -> None:
     outcome = Cluster(dataclasses.replace(CALM, troubles=(Trouble(300 * MS, kind, 1, 500 * MS, 1),))).run()
     assert outcome.n_epochs_lost >= 1
     assert outcome.ends == {"length": 3}

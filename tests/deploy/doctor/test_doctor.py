@@ -283,7 +283,9 @@ def test_artifacts(model: Path, tmp_path: Path) -> None:
     assert one(files.look_split(tmp_path / "split")).outcome is FAILURE
 
 
-def test_what_a_manifest_will_need(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifests_need_of_memory_and_disk_is_known(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     manifest = manifest_of(tmp_path, "  stages: [{name: a, layers: [0, 1]}, {name: b, layers: [1, 4]}]\n", str(model))
     needed = needed_memory_bytes(manifest)
@@ -378,7 +380,7 @@ async def test_hosts(taken: int, free_port: int, monkeypatch: pytest.MonkeyPatch
     assert (unknown.outcome, "its name is not known" in unknown.found) == (FAILURE, True)
 
 
-def test_who_is_elsewhere(tmp_path: Path) -> None:
+def test_hosts_elsewhere_are_found_in_the_manifest(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, APART)
     assert network.hosts_of(manifest) == {"box.test": ("stage b", 50_051), "head.test": ("the coordinator", 50_050)}
     assert network.look_coordinator_host(manifest) == []
@@ -449,7 +451,7 @@ async def test_the_coordinator_and_its_clock(status: str, date: str, outcomes: l
         (b'{"status":["loading"]}', "/health answers 503", "see its log"),
     ],
 )
-async def test_the_coordinators_own_word_is_told(body: bytes, says: str, remedy: str) -> None:
+async def test_the_coordinators_own_state_is_shown(body: bytes, says: str, remedy: str) -> None:
     port, join = serving(b"HTTP/1.1 503 No\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
     finding = one(await network.look_coordinator(f"http://127.0.0.1:{port}"))
     await asyncio.to_thread(join)

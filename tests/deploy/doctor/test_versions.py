@@ -31,7 +31,7 @@ def test_many_others_stay_one_line() -> None:
     assert finding.found.endswith("and 12 more")
 
 
-def test_what_relayline_needs_is_read_without_extras() -> None:
+def test_requirements_are_read_without_extras() -> None:
     lines = ["numpy>=2.0", 'uvloop>=0.21; sys_platform != "win32"', "Llama_cpp_python==0.3.36", 'mypy; extra == "dev"']
     assert versions.requirements(lines) == ["numpy", "uvloop", "llama-cpp-python"]
 

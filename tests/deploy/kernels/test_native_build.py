@@ -136,7 +136,7 @@ def test_the_header_is_included_by_that_file_alone(tmp_path: Path) -> None:
     assert [name for name, command in commands.items() if "amx_tile_config.h" in command] == ["ggml-cpu/amx/mmq.cpp"]
 
 
-def test_peers_as_they_ship_are_told_of_that_header_and_of_nothing_else(tmp_path: Path) -> None:
+def test_unpatched_peers_get_that_header_and_no_other_flag(tmp_path: Path) -> None:
     need_gcc_for_amx()
     included = f"-DCMAKE_PROJECT_ggml_INCLUDE={KERNELS / 'ggml_amx.cmake'}"
     macros = "#define __AVX2__ 1\n#define __FMA__ 1\n#define __F16C__ 1"
@@ -400,7 +400,7 @@ def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
     return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
 
 
-def test_a_wheel_is_told_what_it_was_built_with_as_make_setup_asks_for_it(tmp_path: Path) -> None:
+def test_a_wheel_records_what_it_was_built_with_for_make_setup(tmp_path: Path) -> None:
     """Said by CMake and by Python: were these two not the same, every set-up would compile twice."""
     compile_commands(tmp_path, "", "-DSKBUILD_PLATLIB_DIR=/wheel")
     (mark,) = tmp_path.glob("build/**/relayline-build.txt")

@@ -63,7 +63,7 @@ def test_each_is_a_manifest_as_up_starts_it(house: Write) -> None:
     assert "lanes" in first.spec.context.model_fields_set
 
 
-def test_what_a_manifest_leaves_open_stays_open_behind_a_gateway(house: Write, tmp_path: Path) -> None:
+def test_unset_values_of_a_manifest_stay_unset_behind_a_gateway(house: Write, tmp_path: Path) -> None:
     """The address that other hosts are given is this machine's, as for a pipeline by itself."""
     (_, second, _) = pipelines_behind(load_gateway(house(TWO)))
     inner = tmp_path / "inner.yaml"

@@ -90,7 +90,7 @@ def test_issue_again_renews_and_keeps_to_its_ca(ca: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["a b", "-box", "box-", "", "a..b", "ä", "10.0.0.0/8", "a*.b", "x" * 64])
-def test_what_is_no_name_of_a_host(name: str, ca: Path):
+def test_a_bad_host_name_is_refused(name: str, ca: Path):
     with pytest.raises(UsageError, match="neither an IP address nor a host name"):
         issue(ca, name, [], 10, ca / "x", NOW, role=Role.COORDINATOR)
     assert not (ca / "x").exists()

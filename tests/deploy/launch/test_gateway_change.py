@@ -58,7 +58,7 @@ def shown(differs: GatewayDifference) -> tuple[str, str]:
         (RUNNING + "  apiKeysFile: keys\n", "another order", "apiKeysFile"),
     ],
 )
-def test_what_differs(tmp_path: Path, spec: str, words: str, others: str) -> None:
+def test_differences_of_two_gateway_manifests_are_found(tmp_path: Path, spec: str, words: str, others: str) -> None:
     running = manifest(tmp_path)
     differs = difference(running, manifest(tmp_path, spec))
     assert shown(differs) == (words, others)
@@ -108,7 +108,7 @@ def test_one_that_starts_again_keeps_the_ports_that_other_hosts_know(tmp_path: P
     assert '"coordinator.joinPort": 50150, "coordinator.enrolPort": 50149' in "".join(again.local.arguments)
 
 
-def test_what_is_to_start_again_are_pipelines_that_stay_and_were_started_here(tmp_path: Path) -> None:
+def test_pipelines_that_stay_and_were_started_here_are_restarted(tmp_path: Path) -> None:
     running = manifest(tmp_path)
     differs = difference(running, manifest(tmp_path, RUNNING.replace("b.yaml", "inner.yaml")))
     directory = StateDir(tmp_path)
@@ -119,7 +119,7 @@ def test_what_is_to_start_again_are_pipelines_that_stay_and_were_started_here(tm
     assert restarting(directory, differs) == []
 
 
-def test_what_a_roll_did_not_reach_is_not_as_the_manifest_says() -> None:
+def test_pipelines_that_a_roll_did_not_reach_differ_from_the_manifest() -> None:
     records = (
         ProcessRecord("house-a", "pipeline", "localhost", HostState.READY),
         ProcessRecord("house-b", "pipeline", "localhost", HostState.READY, is_behind=True),
@@ -129,7 +129,7 @@ def test_what_a_roll_did_not_reach_is_not_as_the_manifest_says() -> None:
     assert unlike_manifest(state) == {"house-b", "house-c"}
 
 
-def test_a_gateways_pipelines_are_told() -> None:
+def test_a_gateways_pipelines_are_listed() -> None:
     def one(name: str, sent: int, phase: str = "ready", problem: str = "") -> dict[str, object]:
         counts = {"running": 2, "others": 1, "lanes": 4, "work_tokens": 9, "sent": sent}
         return {"name": name, "phase": phase, "problem": problem, "models": ["m"], "url": "http://h:1", **counts}

@@ -94,7 +94,7 @@ def test_addresses_of_this_machine_are_known_by_the_kernel() -> None:
 # --- the lines ------------------------------------------------------------------------------------------------------
 
 
-def test_who_has_the_cas_key_invites(tmp_path: Path) -> None:
+def test_only_the_holder_of_the_cas_key_invites(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, "host: 10.0.0.9")
     material = make_own_tls(manifest, tmp_path / "tls")
     settled = override(manifest, {"wire.tls.directory": str(material)})
@@ -156,7 +156,7 @@ def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int 
     return [shown["message"] for shown in waiting.events_for(event, now_s)]
 
 
-def test_who_is_missing_is_said_when_it_changes_and_not_again() -> None:
+def test_missing_hosts_are_listed_once_per_change() -> None:
     waiting = Waiting(["desk", "mini", "server", "old"])
     assert said(waiting, "desk", "starting") == ["1 of 4 joined, waiting for mini, server, old"]
     for state in ("measuring", "starting", "loading"):  # it joins, is surveyed, and joins again for its layers

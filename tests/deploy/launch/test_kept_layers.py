@@ -20,7 +20,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return split_for(DEMO, None, (4,), tmp_path / "base")
 
 
-def test_what_was_moved_is_served_again(base: Path, tmp_path: Path) -> None:
+def test_moved_layers_are_served_again(base: Path, tmp_path: Path) -> None:
     kept = tmp_path / "state" / "layers.json"
     assert kept_split(kept, base, DEMO) == (base, None), "nothing has moved"
     keep = keeper(kept, base)
@@ -55,7 +55,7 @@ def kept_by(directory: Path, base: Path, state: PoolState) -> Path:
     return kept
 
 
-def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
+def test_kept_layers_that_the_model_lacks_are_reported_and_ignored(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = kept_by(tmp_path, base, PoolState((99,), ("a", "b")))
@@ -64,7 +64,7 @@ def test_kept_layers_that_the_model_does_not_have_are_told_and_left(
     assert "the moved layers 99 cannot be served again" in caplog.text
 
 
-def test_layers_of_a_stage_that_is_none_any_more_are_told_and_left(
+def test_kept_layers_of_a_removed_stage_are_reported_and_ignored(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = kept_by(tmp_path, base, PoolState((3,), ("a", "gone")))
@@ -83,7 +83,7 @@ def test_one_stage_may_hold_all_that_two_were_to(base: Path, tmp_path: Path) -> 
     assert (load_pipeline(directory).cuts, known) == ((), state)
 
 
-def test_a_full_disk_is_told(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_reported(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     keep = keeper(tmp_path / "file" / "layers.json", base)
     assert keep is not None

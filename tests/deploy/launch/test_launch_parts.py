@@ -115,7 +115,9 @@ def test_drafts_are_said_alike_everywhere(
 
 
 @pytest.mark.parametrize("said", ["auto", "off", "5"])
-def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_up_passes_on_keep_their_meaning(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     n_tokens = up_command.make_context("up", ["--draft", said]).params["draft"]
     (tmp_path / "settled.yaml").write_text(dump_manifest(launched(monkeypatch, "m.gguf", "--draft", said).manifest))
     assert draft_of_serve("--manifest", tmp_path / "settled.yaml") == n_tokens
@@ -136,7 +138,7 @@ def test_what_up_hands_on_means_the_same_again(said: str, tmp_path: Path, monkey
     assert not again["detach"]
 
 
-def test_who_was_detached_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detached_supervisor_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another for ever."""
     manifest_of(SMALL, tmp_path)
     started: list[Manifest] = []
@@ -191,7 +193,7 @@ def test_a_settled_manifest_leaves_nothing_open(tmp_path: Path) -> None:
     assert elsewhere.resolve(str(elsewhere.spec.wire.token_file)) == tmp_path / "secret"
 
 
-def test_what_is_started_here_and_what_elsewhere(tmp_path: Path) -> None:
+def test_stages_are_started_here_or_elsewhere(tmp_path: Path) -> None:
     plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json", ("--verbose",))
     here, box1, box2 = plan.stages
     assert isinstance(here, LocalStage)
@@ -283,7 +285,7 @@ async def test_an_address_that_is_shown_can_be_connected_to(tmp_path: Path) -> N
             assert supervisor._reachable(listener) == shown
 
 
-async def test_stages_are_told_an_address_that_they_can_read(tmp_path: Path) -> None:
+async def test_stages_get_an_address_that_they_can_read(tmp_path: Path) -> None:
     directory = StateDir(tmp_path / "state")
     with directory.locked("four"):
         text = FOUR.replace("host: head", 'host: "fd00::1"')

@@ -46,14 +46,14 @@ def test_being_ready_takes_deaths_off_the_record_however_it_is_parted() -> None:
     assert [history.died(each) for each in (0, 0, 1_000, 9, 9)] == [1, 2, 1, 2, 2], "a long life is not saved up"
 
 
-def test_who_serves_between_its_deaths_is_never_given_up_and_who_does_not_is_soon() -> None:
+def test_a_process_is_given_up_unless_it_serves_between_its_deaths() -> None:
     history = RestartHistory(RestartPolicy())
     assert None not in [history.died(ready_for_s, -9) for ready_for_s in [12.0, 8.0, 15.0, 6.0] * 50]
     history = RestartHistory(RestartPolicy())
     assert [history.died(1.0, -9) is None for _ in range(6)] == [False] * 5 + [True]
 
 
-def test_a_process_that_was_told_something_impossible_is_given_up_at_once() -> None:
+def test_a_process_with_impossible_arguments_is_given_up_at_once() -> None:
     history = RestartHistory(RestartPolicy())
     assert history.died(100, 2) is None
     assert history.ended_because("coordinator ended with exit code 2") == "coordinator ended with exit code 2"

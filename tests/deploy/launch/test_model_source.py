@@ -78,7 +78,7 @@ def test_a_reference_names_repository_file_and_revision(reference: str, expected
     ["hf://", "hf://org", "hf://org/model.gguf", "hf://org/repo/model.bin", "hf://org/repo/../../x.gguf",
      "hf://org/repo/x.gguf@", "hf:/org/repo/x.gguf@v1/"],
 )  # fmt: skip
-def test_what_is_no_reference_is_refused(reference: str) -> None:
+def test_a_bad_reference_to_the_hub_is_refused(reference: str) -> None:
     with pytest.raises(UsageError, match=r"hf://ORG/REPO/FILE\.gguf"):
         parse_reference(reference)
 
@@ -134,7 +134,7 @@ def test_a_token_is_sent(hub: Hub, tmp_path: Path) -> None:
         ("hf://or--g/repo/model.gguf", "or--g/repo"),
     ],
 )
-def test_what_the_hub_has_not_is_one_line(hub: Hub, tmp_path: Path, reference: str, words: str) -> None:
+def test_a_file_missing_on_the_hub_is_one_line(hub: Hub, tmp_path: Path, reference: str, words: str) -> None:
     code, text = load(hub.url, tmp_path, reference)
     assert code == 3
     assert words in text
@@ -248,7 +248,7 @@ def test_a_quantisation_leads_to_one_file(names: list[str], quant: str, expected
         (["README.md"], "", r"it holds no \.gguf file"),
     ],
 )
-def test_what_is_not_one_file_is_said(names: list[str], quant: str, says: str) -> None:
+def test_a_repository_without_exactly_one_file_is_refused(names: list[str], quant: str, says: str) -> None:
     with pytest.raises(ModelFileError, match=f"^hf://o/n: {says}"):
         chosen_file(names, quant, "hf://o/n")
 
@@ -267,7 +267,7 @@ def test_the_projector_of_a_repository(names: list[str], expected: str) -> None:
     assert projector_among(names) == expected
 
 
-def test_the_projector_comes_from_the_repository_or_from_beside_the_model(hub: Hub, tmp_path: Path) -> None:
+def test_the_projector_comes_from_the_repository_or_the_models_directory(hub: Hub, tmp_path: Path) -> None:
     hub.files |= {"org/many/Q4_K_M/m-Q4_K_M.gguf": WHOLE, "org/many/mmproj-F16.gguf": b"GGUF p",
                   "org/many/mmproj-F32.gguf": b"x"}  # fmt: skip
     program = PROGRAM.replace(

@@ -32,7 +32,7 @@ def test_a_model_is_linked_and_found_again_without_the_hub(model: Path, tmp_path
     assert [entry.name for entry in models.iterdir()] == ["tiny.gguf"], "and leaves nothing else behind"
 
 
-def test_what_a_link_in_the_hubs_cache_leads_to_is_placed(model: Path, tmp_path: Path) -> None:
+def test_the_target_of_a_link_in_the_hubs_cache_is_placed(model: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.gguf"
     snapshot.symlink_to(model)
     path = placed.place(snapshot, tmp_path / "models")

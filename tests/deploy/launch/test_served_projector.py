@@ -34,7 +34,7 @@ def chosen(files: Path, *, model: str = "", directory: str = "", manifest: Any =
     return served_projector(AUTO, given).mmproj
 
 
-def test_it_is_the_one_beside_the_model_or_in_the_split(files: Path) -> None:
+def test_it_is_the_one_in_the_models_directory_or_in_the_split(files: Path) -> None:
     assert chosen(files, model="model/m.gguf", directory="split") == str(files / "model" / "mmproj-f16.gguf")
     assert chosen(files, directory="split") == str(files / "split" / "mmproj.gguf")
 

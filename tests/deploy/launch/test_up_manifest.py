@@ -152,7 +152,7 @@ def served(home: Path) -> Iterator[Up]:
         yield running
 
 
-def test_every_process_is_told_as_it_becomes_ready_the_coordinator_last(served: Up) -> None:
+def test_every_process_is_reported_when_ready_the_coordinator_last(served: Up) -> None:
     served.ready()
     names = [event["name"] for event in served.events if event["event"] == "process" and not event["restarts"]]
     assert sorted(names[:-1]) == ["stage-0", "stage-1", "stage-2"]
@@ -298,7 +298,7 @@ def test_detached_failures_reach_the_starter(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_a_killed_supervisor_left_is_cleaned_up(home: Path) -> None:
+def test_leftovers_of_a_killed_supervisor_are_cleaned_up(home: Path) -> None:
     manifest = write_manifest(home, "orphaned", stages="2")
     running = Up(manifest)
     running.ready()

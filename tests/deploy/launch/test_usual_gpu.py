@@ -52,7 +52,7 @@ def test_a_model_goes_to_the_gpu_as_one_stage(caplog: pytest.LogCaptureFixture) 
         (StageFlags(devices={"n_cpu_moe": 4}), 1, -1),
     ],
 )
-def test_what_somebody_says_counts(asked: StageFlags, n_stages: int | None, gpu_layers: int | None) -> None:
+def test_explicit_values_count(asked: StageFlags, n_stages: int | None, gpu_layers: int | None) -> None:
     flags = flags_of([LARGE, OTHER], asked)
     assert (flags.n_stages, flags.gpu_layers) == (n_stages, gpu_layers)
     assert dataclasses.replace(flags, n_stages=asked.n_stages, gpu_layers=asked.gpu_layers) == asked
@@ -91,7 +91,7 @@ def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixtur
         assert "does not fit on CUDA0 (small)" in caplog.text
 
 
-def test_what_the_driver_keeps_is_not_planned_with() -> None:
+def test_memory_that_the_driver_keeps_is_not_planned_with() -> None:
     model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL))
     assert layers_that_fit([Gpu("CUDA0", "tiny", 512 * MIB)], model, load) == 0
 

@@ -50,7 +50,7 @@ def test_a_model_with_large_states_gets_fewer_lanes(model: Path) -> None:
     ("said", "n_lanes"),
     [("", 5), ("    lanes: 32\n", 32), ("    tokens: 512\n", 5), ("    rewindRows: 7\n", 4)],
 )
-def test_what_a_manifest_says_of_lanes_stands(said: str, n_lanes: int, model: Path) -> None:
+def test_a_manifests_number_of_lanes_stands(said: str, n_lanes: int, model: Path) -> None:
     text = (
         "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec:\n  model: {path: model.gguf}\n"
     )

@@ -37,7 +37,7 @@ def test_lists_are_short_and_may_be_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "-1", "0-8192", "99999", "1 2", "1-2-3", "0x1", "٣"])
-def test_what_is_no_list_is_refused(text: str) -> None:
+def test_a_bad_list_of_cores_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cores"):
         read_cores(text)
 
@@ -63,7 +63,7 @@ def test_every_stage_has_cores_for_its_threads_and_no_core_two_stages(n_threads:
 
 
 @pytest.mark.parametrize(("n_cores", "n_threads"), [(3, [2, 2]), (2, []), (2, [1, 0]), (0, [1])])
-def test_where_threads_are_more_than_cores_nobody_is_kept_anywhere(n_cores: int, n_threads: list[int]) -> None:
+def test_threads_are_not_pinned_where_they_outnumber_cores(n_cores: int, n_threads: list[int]) -> None:
     assert divided(range(n_cores), n_threads) is None
 
 

@@ -128,7 +128,7 @@ def test_a_dry_run_changes_nothing(asked: Path) -> None:
     assert not Path(os.environ["HOME"], ".config").exists()
 
 
-def test_mistakes_are_told_before_anything_is_installed(asked: Path) -> None:
+def test_mistakes_are_reported_before_anything_is_installed(asked: Path) -> None:
     with pytest.raises(UsageError, match=r"has not joined that pipeline \(it has joined old at 10\.0\.0\.1:50049\)"):
         service("install", "new")
     wrong = service("install", "--", "--thread-count", "4")

@@ -220,18 +220,18 @@ def test_anchors_are_fine_in_moderation() -> None:
         (with_stages("name: a, host: 'box:50051'"), "is not a host name or an IP address without a port"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_in_one_line_with_its_place(text: str | bytes, line: str) -> None:
+def test_a_mistake_is_reported_in_one_line_with_its_place(text: str | bytes, line: str) -> None:
     found = refusal(text)
     assert any(line in message for message in found), found
     assert all(message.startswith("m.yaml:") and "\n" not in message for message in found)
 
 
-def test_every_mistake_of_a_file_is_told_in_order() -> None:
+def test_every_mistake_of_a_file_is_reported_in_order() -> None:
     found = refusal(SMALLEST + "  context: {lanes: x}\n  wire: {dtype: f64}\n  stges: 3\n")
     assert [line.split(":")[1] for line in found] == ["6", "7", "8"]
 
 
-def test_a_file_full_of_mistakes_is_not_told_in_full() -> None:
+def test_a_long_list_of_mistakes_is_shortened() -> None:
     found = refusal(SMALLEST + "".join(f"  key{index}: 1\n" for index in range(100)))
     assert len(found) == COMPLAINTS_MAX + 1
     assert found[-1] == "m.yaml: 80 more mistakes"
@@ -252,7 +252,7 @@ def test_a_file_full_of_mistakes_is_not_told_in_full() -> None:
     ],
     ids=["bomb", "itself", "brackets", "braces", "dashes", "deep", "many", "long"],
 )  # fmt: skip
-def test_what_is_made_to_hurt_is_refused(text: str) -> None:
+def test_a_hostile_manifest_is_refused(text: str) -> None:
     assert len(refusal(text)) == 1
 
 
@@ -367,7 +367,7 @@ def test_every_field_is_described() -> None:
     assert len(parts) == len([*direct, *below]) - len([part for part in direct if part.__subclasses__()])
 
 
-def test_what_the_engine_can_and_what_the_manifest_offers_are_the_same() -> None:
+def test_a_manifest_offers_exactly_what_the_engine_supports() -> None:
     assert set(typing.get_args(Context.model_fields["kv_type"].annotation)) == set(KV_TYPES)
     assert set(typing.get_args(Context.model_fields["kv_layout"].annotation)) == set(KV_LAYOUTS)
     assert Stage(name="a").gpu_layers_used == 0

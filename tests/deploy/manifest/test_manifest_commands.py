@@ -83,7 +83,7 @@ def test_every_machine_gets_a_manifest_that_loads(
     assert manifest.all_local
 
 
-def test_what_is_commented_out_in_a_new_manifest_is_right_too() -> None:
+def test_commented_lines_of_a_new_manifest_are_valid_too() -> None:
     """Every comment that shows a key can be uncommented, one block at a time."""
     text = starter_text(MachineFacts(4, 16.0, False), ModelChoice("m.gguf", "x"), "schema.json")
     blocks = re.findall(r"(?m)^  # \w+:\n(?:  #   .*\n)+", text)
@@ -131,7 +131,7 @@ def test_render_prints_or_writes(tmp_path: Path) -> None:
     assert "stages.yaml was not made by this command or was edited since" in refused.stderr
 
 
-def test_mistakes_of_a_manifest_are_told_one_a_line_with_exit_code_2(tmp_path: Path) -> None:
+def test_mistakes_of_a_manifest_are_one_a_line_with_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     path.write_text(SMALLEST + "  contxt: {}\n  stages: 0\n")
     done = relayline("render", path, "--target", "compose")

@@ -67,7 +67,7 @@ def test_flags_leave_stages_of_other_hosts_alone() -> None:
 # --- what `up` is given -----------------------------------------------------------------------------------------------
 
 
-def test_a_manifest_is_told_from_a_model(tmp_path: Path) -> None:
+def test_a_manifest_is_distinguished_from_a_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="this folder has no manifest"):
         manifest_of(None, tmp_path)
     (tmp_path / "compose.yaml").write_text("services: {}\n")
@@ -97,6 +97,6 @@ def test_a_manifest_is_told_from_a_model(tmp_path: Path) -> None:
         ("m.gguf", b"something else", ""),
     ],
 )
-def test_what_is_no_gguf_is_named_for_what_it_is(name: str, head: bytes, says: str) -> None:
+def test_a_file_of_another_format_is_named_by_its_format(name: str, head: bytes, says: str) -> None:
     assert says in foreign_kind(name, head)
     assert bool(says) == bool(foreign_kind(name, head))

@@ -56,7 +56,7 @@ def test_they_join_behind_the_stages_and_hold_no_layers(tmp_path: Path) -> None:
         ("old", "layers: [0, 3]", "spare 'old' gets the layers of the stage that it replaces"),
     ],
 )
-def test_what_cannot_be_one_is_said(tmp_path: Path, spare: str, layers: str, words: str) -> None:
+def test_a_stage_that_cannot_be_a_spare_is_refused(tmp_path: Path, spare: str, layers: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         load_manifest(written(tmp_path, spare, layers))
 

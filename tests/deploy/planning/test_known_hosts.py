@@ -66,7 +66,7 @@ def report(
     return HostReport(who, (Sample(MIB, 0, points),), in_service=1.0, link=link)
 
 
-def test_a_faster_host_gets_more_layers_and_the_reason_is_told() -> None:
+def test_a_faster_host_gets_more_layers_and_the_reason_is_shown() -> None:
     link = Link(2 * CALL_NS, 1e8)
     remember_hosts(
         manifest(), DEMO_MODEL, [report("laptop", 4.0, link=link), report("server", 1.0, cores=16, link=link)]
@@ -116,7 +116,7 @@ def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
         (1.0, 1_000.0, 1, 4 * 2.0),  # a quarter of the cores
     ],
 )
-def test_a_busy_host_counts_by_its_cores_beside_the_others(
+def test_a_busy_host_counts_by_its_cores_relative_to_the_others(
     laptop: float, server: float, cores: int, counts: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relayline.deploy.machine.facts.bandwidth_bytes_per_s", lambda n_threads: n_threads * 1e9)
@@ -142,7 +142,7 @@ def test_a_host_without_room_is_said_to_be_full() -> None:
     assert "which is its limit" in lines_of(describe_plan(instance, best.edges, known))[2]
 
 
-def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:
+def test_measurements_hold_for_one_model_host_and_engine_settings() -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     assert unknown_hosts(manifest(), DEMO_MODEL) == []
     assert unknown_hosts(manifest(kv="q8_0"), DEMO_MODEL) == ["laptop", "server"]
@@ -152,7 +152,7 @@ def test_what_is_known_holds_for_one_model_host_and_way_of_running() -> None:
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop", "server"]
 
 
-def test_what_was_told_to_a_settled_manifest_is_known_to_the_one_that_people_wrote() -> None:
+def test_measurements_of_a_settled_manifest_serve_the_written_one() -> None:
     written = parse_manifest(
         MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="").replace("203.0.113.1", "localhost").encode(), "manifest"
     )
@@ -162,7 +162,7 @@ def test_what_was_told_to_a_settled_manifest_is_known_to_the_one_that_people_wro
     assert unknown_hosts(written, DEMO_MODEL) == []
 
 
-def test_what_a_spare_tells_is_kept_and_no_start_waits_for_it() -> None:
+def test_a_spares_measurements_are_kept_and_no_start_waits_for_it() -> None:
     text = MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="") + "  spares:\n  - {name: spare, host: 203.0.113.3}\n"
     with_spare = parse_manifest(text.encode(), "manifest")
     remember_hosts(with_spare, DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
@@ -187,7 +187,7 @@ def test_a_host_that_could_not_be_measured_is_asked_again_and_its_memory_counts(
     assert (instance.hosts[0].speed.source, instance.hosts[0].machine.memory_bytes) == ("estimated", 8 * GIB)
 
 
-def test_what_stages_measure_with_their_own_layers_makes_the_next_plan_better() -> None:
+def test_measurements_with_real_layers_improve_the_next_plan() -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0)])
     facts = inspect_model(DEMO_MODEL)
     layer_bytes = sum(facts.layer_bytes[:4])
@@ -202,7 +202,7 @@ def test_what_stages_measure_with_their_own_layers_makes_the_next_plan_better() 
     assert after.layer_ns(4) == pytest.approx(2 * before.layer_ns(4), rel=0.01)
 
 
-def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
+def test_the_plans_description_follows_moved_layers(tmp_path: Path) -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     whole = settled(manifest(), DEMO_MODEL, [(0, 2), (2, 8)])
     plan_file = tmp_path / "plan.json"
@@ -223,7 +223,7 @@ def test_what_is_told_of_the_plan_follows_the_layers(tmp_path: Path) -> None:
     assert teller(None, plan_file)(PoolState((5,), ("laptop", "server"))) is None
 
 
-def test_what_a_busy_host_measured_makes_one_plan_and_is_not_kept() -> None:
+def test_measurements_of_a_busy_host_make_one_plan_and_are_not_kept() -> None:
     busy = dataclasses.replace(report("laptop", 1.5), is_doubtful=True)
     remembered = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
     instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=remembered)
@@ -252,7 +252,7 @@ def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_cho
     assert not wants_survey(over_hosts, DEMO_MODEL, measure=None), "the next start plans at once"
 
 
-def test_a_plan_of_given_layers_is_told_too() -> None:
+def test_a_plan_of_given_layers_is_described_too() -> None:
     n_layers = inspect_model(DEMO_MODEL).n_layers
     said = plan_record(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
     assert [stage["layers"] for stage in said["stages"]] == [[0, 3], [3, n_layers]]

@@ -199,7 +199,7 @@ def test_nodes_images_and_runtimes(files: dict[str, str]) -> None:
         ("  deployment: {certManager: {}}", "issuer"),
     ],
 )
-def test_what_a_cluster_would_refuse_is_refused_here(changed: str, says: str) -> None:
+def test_values_that_a_cluster_would_refuse_are_refused_here(changed: str, says: str) -> None:
     text = (
         "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: x}\nspec:\n"
         f"  model: {{hf: hf://org/repo/file.gguf}}\n{changed}\n"

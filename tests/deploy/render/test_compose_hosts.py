@@ -142,7 +142,7 @@ def test_an_address_of_ipv6_is_bracketed_and_names_a_file() -> None:
         ),
     ],
 )
-def test_what_cannot_be_rendered_is_refused_in_one_line(text: str, message: str) -> None:
+def test_a_manifest_that_cannot_be_rendered_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         render(parsed(text), compose_hosts.TARGET)
     assert "\n" not in caught.value.message
@@ -166,7 +166,7 @@ def test_the_command_writes_a_file_for_each_host(tmp_path: Path) -> None:
     assert (tmp_path / relative).resolve() == models.parent.resolve()
 
 
-def test_one_file_for_several_hosts_is_told() -> None:
+def test_one_file_for_several_hosts_gets_a_hint() -> None:
     result = invoke("render", example_file("several-hosts"), "--target", "compose")
     assert "--target compose-hosts makes one for each" in result.stderr
     assert "compose-hosts" not in invoke("render", example_file("smallest"), "--target", "compose").stderr

@@ -374,12 +374,12 @@ def test_a_leader_worker_set_has_one_pod_per_process() -> None:
         (with_stages("name: a, device: gpu", "name: b"), "leaderworkerset", "stages differ in device"),
     ],
 )
-def test_what_a_target_cannot_run_is_refused(text: str, target: str, message: str) -> None:
+def test_a_manifest_that_a_target_cannot_run_is_refused(text: str, target: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         render(parsed(text), target)
 
 
-def test_what_is_left_out_is_told() -> None:
+def test_parts_left_out_of_the_rendering_are_noted() -> None:
     own = parsed(with_stages("name: a, threads: 2, memoryGib: 4"))
     own = override(own, {"coordinator.chatTemplateFile": "chat.jinja"})
     assert notes(own, in_kubernetes=True) == ["coordinator.chatTemplateFile is a file of this machine and is left out"]

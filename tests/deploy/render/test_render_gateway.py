@@ -156,7 +156,7 @@ def test_keys_and_certificates_of_pipelines_elsewhere_are_secrets(tmp_path: Path
         (TWICE, ("stages: [{name: coordinator}]",), {}, "'coordinator' is taken"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_one_line(
+def test_a_gateway_that_cannot_be_rendered_is_refused_in_one_line(
     tmp_path: Path, spec: str, inner: tuple[str, ...], more: dict[str, str], says: str
 ) -> None:
     path, said = written(tmp_path, spec, *inner, **more), []

@@ -157,9 +157,7 @@ def test_prompt_rows_suit_flights_that_were_chosen_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("factor", "link_ms", "most_ms"), [(1.05, 0, 12), (1.15, 0, 24), (1.0, 10, 38)])
-def test_what_steps_take_beyond_their_prediction_is_not_taken_for_overhead(
-    factor: float, link_ms: int, most_ms: float
-) -> None:
+def test_steps_slower_than_predicted_are_not_taken_for_overhead(factor: float, link_ms: int, most_ms: float) -> None:
     """A plan that believes in an overhead sends many small flights, behind which nobody can see that there is none."""
     stages = equal_stages(2, "staircase", host_ns=600_000)
     slower = tuple(Disturbance(1, stage, factor) for stage in range(2))
@@ -365,7 +363,7 @@ def test_many_streams_and_stages_come_close_to_the_bound(n_stages: int, n_stream
     assert figures.overlap >= 0.90
 
 
-def test_who_allows_running_streams_a_longer_wait_has_prompts_read_sooner() -> None:
+def test_a_larger_allowed_wait_gets_prompts_read_sooner() -> None:
     stages, found = equal_stages(2, "arithmetic"), []
     for stretch in (2.0, 4.0):
         seen = prompt_during_decode(stages, 4, 500, setup=Setup(ScheduleConfig(itl_stretch=stretch)))

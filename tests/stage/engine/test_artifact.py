@@ -48,7 +48,7 @@ def test_an_artifact_says_what_it_is(stages: list[Path]) -> None:
     assert middle.embedding is None
 
 
-def test_what_the_splitter_wrote_verifies(stages: list[Path]) -> None:
+def test_artifacts_of_the_splitter_verify(stages: list[Path]) -> None:
     assert [verify_artifact(path) for path in stages] == [open_artifact(path) for path in stages]
 
 

@@ -82,5 +82,5 @@ def test_whole_rows_are_copied_where_there_is_room_and_nothing_else_is_touched(
     assert state.n_calls == (error == 0)
 
 
-def test_the_graph_stops_behind_the_last_layer_where_it_is_told_to() -> None:
+def test_the_graph_stops_behind_the_last_layer_on_request() -> None:
     assert not run(12, stop=1)[1]

@@ -41,7 +41,7 @@ def test_bytes_are_bounded_over_all_lanes_and_the_oldest_goes_first() -> None:
     assert checkpoints.size_bytes == 0, "one that alone is too large is not kept either"
 
 
-def test_what_lanes_share_counts_once() -> None:
+def test_a_checkpoint_that_lanes_share_counts_once() -> None:
     checkpoints = Checkpoints(bytes_max=25)
     checkpoints.add(0, 5, state())
     checkpoints.add(0, 9, state())

@@ -81,7 +81,7 @@ def test_repeated_steps_reuse_a_graph_and_still_give_their_own_tokens(engines: l
         step(engines, [3, 4], [0, 0], rng)
 
 
-def test_greedy_streams_beside_others_say_what_the_host_says(
+def test_greedy_streams_among_others_match_the_host(
     engines: list[NativeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [
@@ -111,7 +111,7 @@ def test_greedy_streams_beside_others_say_what_the_host_says(
     assert all(sampler.last is not None for sampler in samplers[1])
 
 
-def test_what_is_not_finite_is_left_to_the_host(engines: list[NativeEngine]) -> None:
+def test_rows_that_are_not_finite_are_left_to_the_host(engines: list[NativeEngine]) -> None:
     device = engines[1]
     device.input_rows[:2] = 1.0
     device.input_rows[1] = np.nan
@@ -135,7 +135,7 @@ def test_a_row_that_was_not_wanted_is_refused(engines: list[NativeEngine]) -> No
 @pytest.mark.parametrize(
     ("way", "layout", "is_on"), [("on", "unified", True), ("auto", "unified", False), ("on", "per-lane", False)]
 )
-def test_where_it_is_used(last: Path, way: str, layout: str, is_on: bool) -> None:
+def test_the_device_picks_where_it_is_on(last: Path, way: str, layout: str, is_on: bool) -> None:
     config = engine_config(last, n_lanes=2, ctx_tokens=32, max_rows=8, device_sampling=way, kv_layout=layout)
     with NativeEngine(config) as engine:
         engine.input_rows[0] = np.random.default_rng(4).standard_normal(engine.n_embd, np.float32)

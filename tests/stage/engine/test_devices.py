@@ -49,7 +49,7 @@ def overrides_of(params: Any) -> list[tuple[str, int]]:
     return found
 
 
-def test_what_nobody_says_is_llama_cpps_own(artifact: StageArtifact) -> None:
+def test_unset_values_are_llama_cpps_defaults(artifact: StageArtifact) -> None:
     params, held = placed(artifact)
     default = llama.llama_model_default_params()
     for name in ("split_mode", "main_gpu", "devices", "tensor_buft_overrides"):
@@ -87,7 +87,7 @@ def test_shares_and_chosen_devices(artifact: StageArtifact) -> None:
         ({"main_gpu": 3}, "--main-gpu 3: the stage has 3 GPUs (CUDA0, CUDA1, CUDA2), counted from 0"),
     ],
 )
-def test_what_the_host_does_not_have(artifact: StageArtifact, said: dict[str, Any], line: str) -> None:
+def test_a_device_that_the_host_lacks_is_refused(artifact: StageArtifact, said: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)):
         placed(artifact, **said)
 
@@ -109,7 +109,7 @@ def test_what_the_host_does_not_have(artifact: StageArtifact, said: dict[str, An
         ({"override_tensor": "(=CPU"}, "is not a regular expression"),
     ],
 )
-def test_what_no_host_has(said: dict[str, Any], line: str) -> None:
+def test_a_device_that_no_host_has_is_refused(said: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)) as refused:
         EngineSettings(**said)
     assert "\n" not in refused.value.message
@@ -153,7 +153,7 @@ def test_patterns_mean_the_layers_of_the_model(artifact: StageArtifact, monkeypa
         assert found == [each.handle + 7 for each in FOUND if each.name == device]
 
 
-def test_the_load_itself_is_told(artifact: StageArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_itself_gets_the_settings(artifact: StageArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, list[float], list[tuple[str, int]]]] = []
 
     def load(path: bytes, params: Any) -> None:

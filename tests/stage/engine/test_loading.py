@@ -60,7 +60,7 @@ def artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_pipeline(tmp_path, TinyShape(), [2])[0]
 
 
-def test_what_takes_long_is_said_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_load_logs_its_progress_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     now_s, reports = [0.0], list[tuple[str, float]]()
     load = Load(lambda work, share: reports.append((work, share)), clock_s=lambda: now_s[0])
     with caplog.at_level(logging.INFO, "relayline.stage"):

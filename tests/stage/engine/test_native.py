@@ -389,7 +389,7 @@ def test_a_refused_step_drops_its_rows_and_no_others(chain: Chain) -> None:
     assert [first.lane_tokens(lane) for lane in (0, 1, 2)] == [4, 8, 8]
 
 
-def test_what_llama_would_abort_for_is_refused_before(chain: Chain) -> None:
+def test_batches_that_llama_cpp_would_abort_on_are_refused_first(chain: Chain) -> None:
     first = chain.engines[0]
     for n_rows in (0, -1, MAX_ROWS + 1):
         with pytest.raises(InternalError, match="rows"):

@@ -237,7 +237,7 @@ def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen35", "llama"])
-def test_a_stage_says_what_it_keeps_and_pads_nothing_beside_a_state(name: str, tmp_path: Path) -> None:
+def test_a_stage_reports_its_state_and_pads_no_step_with_one(name: str, tmp_path: Path) -> None:
     """Drafts follow from what it says; scratch rows would be computed apart, and cost more than they save."""
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))

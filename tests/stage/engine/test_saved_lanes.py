@@ -113,7 +113,7 @@ def test_a_copy_that_llama_cpp_puts_off_is_saved_too(engine: NativeEngine) -> No
     assert np.abs(got - expected).max() < OTHER_SHAPE
 
 
-def test_what_is_no_state_of_this_engine_is_refused(engine: NativeEngine) -> None:
+def test_a_state_of_another_engine_is_refused(engine: NativeEngine) -> None:
     feed(engine, 0, 0, N_HELD)
     saved = engine.saved.save(0)
     for broken in (saved[:20], saved[:-8], np.zeros(4_096, np.uint8), np.full(4_096, 255, np.uint8)):

@@ -125,7 +125,7 @@ def test_the_disk_has_its_own_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "another's head"])
-def test_a_damaged_file_is_told_in_one_line_and_removed(
+def test_a_damaged_file_is_reported_in_one_line_and_removed(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = Tier(0, disk(tmp_path))
@@ -159,7 +159,7 @@ def test_one_process_has_a_directory_at_a_time(tmp_path: Path) -> None:
     disk(tmp_path).close()
 
 
-def test_a_disk_that_cannot_be_written_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_disk_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = Tier(10_000, disk(tmp_path))
     folder = next(path for path in tmp_path.iterdir() if path.is_dir())
     for key in (1, 2):

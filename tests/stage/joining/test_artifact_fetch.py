@@ -150,7 +150,7 @@ async def test_a_file_altered_in_the_cache_is_fetched_anew(tmp_path: Path, reads
     assert reads.offsets == [0, 0]
 
 
-async def test_what_comes_damaged_every_time_is_given_up(tmp_path: Path, reads: Reads) -> None:
+async def test_an_artifact_that_always_comes_damaged_is_given_up(tmp_path: Path, reads: Reads) -> None:
     reads.spoil = lambda n_fetch, offset, data: bytes(len(data))
     with pytest.raises(ArtifactError, match="came damaged"):
         await fetched(tmp_path / "split", tmp_path / "cache")

@@ -76,7 +76,7 @@ def test_a_hollow_slice_is_as_long_as_the_real_one_but_for_the_tokens(tmp_path: 
     assert hollow.head_bytes == 0
 
 
-def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+def test_a_failed_measurement_is_reported(tmp_path: Path) -> None:
     report = surveyed([pb.SurveySlice(header=b"no model", size_bytes=64, budget_ms=10)], tmp_path / "cache")
     assert "not a GGUF file" in report.failure.message
     assert not report.slices

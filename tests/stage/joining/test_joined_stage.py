@@ -340,7 +340,7 @@ async def test_a_cut_while_fetching_goes_on_after_rejoining(
         ({"advertise": "fd00::7"}, "127.0.0.1", "fd00::7"),
     ],
 )
-def test_where_a_stage_listens_and_what_it_tells(
+def test_a_stage_listens_and_reports_as_its_flags_say(
     tmp_path: Path, given: dict[str, str], listens: str, reported: str
 ) -> None:
     made = config("127.0.0.1:7000", tmp_path, **given)

@@ -114,7 +114,7 @@ async def test_a_slice_that_stays_is_renamed_and_nothing_is_loaded(monkeypatch: 
         (ValueError("x"), "internal", "ValueError"),
     ],
 )
-async def test_what_cannot_be_prepared_is_said_and_changes_nothing(
+async def test_a_failed_preparation_is_reported_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, error: Exception, label: str, words: str
 ) -> None:
     world = World(monkeypatch, error)
@@ -129,7 +129,7 @@ async def test_what_cannot_be_prepared_is_said_and_changes_nothing(
         assert world.served.done == ["dropped"]
 
 
-async def test_what_was_dropped_cannot_be_switched_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dropped_layers_cannot_be_switched_to(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     async with asyncio.timeout(20), world.following() as task:
         world.member.order(pb.LAYER_CHANGE_STEP_PREPARE)

@@ -82,7 +82,7 @@ class World:
             return served
 
 
-async def test_layers_are_loaded_beside_the_others_and_served_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_layers_are_loaded_while_the_old_serve_until_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     serving = asyncio.create_task(world.served())
     world.member.tell(PREPARE)
@@ -121,7 +121,7 @@ async def test_a_load_is_given_up_as_soon_as_the_change_is_off(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("error", "label"), [(NativeError("no memory"), NativeError.label), (ValueError(), "internal")]
 )
-async def test_what_cannot_be_prepared_is_said_and_it_stands_by_as_before(
+async def test_a_failed_preparation_is_reported_and_the_spare_stands_by(
     monkeypatch: pytest.MonkeyPatch, error: Exception, label: str
 ) -> None:
     world = World(monkeypatch, error)
@@ -133,7 +133,7 @@ async def test_what_cannot_be_prepared_is_said_and_it_stands_by_as_before(
     assert await serving is None
 
 
-async def test_who_is_to_serve_what_it_has_not_prepared_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_spare_that_has_not_prepared_its_layers_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.member.tell(SWITCH)
     assert await world.served() is None

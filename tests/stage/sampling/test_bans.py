@@ -90,6 +90,6 @@ def test_a_bad_word_of_one_token_is_never_said() -> None:
         {"allowed": [1] * (bounds.SAMPLER_TOKENS_MAX + 1)},
     ],
 )
-def test_what_no_coordinator_sends_is_refused(lists: dict[str, list[int]]) -> None:
+def test_invalid_bans_are_refused(lists: dict[str, list[int]]) -> None:
     with pytest.raises(ProtocolError):
         Bans(N_VOCAB, **lists)  # type: ignore[arg-type]

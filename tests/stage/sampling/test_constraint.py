@@ -128,7 +128,7 @@ def test_text_without_a_choice_is_not_spelt_out(vocabulary: LLTokenizer, monkeyp
 
 
 @pytest.mark.parametrize("grammar", ["{", '{"grammars": []}', '{"grammars": 5}', '{"grammars": [5]}', "[" * 9, "{" * 9])
-def test_what_is_no_grammar_is_refused(vocabulary: LLTokenizer, grammar: str) -> None:
+def test_an_invalid_grammar_is_refused(vocabulary: LLTokenizer, grammar: str) -> None:
     with pytest.raises(InvalidRequestError):
         Constraint(vocabulary, grammar, []).apply(0, np.zeros(N_VOCAB, np.float32))
 
@@ -187,7 +187,7 @@ def test_a_position_picked_again_is_picked_alike(vocabulary: LLTokenizer) -> Non
         sampler.sample(logits_at(6), 8 + len(tokens))
 
 
-def test_who_is_opened_elsewhere_goes_on_where_it_was(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+def test_a_session_opened_elsewhere_resumes_its_grammar(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
     for n_said in range(5):
         said = [ord(letter) for letter in "yesterday"[:n_said]]
         sampler = sampler_of(vocabulary, said, temperature=0.0)
@@ -197,7 +197,7 @@ def test_who_is_opened_elsewhere_goes_on_where_it_was(tokenizer: Tokenizer, voca
         misled.apply(20, logits_at(3))
 
 
-def test_what_no_coordinator_sends_is_refused(vocabulary: LLTokenizer) -> None:
+def test_invalid_options_are_refused(vocabulary: LLTokenizer) -> None:
     with pytest.raises(ProtocolError, match="too long"):
         Constraint(vocabulary, "x" * (bounds.GRAMMAR_BYTES_MAX + 1), ())
     with pytest.raises(ProtocolError, match="too long"):
@@ -216,7 +216,7 @@ def test_a_vocabulary_without_text_follows_none(tmp_path: Path) -> None:
         Constraint(None, GRAMMAR, ())
 
 
-def test_where_nothing_that_fits_has_a_chance_the_session_ends(vocabulary: LLTokenizer) -> None:
+def test_a_session_ends_where_no_allowed_token_is_possible(vocabulary: LLTokenizer) -> None:
     logits = np.zeros(N_VOCAB, np.float32)
     logits[[ord("h"), ord("y"), ord("n"), *range(260, N_VOCAB)]] = -np.inf
     with pytest.raises(NumericError, match="no token allowed at position 4 has a finite logit"):

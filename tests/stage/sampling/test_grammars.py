@@ -44,7 +44,7 @@ def world() -> World:
     return World()
 
 
-async def test_what_needs_a_grammar_waits_for_it_and_nothing_else_does(world: World) -> None:
+async def test_only_frames_that_need_a_grammar_wait_for_it(world: World) -> None:
     opening, start = control(1, Flag.OPEN, options=GRAMMAR), rows_frame(1, 0, 4, Flag.PREFILL)
     other = [control(2, Flag.OPEN), rows_frame(2, 0, 4, LAST), rows_frame(2, 4, 1, Flag.WANTS_SAMPLE)]
     last, trim = rows_frame(1, 4, 2, LAST), control(1, Flag.TRIM, 5)
@@ -64,7 +64,7 @@ async def test_a_grammar_that_is_ready_holds_nothing(world: World) -> None:
     assert world.holds.sift(frames) == frames
 
 
-async def test_who_copies_what_is_held_waits_with_it(world: World) -> None:
+async def test_a_copy_of_a_waiting_session_waits_too(world: World) -> None:
     """Choices of one prompt copy it from the first, whose last rows are not computed yet."""
     last = rows_frame(1, 0, 2, LAST)
     copy, row, close = control(2, Flag.COPY_PREFIX, 1, argument=1), rows_frame(2, 1, 1, LAST), control(2, Flag.CLOSE)
@@ -84,7 +84,7 @@ async def test_a_close_comes_behind_what_is_held_and_a_route_takes_all_along(wor
     assert world.pushed == []
 
 
-async def test_who_opens_once_more_comes_behind_what_is_held(world: World) -> None:
+async def test_a_second_open_comes_behind_the_waiting_frames(world: World) -> None:
     last, close, again = rows_frame(1, 0, 2, LAST), control(1, Flag.CLOSE), control(1, Flag.OPEN, options=GRAMMAR)
     world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last, close])
     assert world.holds.sift([again]) == []
@@ -148,7 +148,7 @@ class Reader:
         return False
 
 
-def test_what_was_said_is_read_beside_the_decode_thread(
+def test_earlier_tokens_are_read_off_the_decode_thread(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a loss every session opens anew and tells all it has said: thousands of tokens take a tenth of a second."""
@@ -167,7 +167,7 @@ def test_what_was_said_is_read_beside_the_decode_thread(
     assert read[3:] == [("MainThread", 4_000)], "before what it had read: from the beginning"
 
 
-async def test_what_was_said_is_told_to_who_makes_the_grammar() -> None:
+async def test_the_grammar_maker_gets_the_earlier_tokens() -> None:
     begun: list[tuple[str, list[int]]] = []
 
     def begin(grammar: str, said: Sequence[int]) -> None:

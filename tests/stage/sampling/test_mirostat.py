@@ -110,7 +110,7 @@ def test_banned_tokens_are_never_kept_and_one_is_always() -> None:
     assert Mirostat(1, 3.0, 0.1, 1.0, None).kept(logits, 0).tolist() == [7]
 
 
-def test_with_temperature_0_the_largest_logit_is_picked_and_no_mu_is_told() -> None:
+def test_with_temperature_0_the_largest_logit_is_picked_and_no_mu_is_reported() -> None:
     greedy = SamplingOptions(temperature=0.0, numbers={"mirostat": 2.0})
     sampler = SessionSampler(greedy, N_VOCAB)
     for position, logits in enumerate(rows()):

@@ -92,7 +92,7 @@ def test_only_the_latest_tokens_count() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_who_is_opened_elsewhere_goes_on_where_it_was(temperature: float) -> None:
+def test_a_session_opened_elsewhere_resumes_its_penalties(temperature: float) -> None:
     sampling = SamplingParams(temperature, seed=5, frequency_penalty=1.0, presence_penalty=0.5)
     straight = sampler_of(sampling)
     tokens = [straight.sample(logits_at(position % 7), position).token for position in range(10, 60)]
@@ -126,7 +126,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     ("said", "biases"),
     [([N_VOCAB], []), ([], [(N_VOCAB, 1.0)]), ([1] * (bounds.PENALTY_TOKENS_MAX + 1), []), ([], [(1, 1.0)] * 301)],
 )
-def test_what_no_coordinator_sends_is_refused(said: list[int], biases: list[tuple[int, float]]) -> None:
+def test_invalid_options_are_refused(said: list[int], biases: list[tuple[int, float]]) -> None:
     with pytest.raises(ProtocolError):
         Penalties(1.0, 0.0, biases, said, N_VOCAB)
 
@@ -170,7 +170,7 @@ def test_a_session_opens_with_the_latest_that_it_has_said_where_that_matters() -
     assert options.ByteSize() <= bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
-def test_an_answer_from_before_a_replay_is_picked_once_more_where_the_stage_was_told_what_was_said() -> None:
+def test_an_answer_from_before_a_replay_is_sampled_again_with_the_earlier_tokens() -> None:
     """Else the stage would not know of one token that counts."""
     for sampling, is_taken in ((PENALISED, False), (SamplingParams(0.0), True)):
         session = session_of(sampling)

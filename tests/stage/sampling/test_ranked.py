@@ -59,7 +59,7 @@ def is_near(ours: list[int], native: list[int]) -> bool:
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
     xtc=st.sampled_from([1.0, 0.5, 0.1, 0.001, 0.0]),
 )
-def test_what_is_kept_is_what_the_native_chain_keeps(
+def test_filters_keep_what_the_native_chain_keeps(
     logits: np.ndarray, sigma: float, top_k: int, typical: float, min_p: float, xtc: float
 ) -> None:
     native: list[Any] = []

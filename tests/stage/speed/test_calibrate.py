@@ -58,7 +58,7 @@ def test_both_curves_cover_what_fits_and_no_lane_keeps_anything(engine: NativeEn
     assert [engine.lane_tokens(lane) for lane in range(5)] == [0] * 5
 
 
-def test_what_context_costs_is_measured_beside_copies_of_a_short_one(
+def test_the_cost_of_context_is_measured_against_copies_of_a_short_one(
     engine: NativeEngine, artifacts: list[Path]
 ) -> None:
     assert calibrate(engine).context_ns == 0.0, "16 tokens a lane hold no context worth measuring"
@@ -182,7 +182,7 @@ def roomy(artifacts: list[Path]) -> Iterator[NativeEngine]:
         yield engine
 
 
-def test_what_context_costs_rows_of_a_tile_is_measured_apart(
+def test_the_cost_of_context_for_tiled_rows_is_measured_apart(
     roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = PricedMachine(roomy, monkeypatch, row_ms=20, tiled_ns=5_000)
@@ -228,7 +228,7 @@ def test_of_lanes_with_their_own_cells_the_first_row_of_a_frame_and_the_others_a
     assert [apart.lane_tokens(lane) for lane in range(2)] == [0] * 2
 
 
-def test_where_attention_computes_no_scores_further_rows_have_no_price_of_their_own(
+def test_further_rows_cost_nothing_extra_where_attention_computes_no_scores(
     apart: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LaneMachine(apart, monkeypatch, row_ms=20, tiled_ns=0)
@@ -357,7 +357,7 @@ def test_a_remembered_curve_is_held_against_no_further_steps_once_loading_is_sto
         cached_curves(engine, tmp_path, load)
 
 
-def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another_build(
+def test_curves_of_a_small_stage_do_not_serve_a_roomier_one_or_another_build(
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(**changes: int) -> int:
@@ -374,7 +374,7 @@ def test_what_a_small_stage_measured_does_not_stand_for_a_roomier_one_or_another
     assert len(list((tmp_path / "curves").iterdir())) == 3
 
 
-def test_what_one_gpu_measured_does_not_stand_for_another(
+def test_curves_of_one_gpu_do_not_serve_another(
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of them in one host, of which CUDA_VISIBLE_DEVICES chooses: processor, libraries and flags are the same."""

@@ -182,7 +182,7 @@ def test_once_it_is_copied_a_close_drops_what_its_session_still_waits_for() -> N
     assert batcher.push(control(1, Flag.CLOSE)) == [late]
 
 
-def test_what_waited_for_an_epoch_that_has_ended_keeps_nobody_waiting() -> None:
+def test_frames_of_an_ended_epoch_keep_no_others_waiting() -> None:
     batcher = new_batcher()
     for frame in (chunk(1, 0, 8), control(2, Flag.COPY_PREFIX, 8, argument=1), control(1, Flag.CLOSE)):
         batcher.push(frame)
@@ -307,7 +307,7 @@ def push_envelopes(batcher: Batcher, sent: Sequence[Sequence[QueuedFrame]]) -> N
     ],
     ids=["rest", "rest_riding", "open", "open_riding"],
 )
-def test_what_was_sent_together_runs_in_one_step(sent: list[list[QueuedFrame]]) -> None:
+def test_frames_sent_together_run_in_one_step(sent: list[list[QueuedFrame]]) -> None:
     """Also who becomes the head of its session's queue only then: behind a prompt's first part, or behind an open."""
     sent = [*sent, [rows_frame(99, 0)]]
     batcher = Batcher(GroupPolicy(16, CostCurve()))

@@ -66,7 +66,7 @@ def test_the_step_says_why_it_took_no_more(batcher: Batcher) -> None:
     assert (first.close_reason, first.n_rows) == (MUTUAL_ROWS, 12)
 
 
-def test_the_engine_is_told_and_the_flag_goes_on() -> None:
+def test_the_engine_gets_the_flag_and_it_is_passed_on() -> None:
     engine = FakeEngine()
     executor = new_executor(engine)
     executor.execute(step_of(control(1, Flag.OPEN)))
@@ -79,7 +79,7 @@ def test_the_engine_is_told_and_the_flag_goes_on() -> None:
     assert (engine.n_mutual, len(engine.steps)) == (1, 2)
 
 
-def test_the_engine_is_told_the_places_of_rows_in_a_grid_and_they_go_on() -> None:
+def test_the_engine_gets_grid_positions_and_they_are_passed_on() -> None:
     engine = FakeEngine()
     executor = new_executor(engine)
     executor.execute(step_of(control(1, Flag.OPEN), control(2, Flag.OPEN)))

@@ -103,7 +103,7 @@ def test_only_decode_rows_of_different_sessions_are_kept_whole(frames: list[Queu
     assert sum(frame.n_rows for frame in ran) == sum(frame.n_rows for frame in frames) + 1
 
 
-def test_what_leaves_whole_leaves_nothing_behind() -> None:
+def test_a_whole_queue_leaves_nothing_behind() -> None:
     batcher = Batcher(DrainPolicy(8, 4))
     frames = [rows_frame(1, 0), rows_frame(2, 0)]
     batcher.push_together(frames)

@@ -198,7 +198,7 @@ TestLaneMachine = LaneMachine.TestCase
 TestLaneMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-def test_what_is_only_kept_goes_before_what_somebody_waits_to_go_on_from() -> None:
+def test_kept_prefixes_go_before_lanes_that_wait_to_resume() -> None:
     table = LaneTable(2, 10)
     table.open(1, 1).is_left = True
     table.open(2, 1, is_kept=True)

@@ -133,7 +133,7 @@ def said(world: DraftWorld, *frames: QueuedFrame) -> list[tuple[list[int], list[
     return found
 
 
-def test_what_follows_a_wrong_guess_is_not_computed() -> None:
+def test_rows_behind_a_wrong_guess_are_not_computed() -> None:
     world, truth, at = truth_of()
     first = frame_of(KEY, at, [truth[at], truth[at + 1], wrong(truth[at + 2]), truth[at + 3]], GUESSES)
     behind = [
@@ -226,7 +226,7 @@ def test_stale_guesses_before_an_open_change_nothing_behind_it() -> None:
         assert world.state == again.state
 
 
-def test_what_an_epoch_leaves_may_end_in_wrong_guesses() -> None:
+def test_lanes_left_by_an_epoch_may_end_in_wrong_guesses() -> None:
     """The next one takes the lane back to what is known to be true, and reads its last row again."""
     world, truth, at = truth_of()
     said(world, frame_of(KEY, at, [truth[at], truth[at + 1], wrong(truth[at + 2]), 5], GUESSES))
@@ -325,7 +325,7 @@ def test_rows_that_want_more_than_the_engine_gives_are_a_fault_of_their_session(
     assert said(world, frame_of(KEY, at, truth[at : at + 5], GUESSES))[0][2] == ["protocol"]
 
 
-def test_what_is_dropped_takes_no_place_of_what_is_wanted() -> None:
+def test_dropped_rows_take_no_room_from_wanted_ones() -> None:
     world, truth, at = truth_of()
     said(world, frame_of(KEY, at, [truth[at], wrong(truth[at + 1])], GUESSES))
     world.engine.max_wanted = 2

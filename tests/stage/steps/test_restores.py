@@ -43,7 +43,7 @@ async def test_all_of_a_session_waits_behind_its_state_in_order() -> None:
     assert world.sift(after := rows_frame(1, 41)) == [after]
 
 
-async def test_what_is_in_memory_is_not_waited_for() -> None:
+async def test_a_state_in_memory_is_not_waited_for() -> None:
     world = World()
     frames = [control(1, Flag.OPEN), restore(1, THERE), rows_frame(1, 40)]
     assert world.sift(*frames) == frames

@@ -124,7 +124,7 @@ def test_a_close_takes_the_row_ahead_of_its_session_alone() -> None:
     assert [len(step) for step in world.engine.steps[n_steps:]] == [2]
 
 
-def test_streams_that_were_answered_ride_beside_a_prompt() -> None:
+def test_answered_streams_ride_with_a_prompt() -> None:
     """One decode for the prompt and the next rows of the others: nobody waits for it longer than before."""
     world = ahead_world()
     for _ in range(3):

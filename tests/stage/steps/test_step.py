@@ -120,7 +120,7 @@ def test_no_scratch_rows_where_they_do_not_belong(changes: dict[str, object], fl
     [(1, 2, 1), (3, 4, 4), (2, 5, 2)],
     ids=["one row of the head", "a tile of it too", "no room for a tile of it"],
 )
-def test_scratch_rows_beside_a_prompt_begin_no_tile_of_the_head(n_decode: int, prompt_rows: int, n_heads: int) -> None:
+def test_scratch_rows_with_a_prompt_begin_no_tile_of_the_head(n_decode: int, prompt_rows: int, n_heads: int) -> None:
     """A prompt's rows want no head: three rows fill up a tile of the layers, and the one that decodes stays one."""
     engine = FakeEngine(n_lanes=5, is_last=True)
     padding = Padding(Curves(STAIRS), spare_lane=4, wanted_max=4)
@@ -201,7 +201,7 @@ def test_controls_are_forwarded_in_order_and_before_rows() -> None:
     assert (view.sequence, len(view.options)) == (3, 1)
 
 
-def test_what_the_engine_cannot_go_back_to_is_refused_and_nothing_changes() -> None:
+def test_an_impossible_rewind_is_refused_and_changes_nothing() -> None:
     """Layers with a sliding window may have lost what a shorter lane needs; from its start any lane can go on."""
     engine = FakeEngine()
     executor = opened(engine, 3)

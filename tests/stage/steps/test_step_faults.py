@@ -54,7 +54,7 @@ def test_a_bad_frame_is_a_fault_of_its_session_only(name: str) -> None:
     assert parsed(only(result)).frames["session_id"].tolist() == [0]
 
 
-def test_what_follows_a_fault_is_dropped_in_silence_until_the_session_begins_again() -> None:
+def test_frames_behind_a_fault_are_dropped_silently_until_a_new_start() -> None:
     """A lost chunk is followed by the rest of its train: one fault must come of it, not one for each."""
     engine = FakeEngine()
     executor = opened(engine, 1)
@@ -80,7 +80,7 @@ def test_an_open_without_a_lane_faults_once_and_can_be_tried_again() -> None:
     assert len(engine.lanes[0]) == 2
 
 
-def test_what_is_only_kept_goes_where_a_stream_of_any_route_would_find_no_lane() -> None:
+def test_kept_prefixes_yield_to_a_stream_of_any_route() -> None:
     engine = FakeEngine(n_lanes=2)
     executor, other = opened(engine, 1), ROUTE + 1
     executor.reset_route(other, new_wiring(engine, epoch=9))
@@ -367,7 +367,7 @@ def left() -> StepExecutor:
     return executor
 
 
-def test_what_is_left_takes_no_rows_before_it_is_opened() -> None:
+def test_a_left_lane_takes_no_rows_before_it_is_opened() -> None:
     executor, epoch = left(), EPOCH + 1
     for frame in (rows_frame(0, 3, 1, SAMPLE, epoch=epoch), control(0, Flag.TRIM, 2, epoch=epoch)):
         executor.sessions.broken.clear()
@@ -381,7 +381,7 @@ def test_what_is_left_takes_no_rows_before_it_is_opened() -> None:
     assert executor.lanes.n_used == 2
 
 
-def test_what_is_left_takes_no_rows_where_its_open_was_refused() -> None:
+def test_a_left_lane_takes_no_rows_after_a_refused_open() -> None:
     """They stand behind it in one envelope."""
     executor, epoch = left(), EPOCH + 1
     refused = control(0, Flag.OPEN, epoch=epoch, options=greedy(top_p=7.0))

@@ -29,7 +29,7 @@ def test_points_that_mean_nothing_are_left_out() -> None:
     assert CostCurve([(0, 5.0), (-1, 5.0), (2, 0.0), (3, 7.0)]).points() == [(3, 7)]
 
 
-def test_what_was_measured_is_predicted() -> None:
+def test_a_curve_predicts_its_measured_points() -> None:
     curve = field_curve()
     assert [curve.cost_ns(rows) for rows in FIELD] == pytest.approx([1e6 * ms for ms in FIELD.values()])
     assert curve.cost_ns(0) == 0

@@ -59,7 +59,7 @@ def test_a_file_that_looks_the_same_is_not_read_again(file: Path, monkeypatch: p
     assert sha256_of(file) == first == sha256(file)
 
 
-def test_what_was_written_with_its_old_time_is_read_again(file: Path) -> None:
+def test_a_file_rewritten_with_its_old_time_is_hashed_again(file: Path) -> None:
     sha256_of(file)
     before = file.stat()
     flip(file)

@@ -85,6 +85,6 @@ def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
     ("architecture", "asked", "expected"),
     [("kimi-linear", "auto", "unified"), ("kimi-linear", "per-lane", "per-lane"), ("qwen35", "auto", "auto")],
 )
-def test_where_one_layout_alone_will_do_auto_means_that(architecture: str, asked: str, expected: str) -> None:
+def test_auto_means_the_only_possible_layout(architecture: str, asked: str, expected: str) -> None:
     """Whoever asks for another one outright is refused where the model is loaded."""
     assert EngineSettings(kv_layout=asked).of_architecture(architecture).kv_layout == expected

@@ -11,7 +11,7 @@ from relayline.wire.common import memory
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells by files under /proc")
 
 
-def test_what_is_held_fits_what_is_there() -> None:
+def test_used_memory_fits_the_total() -> None:
     held, total, free = memory.resident_bytes(), memory.total_memory_bytes(), memory.available_memory_bytes()
     assert held is not None
     assert total is not None

@@ -30,7 +30,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_control_characters_are_told_and_not_obeyed(text: str) -> None:
+def test_control_characters_are_shown_and_not_obeyed(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert shown != text
@@ -51,7 +51,7 @@ def test_any_text_is_printable_and_bounded(text: str, chars_max: int) -> None:
     assert len(shown) <= 10 * chars_max + 40
 
 
-def test_what_is_cut_says_how_much() -> None:
+def test_shortened_text_says_how_much_was_cut() -> None:
     assert printable("a" * 5_000, 10) == "aaaaaaaaaa... (4990 more characters)"
 
 

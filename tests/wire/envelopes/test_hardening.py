@@ -45,7 +45,7 @@ def test_only_flags_that_the_compiler_knows_are_used(build: types.ModuleType) ->
         assert build.knows(Compiler(build.CompileError, *flags), flags)
 
 
-def test_what_is_built_has_the_stack_protector(tmp_path: Path) -> None:
+def test_built_extensions_have_the_stack_protector(tmp_path: Path) -> None:
     """By the compiler that builds here, which is gcc or clang wherever relayline runs."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "t"]
     done: Any = subprocess.run(

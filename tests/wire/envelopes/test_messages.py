@@ -153,7 +153,7 @@ def test_an_envelope_of_many_parts_is_refused_for_less_memory_than_its_size() ->
     assert max(peaks.values()) <= n_bytes + bounds.MESSAGE_COST_BYTES_MAX, peaks
 
 
-def test_what_is_weighed_is_never_less_than_what_reading_takes() -> None:
+def test_a_messages_weight_is_never_less_than_reading_takes() -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells a process the peak of its memory anew")
     code = "import json; from tests.wire.envelopes.test_messages import measured; print(json.dumps(measured()))"
@@ -192,7 +192,7 @@ def test_no_message_costs_more_than_it_may(name: str) -> None:
     assert n_refused, "fields that nobody knows are too many for any message"
 
 
-def test_what_is_legitimate_is_read_at_its_largest() -> None:
+def test_the_largest_legitimate_messages_are_read() -> None:
     top = [pb.TokenLogprob(token=2**31, logprob=-1.5)] * bounds.LOGPROBS_MAX
     samples = [pb.Sampled(session_id=2**62 + at, position=at, token=7, logprob=-1, top=top) for at in range(2_048)]
     said = pb.ReturnResponse(epoch=1, samples=samples)
@@ -211,7 +211,7 @@ def test_what_is_legitimate_is_read_at_its_largest() -> None:
 
 
 @pytest.mark.parametrize("data", [None, b"\xff" * 9, b"\x0b" * 20, bytes(bounds.UNARY_BYTES_MAX + 1)])
-def test_what_is_no_message_is_one_error(data: Any) -> None:
+def test_malformed_messages_raise_one_error(data: Any) -> None:
     with pytest.raises(ProtocolError):
         messages.read(pb.StatusRequest, data, "request")
 
@@ -245,7 +245,7 @@ def test_the_one_field_is_found_wherever_it_stands() -> None:
     assert messages.split(b"\x48\x05", 9) == (b"", b"\x48\x05"), "of another wire type"
 
 
-def test_what_a_caller_gets_wrong_is_told() -> None:
+def test_wrong_arguments_raise_errors() -> None:
     table, root = messages._table(pb.StatusRequest.DESCRIPTOR)
     for wrong in (
         ("text", table, root, 1, 1),

@@ -181,7 +181,7 @@ async def test_a_stage_takes_rows_that_come_in_parts_and_no_more_than_its_credit
             assert "of another epoch" in (await refusal_of(one, *parts_of(large(64, 1).message))).message
 
 
-async def test_who_sends_beyond_its_credit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_beyond_its_credit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame that waits holds its rows; so what waits is bounded by bytes, whoever sends."""
     from tests.support.fakes import MAX_ROWS, WIDTH, rows_frame
 
@@ -249,7 +249,7 @@ def worst() -> dict[str, tuple[list[bytes], int]]:
 
 
 @pytest.mark.skipif(not PEAKS.exists(), reason="only Linux tells a process the peak of its memory anew")
-async def test_what_a_neighbour_sends_costs_a_stage_no_more_than_twice_its_size() -> None:
+async def test_a_received_envelope_costs_at_most_twice_its_size() -> None:
     code = "from tests.wire.envelopes.test_parts import serve_and_tell; serve_and_tell()"
     # What was freed goes back at once, else later messages would be made of it unseen.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

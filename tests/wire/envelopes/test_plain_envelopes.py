@@ -94,9 +94,7 @@ def test_plain_envelopes_are_read_at_once_and_as_in_full(made: list[Head], dtype
 
 
 @given(heads(), st.data())
-def test_what_is_read_at_once_would_be_read_in_full_whatever_has_been_altered(
-    made: list[Head], data: st.DataObject
-) -> None:
+def test_the_quick_reader_agrees_with_the_full_one_on_altered_bytes(made: list[Head], data: st.DataObject) -> None:
     message = bytearray(message_of(made, DTYPE_F16, 3))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(message) - 1))
@@ -185,7 +183,7 @@ def test_limits_hold_for_plain_envelopes_too(message: Any, says: str) -> None:
         envelope.parse(message(), max_rows=2)
 
 
-def test_what_a_caller_gets_wrong_is_told_and_nothing_is_written_outside() -> None:
+def test_wrong_arguments_raise_and_nothing_is_written_outside() -> None:
     view = memoryview(bytearray(HEADER_BYTES + 2 * FRAME_BYTES + 16))
     payload_at = HEADER_BYTES + FRAME_BYTES + 8
     for made, at, row_bytes in (

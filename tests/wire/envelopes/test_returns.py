@@ -46,7 +46,7 @@ def test_every_altered_byte_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("n_bytes", range(40))
-def test_what_is_cut_is_noticed(n_bytes: int) -> None:
+def test_a_truncated_return_is_refused(n_bytes: int) -> None:
     (data,) = ReturnWriter().write(copy.deepcopy(SAID))
     with pytest.raises(ProtocolError):
         ReturnReader("stage").read(data[:n_bytes])
@@ -66,7 +66,7 @@ def test_a_lost_or_doubled_message_is_noticed_by_the_next() -> None:
 
 
 @pytest.mark.parametrize("data", [None, b"", bytes(8), b"\xff" * 40])
-def test_what_is_no_message_is_refused(data: object) -> None:
+def test_a_malformed_return_is_refused(data: object) -> None:
     with pytest.raises(ProtocolError):
         ReturnReader("stage").read(data)
 

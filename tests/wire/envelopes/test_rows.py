@@ -177,7 +177,7 @@ def test_not_finite_is_found_wherever_it_stands(bad: float, at: int):
     assert np.isfinite(encoder.measure(rows)).tolist() == [True, False, True]
 
 
-def test_nan_beside_infinity_is_measured_as_not_finite():
+def test_nan_next_to_infinity_is_measured_as_not_finite():
     rows = np.array([[1, np.inf, np.nan, 2] * 5, [3, -4, 2, 0] * 5], np.float32)
     largest = RowEncoder(2, 20).measure(rows)
     assert np.isnan(largest[0])

@@ -27,7 +27,7 @@ async def test_it_runs_to_where_it_first_waits_and_the_rest_when_awaited() -> No
     assert seen == ["begun", "going on"]
 
 
-async def test_what_never_waits_has_ended_at_once() -> None:
+async def test_a_coroutine_that_never_waits_ends_at_once() -> None:
     async def work() -> int:
         return 7
 
@@ -77,7 +77,7 @@ async def test_cancelling_who_awaits_cancels_what_it_waits_for() -> None:
     assert ended == ["cancelled", "cleaned up"]
 
 
-async def test_what_is_never_awaited_is_closed() -> None:
+async def test_a_coroutine_that_is_never_awaited_is_closed() -> None:
     ended: list[str] = []
 
     async def work() -> None:

@@ -298,7 +298,7 @@ async def test_a_client_that_speaks_plaintext(ids: Identities, lines: Lines):
 
 
 @pytest.mark.parametrize("reads", [False, True], ids=["at once", "after the greeting"])
-async def test_who_hangs_up_before_anybody_has_seen_a_certificate_refuses_none(reads: bool, ids: Identities):
+async def test_hanging_up_before_the_handshake_refuses_no_certificate(reads: bool, ids: Identities):
     """A forwarder whose server is not there yet does that: trying again is right, and giving up is not."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -437,7 +437,7 @@ async def test_a_crowd_that_says_nothing_keeps_nobody_out(ids: Identities, lines
 
 
 @pytest.mark.parametrize("word", ["client-expired", "invented", "x" * 200])
-async def test_what_a_peer_says_of_itself_only_chooses_among_our_words(word: str, ids: Identities, lines: Lines):
+async def test_a_peers_reason_only_selects_one_of_our_lines(word: str, ids: Identities, lines: Lines):
     note = f"/relayline.v1.Refused/{word}"
     async with serving(PLAINTEXT) as server, grpc.aio.insecure_channel(server.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

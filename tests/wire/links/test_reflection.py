@@ -68,7 +68,7 @@ async def port_of(security: LinkSecurity) -> AsyncIterator[str]:
         listener.close()
 
 
-async def test_a_stage_tells_of_its_services_where_it_is_told_to(tmp_path: Path) -> None:
+async def test_a_stage_lists_its_services_where_reflection_is_on(tmp_path: Path) -> None:
     artifact = write_pipeline(tmp_path, TinyShape(), [2])[0]
     few = {"n_lanes": 2, "ctx_tokens": 32, "n_threads": 1, "calibrate": False, "verify": False}
     async with serve(stage_config(artifact, reflection=True, **few)) as (address, _, _):

@@ -332,7 +332,7 @@ async def test_a_buffer_is_free_as_soon_as_send_returns():
 # --- loss -------------------------------------------------------------------------------------------------------------
 
 
-async def test_loss_reaches_a_waiting_sender_and_is_told_once():
+async def test_a_loss_reaches_a_waiting_sender_and_is_reported_once():
     async with linked(ROW_BYTES) as (link, receiver, lost):
         await send(link)
         waiting = [asyncio.create_task(send(link)) for _ in range(2)]

@@ -98,7 +98,7 @@ def test_the_documented_table_is_the_same():
      "relayline:stage:Alpha:box1", "relayline:stage:a b:box1", "relayline:stage:alpha:", "relayline:coordinator:",
      "relayline:coordinator:a b", "relayline:coordinator:a\nb", "spiffe:coordinator:box1", "relayline:stage:\x1b:box1"],
 )  # fmt: skip
-def test_what_states_no_identity(uri: str):
+def test_a_uri_without_an_identity_is_none(uri: str):
     assert identity_named(uri) is None
 
 

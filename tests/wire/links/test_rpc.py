@@ -203,7 +203,7 @@ async def test_a_channel_that_closes_under_a_call_is_a_lost_stage():
             await describe(channel)
 
 
-async def test_who_is_cancelled_during_a_call_stays_cancelled():
+async def test_a_call_that_is_cancelled_stays_cancelled():
     async with held() as (_, calling):
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -254,7 +254,7 @@ def test_one_line_per_host_and_reason_and_minute():
     assert log.line(2 * QUIET_NS, "stage 1", "10.0.0.9", Reason.TOKEN_WRONG) == line
 
 
-def test_what_is_remembered_is_bounded():
+def test_the_refusal_log_is_bounded():
     log = RefusalLog()
     for number in range(2 * HOSTS_MAX):
         assert log.line(0, "stage 1", f"host{number}", Reason.UNKNOWN) is not None

@@ -157,7 +157,7 @@ def test_a_damaged_model_is_refused_by_all_alike(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_only_llama_cpp_can_tell_is_told_by_a_trial_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_trial_in_a_child_process_finds_what_only_llama_cpp_knows(tmp_path: Path) -> None:
     """Its graph follows a null pointer where a layer that chooses what is attended to lacks the keys to choose by."""
     whole = make_tiny("glm-dsa:shared", tmp_path / "m.gguf")
     draft = read_draft(whole)
@@ -195,7 +195,7 @@ def test_no_mutation_ends_the_process_that_loads_it(n_mutants: int, tmp_path: Pa
         ("relayline.layer_end", I32, -2),
     ],
 )
-def test_what_an_artifact_says_of_itself_is_checked_too(
+def test_an_artifacts_own_metadata_is_checked_too(
     key: str, type_id: int, value: float, split: Path, tmp_path: Path
 ) -> None:
     artifact = rewritten(split / "stage-1.gguf", valued(key, type_id, value), tmp_path / "stage-1.gguf")

@@ -159,7 +159,7 @@ def test_it_arrives_at_the_stage(said: dict[str, object]) -> None:
     assert said["variable"] == [11, 11, 11, 9], "a flag wins over a variable, and that over the manifest"
 
 
-def test_what_it_may_not_be_is_refused_with_one_line(said: dict[str, object]) -> None:
+def test_values_out_of_bounds_are_refused_in_one_line(said: dict[str, object]) -> None:
     assert said["refused"] == [
         "--flux 41 is outside 0..40",
         "--flux -1 is outside 0..40",

@@ -59,7 +59,7 @@ def test_the_shortest_round_trip_counts_until_drift_may_have_spoilt_it() -> None
     assert best[1] == 10 * MS + 1
 
 
-def test_what_is_kept_is_bounded_and_a_clock_that_goes_back_is_not_believed() -> None:
+def test_samples_are_bounded_and_a_clock_that_goes_back_is_ignored() -> None:
     estimate = OffsetEstimate()
     for at in range(ROUND_TRIPS_KEPT * 3):
         estimate.heard(at, at + 2, 10**12)
@@ -84,7 +84,7 @@ class SkewedStage:
         return RoundTrip(sent_ns, self.now_ns, sent_ns + MS + self.skew_ns)
 
 
-async def test_a_stage_is_told_of_its_clock_before_its_first_frame() -> None:
+async def test_a_stage_gets_its_clock_before_its_first_frame() -> None:
     ahead, silent = SkewedStage(5 * S), SkewedStage(0, answers=False)
     heartbeat = Heartbeat([ahead, silent])  # type: ignore[list-item]
     await heartbeat.first()

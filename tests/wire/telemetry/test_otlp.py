@@ -59,7 +59,7 @@ def test_a_request_is_what_the_sdk_makes_of_the_same_spans(made: list[tuple[Fini
     assert len(ours.SerializeToString()) == len(theirs.SerializeToString())
 
 
-def test_spans_of_the_sdk_travel_beside_them() -> None:
+def test_spans_of_the_sdk_travel_with_them() -> None:
     store = InMemorySpanExporter()
     provider = TracerProvider(resource=RESOURCE)
     provider.add_span_processor(SimpleSpanProcessor(store))
@@ -80,7 +80,7 @@ def test_spans_of_the_sdk_travel_beside_them() -> None:
     [(object(), TypeError), (2**63, OverflowError), ([None], TypeError), (b"bytes", TypeError)],
     ids=["object", "too large", "nothing", "bytes"],
 )
-def test_what_is_no_attribute_is_refused(value: Any, error: type[Exception]) -> None:
+def test_an_invalid_attribute_is_refused(value: Any, error: type[Exception]) -> None:
     own = trace_context.new_root()
     with pytest.raises(error):
         _otlp.span("x", own, trace_context.NONE, 1, 2, {"k": value}, [], [], 1, "", 0, 0)

@@ -144,7 +144,7 @@ def test_a_collector_that_gets_nothing_may_speak_the_other_protocol(caplog: pyte
     assert hint in caplog.text
 
 
-def test_what_cannot_be_chosen_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_choice_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="protocol 'http/json' is not supported"):
         telemetry_choice.chosen("http://c:1", {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
     with pytest.raises(UsageError, match=r"'tape' is unknown; choose of .*console.*otlp"):
@@ -240,7 +240,7 @@ def test_whether_a_second_of_passes_is_recorded_the_variables_say(
     assert not Telemetry().samples(trace_context.new_root())
 
 
-def test_where_nothing_is_ever_sampled_no_span_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_span_is_promised_where_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     assert not started(InMemorySpanExporter(), level=Level.FRAMES).records(Level.SUMMARY)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")

@@ -253,7 +253,9 @@ async def test_thinking_is_off_unless_it_is_asked_for(tokenizer: Tokenizer) -> N
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format.type: must be one of json_schema"),
     ],
 )
-async def test_what_is_not_served_is_refused_in_a_line(tokenizer: Tokenizer, more: dict[str, Any], text: str) -> None:
+async def test_unsupported_fields_are_refused_in_one_line(
+    tokenizer: Tokenizer, more: dict[str, Any], text: str
+) -> None:
     async with asking(tokenizer) as ask:
         status, body = await ask(**more)
         assert not ask.served.generator.requests

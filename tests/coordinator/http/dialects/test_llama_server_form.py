@@ -125,7 +125,7 @@ async def test_prompts_of_every_shape(tokenizer: Tokenizer) -> None:
         ({"prompt": [1, 9_999]}, "prompt: token 9999"),
     ],
 )
-async def test_what_cannot_be_is_refused_in_one_line(tokenizer: Tokenizer, body: dict[str, Any], text: str) -> None:
+async def test_bad_bodies_are_refused_in_one_line(tokenizer: Tokenizer, body: dict[str, Any], text: str) -> None:
     found, requests = await asked(tokenizer, "/completion", says(b""), 400, **body)
     assert text in found["error"]["message"]
     assert not requests

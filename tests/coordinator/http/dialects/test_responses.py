@@ -96,7 +96,7 @@ async def test_the_events_of_text_in_their_documented_order(tokenizer: Tokenizer
     assert events[-1].response.id == events[0].response.id  # type: ignore[union-attr]
 
 
-async def test_what_nobody_gave_is_left_out(tokenizer: Tokenizer) -> None:
+async def test_absent_fields_are_left_out_of_a_response(tokenizer: Tokenizer) -> None:
     """As OpenAI's description has it: these fields are no text or no object otherwise."""
     async with client_of(tokenizer, FakeGenerator(says(b"hey"))) as (client, _):
         events = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
@@ -215,7 +215,7 @@ async def test_a_conversation_goes_on_from_what_is_stored(tokenizer: Tokenizer) 
         assert broken.value.param == "previous_response_id"
 
 
-async def test_what_is_not_to_be_stored_is_not(tokenizer: Tokenizer) -> None:
+async def test_a_response_with_store_false_is_not_stored(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"x"))) as (client, _):
         response = await client.responses.create(model=MODEL, input="one", store=False)
         assert response.model_dump()["store"] is False
@@ -259,7 +259,7 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
         ({"model": "other"}, "model", "does not exist"),
     ],
 )
-async def test_what_is_not_served_is_refused_in_a_line(
+async def test_unsupported_fields_are_refused_in_one_line(
     tokenizer: Tokenizer, more: dict[str, Any], param: str, text: str
 ) -> None:
     async with serving(tokenizer) as served, aiohttp.ClientSession() as session:

@@ -1,0 +1,239 @@
+"""The coordinator's processor time per token and per request: `python -m benches.coordinator [--quick] [--out FILE]`.
+
+One stage of the demonstration model serves streamed chats over HTTP, drafts off. Its steps sleep until they have taken
+as long as on an H200 (benches/slowed), so that a step leaves the processor to the coordinator as a GPU's does. A cheap
+client in a process of its own sends all requests at once. The clock is the coordinator's own processor time, all its
+threads together, in nanoseconds as the kernel counts them. Other work on the host moves it less than the wall clock,
+and only upwards: so the least of some runs counts.
+
+A request's cost is that of an answer of one token. A token's is what each further token of a longer answer adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+
+from benches import interrupt, machine
+from benches.arguments import number, numbers
+from benches.servers import Setup, relayline
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.launch.splits import split_for
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.deploy.testing.slow_hosts import SLOWED
+
+STEPS_MS = "1:3.1,8:6.3,32:11,64:14"  # of an H200, llama-8b in Q4_0
+STREAMS, STREAMS_QUICK = (1, 8, 32, 64, 255), (1, 4)
+TOKENS, TOKENS_QUICK = 96, 8
+REPEATS, REPEATS_QUICK = 5, 1
+REQUESTS = 64  # at least, of one token, in each run
+CTX_TOKENS = 256
+GOAL_TOKEN_US, GOAL_STEP_MS = 80, 3.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """The measured coordinator."""
+
+    url: str
+    model: str
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One run of the client: all its answers, wave by wave, and the processor time that they took."""
+
+    waves: Sequence[Sequence[dict[str, float]]]
+    cpu_ns: int  # of the coordinator's process
+    workers_ns: int  # of the processes that read bodies for it
+
+    @property
+    def n_answers(self) -> int:
+        """Answers of all waves."""
+        return sum(map(len, self.waves))
+
+
+def cpu_ns(pid: int) -> int:
+    """Return a process's processor time, all threads together, those that have ended left out."""
+    times = [path.read_text().split()[0] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(map(int, times))
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that this one has started, and those that they have."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found:
+        found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
+
+
+@contextlib.asynccontextmanager
+async def serving(n_lanes: int, steps_ms: str, flags: Sequence[str], log_dir: Path) -> AsyncIterator[Server]:
+    """Run one slowed stage and its coordinator."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    setup = Setup(DEMO_MODEL, 1, n_lanes, CTX_TOKENS, cores, log_dir, n_threads=1)
+    directory = await asyncio.to_thread(split_for, setup.model, 1, None, None)
+    artifact = directory / load_pipeline(directory).stages[0].file
+    slowed = {"SLOWED_STEPS_MS": steps_ms, "PYTHONPATH": str(SLOWED)}
+    async with contextlib.AsyncExitStack() as stack:
+        with mock.patch.dict(os.environ, slowed):
+            arguments = ["stage", "--artifact", str(artifact), "--listen", "127.0.0.1:0", "--exit-with-stdin",
+                         "--ctx", str(CTX_TOKENS), "--lanes", str(n_lanes), "--threads", "1"]  # fmt: skip
+            address = (await stack.enter_async_context(relayline("stage", arguments, setup)))["address"]
+        before = set(descendants(os.getpid()))
+        arguments = ["serve", "--pipeline", str(directory), "--stages", address, "--http", "127.0.0.1:0",
+                     "--no-share", "--draft", "off", "--exit-with-stdin", *flags]  # fmt: skip
+        ready = await stack.enter_async_context(relayline("serve", arguments, setup))
+        # The command's own process comes first; the fork server of its body workers is a child of it.
+        pid = min(set(descendants(os.getpid())) - before)
+        yield Server(ready["url"], ready["model"], pid)
+
+
+def ask(server: Server, n_streams: int, n_tokens: int, n_waves: int) -> Run:
+    """Run the client once. Raises CalledProcessError where an answer is incomplete."""
+    command = [sys.executable, "-m", "benches.sse_client", server.url, server.model]
+    command += [str(each) for each in (n_streams, n_tokens, n_waves)]
+    workers = descendants(server.pid)
+    before_ns, workers_ns = cpu_ns(server.pid), sum(map(cpu_ns, workers))
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    after_ns = cpu_ns(server.pid)
+    return Run(json.loads(told.stdout), after_ns - before_ns, sum(map(cpu_ns, workers)) - workers_ns)
+
+
+def figures(short: Sequence[Run], long: Sequence[Run], n_tokens: int, step_ms: float) -> dict[str, float]:
+    """Reduce the runs of one number of streams: answers of one token, and of `n_tokens`. Pure.
+
+    Processor times are the least of the runs, wall times the medians. `step_ms`: how long a step sleeps.
+    """
+    request_us = min(run.cpu_ns / run.n_answers for run in short) / 1e3
+    answer_us = min(run.cpu_ns / run.n_answers for run in long) / 1e3
+    gaps_ms = [
+        statistics.fmean((each["last_ms"] - each["first_ms"]) / (n_tokens - 1) for wave in run.waves for each in wave)
+        for run in long
+    ]
+    lasts_ms = [max(each["last_ms"] for each in wave) for run in long for wave in run.waves]
+    firsts_ms = [max(each["first_ms"] for each in wave) for run in short for wave in run.waves]
+    n_streams = len(long[0].waves[0])
+    return {
+        "token_us": (answer_us - request_us) / (n_tokens - 1),
+        "request_us": request_us,
+        "worker_us": min(run.workers_ns / run.n_answers for run in short) / 1e3,
+        "whole_us": answer_us / n_tokens,
+        "step_ms": statistics.median(gaps_ms) - step_ms,
+        "tok_s": n_streams * n_tokens / statistics.median(lasts_ms) * 1e3,
+        "started_ms": statistics.median(firsts_ms),
+    }
+
+
+def sleep_ms(steps_ms: str, rows: int) -> float:
+    """Return how long a step of so many rows sleeps: as benches/slowed draws the line."""
+    points = [tuple(map(float, point.split(":"))) for point in steps_ms.split(",")]
+    at = next((at for at, (end, _) in enumerate(points[1:-1], 1) if rows <= end), len(points) - 1)
+    (low, low_ms), (high, high_ms) = points[at - 1], points[at]
+    return low_ms + (rows - low) / (high - low) * (high_ms - low_ms)
+
+
+async def measure(options: argparse.Namespace, log_dir: Path) -> dict[int, dict[str, float]]:
+    """Measure each number of streams; the repeats take turns over them."""
+    short: dict[int, list[Run]] = {n: [] for n in options.streams}
+    long: dict[int, list[Run]] = {n: [] for n in options.streams}
+    async with serving(max(options.streams), options.steps_ms, options.flags, log_dir) as server:
+        for n_streams in options.streams:  # what is loaded and made once
+            await asyncio.to_thread(ask, server, n_streams, 2, 1)
+        for repeat in range(options.repeats):
+            for n_streams in options.streams:
+                n_waves = -(-REQUESTS // n_streams)
+                short[n_streams].append(await asyncio.to_thread(ask, server, n_streams, 1, n_waves))
+                long[n_streams].append(await asyncio.to_thread(ask, server, n_streams, options.tokens, 1))
+                token_us = long[n_streams][-1].cpu_ns / n_streams / options.tokens / 1e3
+                print(f"#{repeat} {n_streams:3} streams: {token_us:6.1f} us a token", file=sys.stderr, flush=True)
+    return {
+        n_streams: figures(short[n_streams], long[n_streams], options.tokens, sleep_ms(options.steps_ms, n_streams))
+        for n_streams in options.streams
+    }
+
+
+LABELS = {
+    "token_us": ("processor time a token, us", 0, f"{GOAL_TOKEN_US} from 32 streams on"),
+    "whole_us": ("the same with the request's own, us", 0, ""),
+    "request_us": ("processor time a request, us", 0, ""),
+    "worker_us": ("the same of the processes that read bodies, us", 0, ""),
+    "step_ms": ("a step's wall time beside its arithmetic, ms", 2, f"{GOAL_STEP_MS:g} at 64 streams"),
+    "started_ms": ("all at once, one token: the last one's, ms", 0, ""),
+    "tok_s": ("tok/s", 0, ""),
+}
+
+
+def table_of(found: dict[int, dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the measurement in the form of benches/results, but for machine, date and commit. Pure."""
+    rows = []
+    for name, (label, digits, goal) in LABELS.items():
+        values = [round(each[name], digits or None) for each in found.values()]
+        rows.append({"id": name, "label": label, "values": values} | ({"goal": goal} if goal else {}))
+    corner = f"coordinator, answers of {options.tokens} tokens; streams"
+    return {"corner": corner, "columns": [str(n_streams) for n_streams in found], "rows": rows}
+
+
+async def main(options: argparse.Namespace) -> int:
+    """Measure, print, and write the results if asked to."""
+    facts = machine.facts()
+    with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
+        found = table_of(await measure(options, Path(logs)), options)
+    table = Table(str(found["corner"]), *found["columns"], "goal")
+    for row in found["rows"]:
+        table.add_row(row["label"], *map(str, row["values"]), row.get("goal", ""))
+    Console().print(table)
+    if options.out:
+        origin = {
+            "machine": options.machine,
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "commit": facts["commit"],
+            "command": "python -m benches.coordinator",
+        }
+        options.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benches.coordinator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few streams, once: checks the bench itself")
+    parser.add_argument("--streams", type=numbers, default=(), help="such as 1,8,64")
+    parser.add_argument("--tokens", type=number, default=0, help="of every answer")
+    parser.add_argument("--repeats", type=number, default=0)
+    parser.add_argument("--steps-ms", default=STEPS_MS, help=f"of a step by its rows; default {STEPS_MS}")
+    parser.add_argument("--flags", type=str.split, default=[], help="further flags of `relayline serve`, in one word")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
+    parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
+    options = parser.parse_args(argv)
+    options.streams = options.streams or (STREAMS_QUICK if options.quick else STREAMS)
+    options.tokens = max(2, options.tokens or (TOKENS_QUICK if options.quick else TOKENS))
+    options.repeats = options.repeats or (REPEATS_QUICK if options.quick else REPEATS)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main(parse())))

@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from relayline.coordinator.answers.calls import CallReader, NamedCall, NotACallError, ObjectCall
 from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, Thinking
@@ -36,8 +36,7 @@ class CallPart:
     id: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The part of an answer that one piece of text adds."""
 
     text: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from relayline.coordinator.answers.reader import CallPart, Parts, Reader
 from relayline.coordinator.sessions.generation import ImageRows, PromptScore, TokenEvent
@@ -39,9 +39,8 @@ class Prompt:
     images: tuple[ImageRows, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Growth:
-    """The part that one event, or a whole choice, adds."""
+class Growth(NamedTuple):
+    """The part that one event, or a whole choice, adds. A tuple, because one is made for every token."""
 
     text: str = ""
     tokens: tuple[int, ...] = ()

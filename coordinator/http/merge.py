@@ -2,19 +2,19 @@
 
 A stream that can forward its events does so, without a task that wakes for each token. It holds no more of them than it
 would in its own queue, which its answer's length bounds. For any other stream one task pulls the events, and pauses
-while too many wait. However the block around a `Merge` ends (normally, by an error, or by cancellation because the
-client went away), every stream is closed.
+while too many wait. `pass_on` gives a function what is ready, once a turn of the event loop: so all tokens of a step
+are handed over together, and no task wakes for them either. However the block around a `Merge` ends (normally, by an
+error, or by cancellation because the client went away), every stream is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
@@ -24,14 +24,16 @@ log = logging.getLogger("relayline.http")
 _CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrival:
-    """One thing that came out of stream `index`: an event, or its end with or without an error."""
+class Arrival(NamedTuple):
+    """One thing that came out of a stream: an event, or its end with or without an error."""
 
-    index: int
+    stream: int  # which of the streams
     event: TokenEvent | None = None  # None: the stream has ended
     error: RelaylineError | None = None
     progress: PromptProgress | None = None  # in place of an event: how far the prompt has been read
+
+
+Take: TypeAlias = "Callable[[list[Arrival]], bool]"
 
 
 @runtime_checkable
@@ -61,10 +63,13 @@ class Merge:
         self._streams = streams
         self._ready: list[Arrival] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._take_all: Take | None = None  # of `pass_on`
+        self._is_due = False  # whether it will be called in this turn of the event loop
         self._backlog_max = backlog_events_max
         self._room = asyncio.Event()  # fewer wait than may
         self._room.set()
         self._pumps: dict[int, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
 
     async def __aenter__(self) -> Merge:
         for index, stream in enumerate(self._streams):
@@ -91,18 +96,49 @@ class Merge:
         An empty list says that nothing came for `timeout_s`. None waits for ever.
         """
         if not self._ready:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-                if timer is not None:
-                    timer.cancel()
+            await self._woken(timeout_s)
+        return self._taken()
+
+    async def pass_on(self, take: Take, timeout_s: float | None) -> None:
+        """Give `take` all arrivals that are ready, now and whenever some come, until it returns False or the time is
+        over. Raises what `take` raises.
+        """
+        if self._ready and not take(self._taken()):
+            return
+        self._take_all = take
+        try:
+            await self._woken(timeout_s)
+        finally:
+            self._take_all = None
+
+    async def _woken(self, timeout_s: float | None) -> None:
+        self._waiter = self._loop.create_future()
+        timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _taken(self) -> list[Arrival]:
         ready, self._ready = self._ready, []
         self._room.set()
         return ready
+
+    def _pass_on(self) -> None:
+        self._is_due = False
+        take = self._take_all
+        if take is None or not self._ready:
+            return
+        try:
+            if take(self._taken()):
+                return
+        except Exception as error:
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+        self._take_all = None  # what comes now waits for the next call
+        self._wake()
 
     def drop(self, index: int) -> None:
         """Stop reading stream `index` and close it now. Events that it already gave may still arrive."""
@@ -127,7 +163,11 @@ class Merge:
         self._ready.append(arrival)
         if len(self._ready) >= self._backlog_max:
             self._room.clear()
-        self._wake()
+        if self._take_all is None:
+            self._wake()
+        elif not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._pass_on)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from aiohttp import web
 
@@ -49,7 +49,8 @@ class EventWriter:
         """`frame` writes one event as its lines."""
         self._request, self._frame = request, frame
         self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
-        self._written_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._written_s = self._loop.time()
         self._is_ended = False  # nothing may stand behind the last events
         self._is_chunked = request.version >= (1, 1)
         self.response = web.StreamResponse(headers=HEADERS)
@@ -63,16 +64,28 @@ class EventWriter:
         if isinstance(self._request, Request):
             self._request.answers_knocks(self._knock)
 
-    async def send(self, events: Iterable[bytes]) -> None:
-        """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off.
-
-        Without any, when nothing has been sent for the ping interval, a ping: text may be held back for long.
+    def send_at_once(self, events: Sequence[bytes]) -> bool:
+        """Send events in one write, without waiting; returns False, and sends nothing, if that is not possible: the
+        client reads slowly, or has gone.
         """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return False
         payload = self._framed(events)
-        if not payload and asyncio.get_running_loop().time() - self._written_s >= self._ping_interval_s:
-            payload = PING
+        if transport.get_write_buffer_size() + len(payload) >= _NEVER_WAITS_BYTES:
+            return False
         if payload:
-            await self._write(payload)
+            self._written_s = self._loop.time()
+            transport.write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._is_chunked else payload)
+        return True
+
+    async def send(self, events: Iterable[bytes]) -> None:
+        """Send events in one write. Raises ClientGoneError; a client that reads nothing is cut off."""
+        await self._write(self._framed(events))
+
+    def silent_in_s(self) -> float:
+        """Return in how many seconds nothing will have been sent for the ping interval; 0.0 or less: now."""
+        return self._written_s + self._ping_interval_s - self._loop.time()
 
     async def ping(self) -> None:
         """Send a comment, which clients skip and proxies count as life."""
@@ -116,20 +129,9 @@ class EventWriter:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
-        self._written_s = asyncio.get_running_loop().time()
-        if not is_last and self._leaves_at_once(payload):
-            try:
-                await self.response.write(payload)
-            except ConnectionError as error:
-                raise ClientGoneError("the client closed the connection") from error
-            return
+        self._written_s = self._loop.time()
         async with self._bounded():
             await (self.response.write_eof(payload) if is_last else self.response.write(payload))
-
-    def _leaves_at_once(self, payload: bytes) -> bool:
-        """Tell whether writing will not wait, as nearly always: then it needs no timer."""
-        transport = self._request.transport
-        return transport is not None and transport.get_write_buffer_size() + len(payload) < _NEVER_WAITS_BYTES
 
     @contextlib.asynccontextmanager
     async def _bounded(self) -> AsyncIterator[None]:

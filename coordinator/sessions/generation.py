@@ -183,8 +183,7 @@ class PromptScore(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token, logprob), largest first
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token. The last event of a stream carries `finish_reason`; exactly one event does.
 
     When a session ends at an end-of-generation token, that token's event carries finish_reason "stop" and

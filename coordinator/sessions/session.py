@@ -323,7 +323,7 @@ class Session:
         is_predicted = self.drafter is not None and self.drafter.take(token)
         scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
-        event = dataclasses.replace(event, embedding=embedding) if embedding else event
+        event = event._replace(embedding=embedding) if embedding else event
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:

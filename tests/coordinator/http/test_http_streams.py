@@ -101,20 +101,23 @@ async def test_usage_is_absent_unless_asked_for(tokenizer: Tokenizer, path: str)
 
 async def test_events_ready_together_are_one_write(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
-    write = EventWriter._write
+    framed = EventWriter._framed
 
-    async def recorded(self: EventWriter, payload: bytes, *, is_last: bool = False) -> None:
-        writes.append(payload)
-        await write(self, payload, is_last=is_last)
+    def recorded(self: EventWriter, events: Iterable[bytes]) -> bytes:
+        writes.append(framed(self, events))
+        return writes[-1]
 
-    monkeypatch.setattr(EventWriter, "_write", recorded)
+    monkeypatch.setattr(EventWriter, "_framed", recorded)
     gate = Gate()
     generator = FakeGenerator(lambda request: [*tokens(request, b"abc", ends=False), gate, *tokens(request, b"de")])
     async with serving(tokenizer, generator) as served, streaming(served) as reply:
         await gate.reached.wait()
         gate.opened.set()
         await reply.read()
-    assert [payload.count(b"data: ") for payload in writes] == [3, 4]  # d, e, finish, [DONE] and the end together
+    assert [payload.count(b"data: ") for payload in writes if payload] == [
+        3,
+        4,
+    ]  # d, e, finish, [DONE] and the end together
     assert writes[-1].endswith(b"data: [DONE]\n\n")
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from relayline.coordinator.http.merge import Merge
+from relayline.coordinator.http.merge import Arrival, Merge
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.streams import Audience, SessionStream
 from relayline.wire.common.errors import InternalError
@@ -37,7 +37,7 @@ async def test_events_of_all_streams_are_handed_over_together_and_in_order() -> 
         audiences[1].put(event(3))
         audiences[0].put(event(4, is_last=True))
         found = await merge.next(None)
-    tokens = [(one.index, one.event.token if one.event else None) for one in found]
+    tokens = [(one.stream, one.event.token if one.event else None) for one in found]
     assert tokens == [(0, 1), (0, 2), (1, 3), (0, 4), (0, None)]
 
 
@@ -60,3 +60,39 @@ async def test_a_dropped_stream_leaves_its_session_at_once_and_others_when_the_b
             merge.drop(0)
         assert bool(audience.streams) is not drops
     assert not audience.streams
+
+
+async def test_a_function_gets_what_comes_in_one_turn_together_until_it_stops() -> None:
+    audience, given = Audience(1), list[list[int]]()
+    loop = asyncio.get_running_loop()
+
+    def take(arrivals: list[Arrival]) -> bool:
+        given.append([one.event.token for one in arrivals if one.event])
+        if len(given) == 2:
+            loop.call_soon(audience.put, event(4))
+        return len(given) < 3
+
+    def step() -> None:
+        audience.put(event(2))
+        audience.put(event(3))
+
+    async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
+        audience.put(event(1))
+        loop.call_soon(step)
+        await merge.pass_on(take, 60)
+        audience.put(event(5))
+        assert given == [[1], [2, 3], [4]], "what comes after it has stopped waits"
+        await merge.pass_on(take, 60)
+        assert given[3:] == [[5]]
+
+
+async def test_an_error_of_the_function_reaches_who_waits() -> None:
+    audience = Audience(1)
+
+    def take(arrivals: list[Arrival]) -> bool:
+        raise LookupError("a bug")
+
+    async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
+        asyncio.get_running_loop().call_soon(audience.put, event(1))
+        with pytest.raises(LookupError):
+            await merge.pass_on(take, 60)

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import openai
@@ -18,7 +19,7 @@ from relayline.coordinator.answers.grammar import weaker
 from relayline.coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
 from relayline.coordinator.answers.tagged_calls import QUOTED
 from relayline.coordinator.http.bodies import ChatBody, decode_body
-from relayline.coordinator.http.sse import PING, EventWriter
+from relayline.coordinator.http.sse import EventWriter
 from relayline.coordinator.http.structure import fault_of
 from relayline.coordinator.http.tools import TOOLS_MAX, Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import GenerationRequest
@@ -464,19 +465,17 @@ async def test_a_shape_begins_where_the_thought_ends(tokenizer: Tokenizer) -> No
 
 async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments between tags that are no text come as a whole, minutes later perhaps."""
-    now_s, written = [100.0], []
+    now_s, transport = [100.0], mock.Mock()
+    transport.is_closing.return_value, transport.get_write_buffer_size.return_value = False, 0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0], raising=False)
-    writer = EventWriter(make_mocked_request("POST", "/"), 30.0, 15.0)
-
-    async def write(payload: bytes) -> None:
-        written.append(payload)
-
-    monkeypatch.setattr(writer.response, "write", write)
-    monkeypatch.setattr(writer, "_leaves_at_once", lambda payload: True)  # the request has no connection
-    for seconds, events in ((14.9, []), (0.1, []), (14.9, []), (0.0, [b"{}"]), (14.9, []), (0.1, [])):
+    writer = EventWriter(make_mocked_request("POST", "/", transport=transport), 30.0, 15.0)
+    left_s = []
+    for seconds, events in ((14.9, []), (0.1, []), (0.0, [b"{}"]), (14.9, []), (0.1, [])):
         now_s[0] += seconds
-        await writer.send(events)
-    assert written == [PING, b"data: {}\n\n", PING]
+        assert writer.send_at_once(events)
+        left_s.append(round(writer.silent_in_s(), 1))
+    assert left_s == [0.1, 0.0, 15.0, 0.1, 0.0], "only what is written counts"
+    assert transport.write.mock_calls == [mock.call(b"a\r\ndata: {}\n\n\r\n")]
 
 
 UNFOLLOWED = {

@@ -74,6 +74,7 @@ class StageFacts:
             takes_rows=artifact.takes_rows,
             takes_mutual_rows=not self.keeps_state,
             takes_grids=True,
+            runs_ahead=self.ahead_rows > 0,
             options=sorted(OPTIONS),
         )
         self.curves.tell(message)

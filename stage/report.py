@@ -44,6 +44,7 @@ class StageReport:
         message.kv_per_lane = facts.config.engine.layout_used == "per-lane"
         message.kernels = facts.kernels
         message.place.CopyFrom(facts.place)
+        message.runs_ahead = facts.ahead_rows > 0
         message.metrics_address = address = self._stats.metrics_address
         message.metrics_tls = bool(address) and is_private(host_of(address), facts.config.security)
         facts.curves.tell(message)

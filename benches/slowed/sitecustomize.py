@@ -4,16 +4,21 @@ Python imports it at its start where PYTHONPATH names this folder. SLOWED_LAYER_
 each layer; a head counts like one layer. SLOWED_STEPS_MS is the time of a whole step by its rows instead, such as
 1:3.1,8:6.3, with lines between the points: as long as on a GPU that computes while this processor does other work. The
 step sleeps for the rest of that time, so that several such hosts fit on one machine.
+
+SLOWED_DEVICE is a path. Processes with the same one compute in turns, and say in their handshake that they share a
+device, as stages on one GPU do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Patch = Callable[[Any], None]
@@ -22,19 +27,45 @@ LAYER_MS = float(os.environ.get("SLOWED_LAYER_MS", "0"))
 POINTS = [point.partition(":") for point in os.environ.get("SLOWED_STEPS_MS", "").split(",") if point]
 STEPS_MS = [(float(rows), float(took_ms)) for rows, _, took_ms in POINTS]
 ROW_SHARE = 0.5  # share of a one-row step for each further row: on a CPU a batch saves only the reading of weights
+DEVICE = os.environ.get("SLOWED_DEVICE", "")
 ENGINE, CALIBRATE = "relayline.stage.engine.native", "relayline.stage.speed.calibrate"
+PLACE = "relayline.stage.engine.place"
 
 
 def _slow_engine(module: Any) -> None:
     decode = module.NativeEngine.decode
 
     def slowed(self: Any, n_rows: int) -> None:
-        began_s = time.monotonic()
-        decode(self, n_rows)
-        wanted_ms = _by_rows_ms(n_rows) if STEPS_MS else _by_layers_ms(self, n_rows)
-        time.sleep(max(0.0, began_s + wanted_ms / 1e3 - time.monotonic()))
+        with _device():
+            began_s = time.monotonic()
+            decode(self, n_rows)
+            wanted_ms = _by_rows_ms(n_rows) if STEPS_MS else _by_layers_ms(self, n_rows)
+            time.sleep(max(0.0, began_s + wanted_ms / 1e3 - time.monotonic()))
 
     module.NativeEngine.decode = slowed
+
+
+@contextlib.contextmanager
+def _device() -> Iterator[None]:
+    """Have the device alone."""
+    if not DEVICE:
+        yield
+        return
+    with open(DEVICE, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _on_device(module: Any) -> None:
+    place_of = module.place_of
+
+    def shared(settings: Any) -> Any:
+        place = place_of(settings)
+        del place.devices[:]
+        place.devices.add(id=DEVICE, name="GPU0", description="emulated")
+        return place
+
+    module.place_of = shared
 
 
 def _by_layers_ms(engine: Any, n_rows: int) -> float:
@@ -78,4 +109,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if LAYER_MS or STEPS_MS:
-    sys.meta_path.insert(0, _Finder({ENGINE: _slow_engine, CALIBRATE: _timed_by_the_clock}))
+    patches: dict[str, Patch] = {ENGINE: _slow_engine, CALIBRATE: _timed_by_the_clock}
+    sys.meta_path.insert(0, _Finder(patches | ({PLACE: _on_device} if DEVICE else {})))

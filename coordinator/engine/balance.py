@@ -44,7 +44,7 @@ class Balance:
             nonlocal n_seen
             scheduler.refresh(costs, held)
             n_steps, n_seen = scheduler.n_decode_landed - n_seen, scheduler.n_decode_landed
-            overhead_ns, now_ns = scheduler.planner.overhead_ns, time.monotonic_ns()
+            overhead_ns, now_ns = scheduler.planner.round_trip.ns, time.monotonic_ns()
             found = self._watch.look(
                 costs, scheduler.n_decoding, n_steps=n_steps, overhead_ns=overhead_ns, now_ns=now_ns
             )

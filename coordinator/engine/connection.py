@@ -409,6 +409,7 @@ def stage_cost(
         _price_ns(reported.context_tiled_ns),
         is_per_lane=is_per_lane,
         takes_lanes_apart=reported.takes_lanes_apart,
+        runs_ahead=reported.runs_ahead,
         shares_host=shares_host,
         device=device,
     )

@@ -17,6 +17,7 @@ from relayline.coordinator.planner.instance import Instance, Machine
 from relayline.coordinator.planner.memory import Pool, StageMemory, pool_usable_bytes, pools_of, usable_bytes
 from relayline.coordinator.planner.search import Edges, Room
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 
 ROWS_SHOWN = (1, 8, 32)
 STREAMS_SHOWN = (1, 8, 32)
@@ -81,7 +82,7 @@ def predict(instance: Instance, edges: Edges) -> Prediction:
     one_row = instance.link_bytes(1, edges)
     overhead = COORDINATOR_FLIGHT_NS + COORDINATOR_TOKEN_NS
     overhead += sum(link.one_way_ns(size) for link, size in zip(instance.links, one_row, strict=True))
-    planner.overhead_ns = float(overhead)
+    planner.round_trip = RoundTrip(float(overhead))
     counts = sorted({n for n in STREAMS_SHOWN if n <= instance.load.n_lanes} | {instance.load.streams})
     return Prediction(
         stages=tuple(_stage(costs, edges, stage) for stage in range(len(edges))),

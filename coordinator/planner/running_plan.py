@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
 
@@ -97,7 +98,7 @@ def cut_by_speed(steps_ns: Sequence[float], edges: Edges) -> Edges:
 
 def _variant(name: str, costs: Sequence[StageCost], edges: Edges, overhead_ns: float, counts: Sequence[int]) -> Variant:
     planner = GroupPlanner(costs)
-    planner.overhead_ns = overhead_ns
+    planner.round_trip = RoundTrip(overhead_ns)
     periods = [planner.plan(n, n_prompts=0).period_ns for n in counts]
     rates = [round(n * 1e9 / period, 2) if period else 0.0 for n, period in zip(counts, periods, strict=True)]
     return Variant(name, list(edges), rates)

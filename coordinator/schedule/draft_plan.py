@@ -139,4 +139,4 @@ class _Cycle:
         if self._n_others:
             n_mean = max(1, round((self._traffic.n_other_rows + n_others) / self._n_others))
             work_ns, rows = work_ns + self._n_others * planner.step_ns(n_mean), max(rows, n_mean)
-        return work_ns, planner.way_ns(rows) + planner.overhead_ns
+        return work_ns, planner.way_ns(rows) + planner.round_trip.of(rows)

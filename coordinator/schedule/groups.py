@@ -7,11 +7,14 @@ With P stages, N running streams and G flights of r rows, one *cycle* in which e
 and yields min(N, G r) tokens. The first term is the time of a saturated stage, the second the time of a flight that
 meets no queue. One flight is lock-step: one stage computes while the others wait. Too many flights pay for many small
 steps. If G r is less than N, the flights are full and the streams take turns in them. On a staircase of costs this can
-beat both an expensive row count and one more, poorly filled flight. If G r is more than N, the last flight is smaller.
+beat both an expensive row count and one more, poorly filled flight. If G r is more than N, the last flight is smaller,
+or all are: a plan must be good either way.
 The optimum depends on the staircase of each stage, so candidates are simply evaluated.
 
 Stages that share a device take turns on it, so they count as one whose steps take as long as theirs together. Where one
-device is all that there is for several stages, there is one decode flight: a second one would only wait.
+device is all that there is for several stages, there is one decode flight: a second one would only wait. The same holds
+for a single stage that computes the next rows of its streams before they are asked for (`stage.steps.run_ahead`): the
+round trip is hidden already, and rows of a second flight would take the place of those.
 
 When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see cycles.SHARPNESS.
 
@@ -38,6 +41,7 @@ from relayline.coordinator.schedule.cycles import (
     train_ns,
     turns_of,
 )
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.prompt_mix import MixSearch
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.schedule.tiles import TileRule, has_time_for_tiles
@@ -51,6 +55,9 @@ FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 TRAIN_ROWS = 512  # prompt rows that a train is made for if their number is unknown
 TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
+# A single flight that leaves streams out must be predicted to be so many times as fast as one of all streams: who is
+# left out waits for a whole step more, and curves are not exact.
+LEFT_OUT_GAIN = 1.1
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept
 CONTEXT_STEPS = 8  # distinguished context lengths between two powers of two
@@ -81,7 +88,8 @@ class GroupPlanner:
     def __init__(self, stages: Sequence[StageCost], itl_stretch: float = ITL_STRETCH) -> None:
         self.itl_stretch = itl_stretch
         self._know(stages)
-        self.overhead_ns = 0.0  # of one round trip beyond the steps, see coordinator.schedule.overhead
+        self.round_trip = RoundTrip()
+        """What it takes beyond the steps, see coordinator.schedule.overhead."""
         self._cache: dict[tuple[int, int, int, tuple[int, int] | None], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
         self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
@@ -103,6 +111,8 @@ class GroupPlanner:
         self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time)
         """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
         self._has_context = any(stage.context_ns for stage in stages)
+        is_ahead = bool(stages) and all(stage.runs_ahead for stage in stages)
+        self._is_one_flight = len(self.devices) == 1 and (len(stages) > 1 or is_ahead)
 
     @property
     def is_known(self) -> bool:
@@ -134,7 +144,7 @@ class GroupPlanner:
                 self._views.clear()
             stages = [dataclasses.replace(s, decode_tokens=key[0], prompt_tokens=key[1]) for s in self.stages]
             view = self._views[key] = GroupPlanner(stages, self.itl_stretch)
-            view.overhead_ns = self.overhead_ns
+            view.round_trip = self.round_trip
         return view
 
     def plan(
@@ -179,10 +189,11 @@ class GroupPlanner:
 
     def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
         """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
-        if not ride_rows or sum(self.mixed_each(rows, ride_rows)) + self.overhead_ns <= way_max_ns:
+        step_max_ns = way_max_ns - self.round_trip.of(rows)
+        if not ride_rows or sum(self.mixed_each(rows, ride_rows)) <= step_max_ns:
             return ride_rows
         smaller = (ride for ride in self.rides(rows) if ride < ride_rows)
-        fitting = (ride for ride in smaller if sum(self.mixed_each(rows, ride)) + self.overhead_ns <= way_max_ns)
+        fitting = (ride for ride in smaller if sum(self.mixed_each(rows, ride)) <= step_max_ns)
         return max(fitting, default=0)
 
     def rides(self, rows: int) -> list[int]:
@@ -201,7 +212,7 @@ class GroupPlanner:
     def saturating(self, rows: int) -> int:
         """Return how many flights of this many rows keep the stages busy; 0 while nothing is known."""
         step_ns = self.step_ns(rows)
-        return round((self.way_ns(rows) + self.overhead_ns) / step_ns) if step_ns else 0
+        return round((self.way_ns(rows) + self.round_trip.of(rows)) / step_ns) if step_ns else 0
 
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)
@@ -217,6 +228,13 @@ class GroupPlanner:
         return cost_of_each(self.devices, lambda stage: stage.mixed_ns(rows, prompt_rows))
 
     def _cycle_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
+        """Predict a cycle. Flights that have room for all streams may divide them in any way, and stay as they are."""
+        even = math.ceil(n_streams / n_groups)
+        cycle_ns = self._divided_ns(n_streams, n_groups, rows)
+        return max(cycle_ns, self._divided_ns(n_streams, n_groups, even)) if even < rows else cycle_ns
+
+    def _divided_ns(self, n_streams: int, n_groups: int, rows: int) -> float:
+        """Predict a cycle of flights of `rows` rows, the last of which has the rest."""
         n_full = min(n_groups, n_streams // rows)
         rest = min(n_streams - n_full * rows, rows) if n_full < n_groups else 0
         largest = self._costs(rows if n_full else rest)
@@ -226,7 +244,7 @@ class GroupPlanner:
             work_ns = n_full * max(largest)
         if not n_full:
             work_ns = max(largest)
-        return joined(work_ns, sum(largest) + self.overhead_ns)
+        return joined(work_ns, sum(largest) + self.round_trip.of(rows if n_full else rest))
 
     def _plan(
         self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
@@ -256,13 +274,15 @@ class GroupPlanner:
         """Return flights and rows of the fastest plan.
 
         Of equally fast ones, that with about one flight per device: it keeps all of them at work, at no more steps than
-        that takes.
+        that takes. Of these one that has all streams in its flights, and then the one with the most even flights.
         """
         rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
+        least = LEFT_OUT_GAIN * rates.get((1, n_streams), 0.0)
+        rates = {key: rate for key, rate in rates.items() if key[0] > 1 or key[1] == n_streams or rate >= least}
         best = max(rates.values())
         good = (key for key, rate in rates.items() if rate * EQUAL >= best)
         n_devices = len(self.devices)
-        return min(good, key=lambda key: (abs(key[0] - n_devices), -rates[key], key[1]))
+        return min(good, key=lambda key: (abs(key[0] - n_devices), key[0] * key[1] < n_streams, key[1], -rates[key]))
 
     def _candidates(self, n_streams: int) -> Iterator[tuple[int, int]]:
         rows_max, groups_max = min(n_streams, self.rows_max), self.groups_max(n_streams)
@@ -272,7 +292,7 @@ class GroupPlanner:
             if rows > rows_max:
                 continue
             slowest_ns = self.step_ns(rows)
-            saturating = math.ceil((self.way_ns(rows) + self.overhead_ns) / slowest_ns)
+            saturating = math.ceil((self.way_ns(rows) + self.round_trip.of(rows)) / slowest_ns)
             all_full, all_in = n_streams // rows, math.ceil(n_streams / rows)
             for n_groups in {saturating - 1, saturating, saturating + 1, all_full, all_in}:
                 if 1 <= n_groups <= min(all_in, groups_max):
@@ -280,8 +300,7 @@ class GroupPlanner:
 
     def groups_max(self, n_streams: int) -> int:
         """Return how many decode flights n_streams allow."""
-        is_one = len(self.devices) == 1 < len(self.stages)
-        few = 1 if is_one else min(n_streams, GROUPS_MAX_PER_STAGE * len(self.devices))
+        few = 1 if self._is_one_flight else min(n_streams, GROUPS_MAX_PER_STAGE * len(self.devices))
         return max(math.ceil(n_streams / self.rows_max), few)
 
     def _train(self, n_rows: int) -> int:
@@ -290,7 +309,7 @@ class GroupPlanner:
 
         def time_ns(chunk: int) -> float:
             n_chunks = math.ceil(n_rows / chunk)
-            ways_ns = (n_chunks + n_stages - 1) * self.overhead_ns / (n_stages + 1)
+            ways_ns = (n_chunks + n_stages - 1) * self.round_trip.of(0) / (n_stages + 1)
             return train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
 
         return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)

@@ -50,10 +50,10 @@ class PlanChoice:
         self._overhead.landed(flight.n_streams, took_ns)
         # With prefill in between, a prediction cannot tell queueing from overhead.
         if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
-            self._overhead.bounded(took_ns, flight.way_ns, flight.ahead_ns)
-        overhead_ns = self._overhead.revised_ns(self._base.overhead_ns)
-        if overhead_ns != self._base.overhead_ns:
-            self._base.overhead_ns = overhead_ns
+            self._overhead.bounded(flight.n_streams, took_ns, flight.way_ns, flight.ahead_ns)
+        round_trip = self._overhead.revised(self._base.round_trip)
+        if round_trip != self._base.round_trip:
+            self._base.round_trip = round_trip
             self._base.forget()
 
     def stages_held(self, held: Sequence[Held]) -> None:

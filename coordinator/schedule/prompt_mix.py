@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from relayline.coordinator.schedule.cycles import CHUNK_LADDER, Devices, joined, prompts_ns, turns_of
+from relayline.coordinator.schedule.overhead import RoundTrip
 
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
 NEAR_BEST = 1.08  # of choices whose rates are this close the one with the shorter latency is taken
@@ -36,8 +37,8 @@ class FlightCosts(Protocol):
     """What the search asks about flights; a GroupPlanner answers it."""
 
     devices: Devices
-    overhead_ns: float
     rows_max: int
+    round_trip: RoundTrip
 
     def step_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` decode rows."""
@@ -91,12 +92,13 @@ class MixSearch:
     def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[PromptMix]:
         """Yield the choices of riding rows and of prompt flights that keep the bound, with these decode flights."""
         n_groups, rows = groups
+        overhead_ns = self._costs.round_trip.of(rows)
         for ride in (0, *self._costs.rides(rows)):
             decode = self._costs.mixed_each(rows, ride)
-            if max(n_groups * max(decode), sum(decode) + self._costs.overhead_ns) > latency_max_ns:
+            if max(n_groups * max(decode), sum(decode) + overhead_ns) > latency_max_ns:
                 continue  # more rows may take less time, as they do once attention goes in tiles
             if ride:
-                cycle_ns = joined(n_groups * max(decode), sum(decode) + self._costs.overhead_ns)
+                cycle_ns = joined(n_groups * max(decode), sum(decode) + overhead_ns)
                 yield PromptMix(n_groups, rows, n_groups * ride / cycle_ns, cycle_ns, 0, 1, ride)
             if not ride or pressure > 1:  # both at once fill every gap, and then flights wait for each other
                 yield from self._with_flights(groups, decode, ride, latency_max_ns)
@@ -106,7 +108,8 @@ class MixSearch:
 
         Never more at once: flights that split because a prompt came queue behind each other until they have spread.
         """
-        is_idle = n_groups * self._costs.step_ns(rows) < BUSY * (self._costs.way_ns(rows) + self._costs.overhead_ns)
+        way_ns = self._costs.way_ns(rows) + self._costs.round_trip.of(rows)
+        is_idle = n_groups * self._costs.step_ns(rows) < BUSY * way_ns
         if n_groups < self._costs.groups_max(n_streams) and is_idle:
             yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
 
@@ -122,7 +125,8 @@ class MixSearch:
         self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
     ) -> Iterator[PromptMix]:
         """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
-        n_groups, way_ns = groups[0], sum(decode) + self._costs.overhead_ns
+        n_groups, way_ns = groups[0], sum(decode) + self._costs.round_trip.of(groups[1])
+        overhead_ns = self._costs.round_trip.of(0)
         for chunk in CHUNK_LADDER:
             if chunk > self._costs.rows_max:
                 break
@@ -130,7 +134,7 @@ class MixSearch:
             for flights in range(1, len(self._costs.devices) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
                 # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
-                cycle_ns = max(work_ns, sum(costs) + self._costs.overhead_ns)
+                cycle_ns = max(work_ns, sum(costs) + overhead_ns)
                 latency_ns = max(cycle_ns, way_ns + flights * max(costs))
                 if latency_ns > latency_max_ns:
                     break

@@ -7,8 +7,9 @@ takes.
 Streams whose token has come back wait in the *pool*. When the plan allows another decode flight, the oldest streams of
 the pool leave together. No more flights than planned may leave, so fragments of groups meet in the pool and groups
 re-form as streams join, leave and fall behind. There is no timer. A frame waits only while the planned number of
-groups is under way, and only as long as the curves predict a gain. After that, the next answer releases it in an extra
-flight.
+groups is under way, and only as long as the curves predict a gain, or as the latest flight took if that was longer.
+After that, the next answer releases it in an extra flight. If flights took longer than rows are held, streams that once
+left apart would never meet again.
 
 Prompt rows (chunked prefill) travel in decode flights, in flights of their own, or in both. The plan chooses, so that
 running streams keep their pace. Several short prompts may share a flight. Two kinds of prompt are read before running
@@ -47,6 +48,7 @@ from relayline.coordinator.schedule.tiles import FlightRoom, TilePace
 from relayline.coordinator.sessions.session import OutFrame, Session
 
 DRAIN_CHUNK_ROWS = 64
+HOLD_STRETCH_MAX = 4  # times that a row is held at most of what is predicted, however long the latest flight took
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 
 
@@ -63,7 +65,7 @@ class Scheduler:
         self._pool, self._prompts, self._flights = Pool(), PromptLine(), Flights()
         self._plans = PlanChoice(config, planner, self._pool, self._prompts, self._flights)
         self._tile_pace = TilePace()
-        self._slowest_flight_ns = 0  # of those that have landed
+        self._slowest_flight_ns = self._latest_decode_ns = 0  # of those that have landed
         self.n_decode_landed = 0
         """Decode flights that have landed: each was a step of every stage."""
 
@@ -106,6 +108,7 @@ class Scheduler:
             return
         if flight.kind is Kind.DECODE:
             self.n_decode_landed += 1
+            self._latest_decode_ns = now_ns - flight.sent_ns
             self._plans.decode_landed(flight, now_ns)
         took_ns = now_ns - flight.sent_ns
         self._slowest_flight_ns = max(self._slowest_flight_ns, took_ns)
@@ -137,7 +140,7 @@ class Scheduler:
 
     def describe(self) -> dict[str, object]:
         """Return the plan and the overhead of a round trip, for GET /v1/pipeline."""
-        return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.overhead_ns)}
+        return {**dataclasses.asdict(self.plan()), "overhead_ns": round(self.planner.round_trip.ns)}
 
     def take(self, now_ns: int) -> list[list[OutFrame]]:
         """Return the envelopes that leave now, in order."""
@@ -198,8 +201,9 @@ class Scheduler:
         self._take_guesses(plan, planner, envelopes, now_ns)
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
-        """Return whether the pool's oldest row has waited as long as predicted. Hand-set flights have no such limit."""
-        hold_max_ns = plan.hold_max_ns or self._slowest_flight_ns  # the latter while no curve is known
+        """Return whether the pool's oldest row has waited as long as a flight takes. By hand there is no such limit."""
+        latest_ns = min(self._latest_decode_ns, HOLD_STRETCH_MAX * plan.hold_max_ns)
+        hold_max_ns = max(plan.hold_max_ns, latest_ns) or self._slowest_flight_ns  # the latter while no curve is known
         return self.config.mode != "fixed" and 0 < hold_max_ns <= self._pool.held_ns(now_ns)
 
     def _take_guesses(
@@ -210,7 +214,7 @@ class Scheduler:
             return
 
         def fits(rows: int) -> bool:
-            return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.overhead_ns)
+            return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.round_trip.of(rows))
 
         while (frame := self._drafts.following(fits)) is not None:
             self._pool.moved(frame)

@@ -27,6 +27,7 @@ class StageCost:
     takes_lanes_apart: bool = False  # a step most of whose rows are decode rows costs context_ns however many they are
     device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
+    runs_ahead: bool = False  # it computes the next rows of its streams before they are asked for
 
     @property
     def shares_longest(self) -> bool:

@@ -99,6 +99,16 @@ async def test_drafts_and_penalties_work_with_rows_ahead(
     assert sum(ahead.n_used for ahead in made) > 0
 
 
+@pytest.mark.parametrize("run_ahead", ["on", "off"])
+async def test_the_coordinator_knows_who_runs_ahead(run_ahead: str, artifacts: Artifacts) -> None:
+    async with fleet(artifacts([]), run_ahead=run_ahead) as running:
+        await tokens_of(running.pipeline.open(request(prompt_of(1, 9), 3)))
+        (cost,) = running.pipeline.conductor.scheduler.planner.stages
+        (status,) = [await stage.status(with_recent=False) for stage in running.pipeline.stages]
+    assert status is not None
+    assert cost.runs_ahead == status.runs_ahead == (run_ahead == "on")
+
+
 async def test_several_stages_compute_nothing_ahead(artifacts: Artifacts, made: list[RunAhead]) -> None:
     async with fleet(artifacts([2]), run_ahead="on") as running:
         await tokens_of(running.pipeline.open(request(prompt_of(1, 9), 20)))

@@ -95,4 +95,4 @@ class Caps:
         """Return how many flights of the cheapest step all stages and links hold, by the coordinator's books."""
         planner = self._simulation.planner
         cheapest_ns = min(planner.step_ns(rows) for rows in range(1, 1 + min(32, planner.rows_max)))
-        return len(planner.stages) + math.ceil(planner.overhead_ns / cheapest_ns) if cheapest_ns else 0
+        return len(planner.stages) + math.ceil(planner.round_trip.ns / cheapest_ns) if cheapest_ns else 0

@@ -65,6 +65,7 @@ class FlightBook:
         self.most = 0  # largest number under way at once, what cancelled sessions left there included
         self.most_with_chunks = 0  # the same for flights that may carry chunks of prompts
         self.slowest_ns = 0  # of answered frames
+        self.latest_decode_ns = 0  # of the latest decode flight whose streams have their tokens
         self._numbers = itertools.count()
         self._frames: dict[int, collections.deque[Sent]] = {}  # session id -> its frames under way, oldest first
         self._latest: dict[int, Sent] = {}  # session id -> its last answered frame
@@ -120,8 +121,12 @@ class FlightBook:
         if not waiting or waiting[0].end != position:
             raise Violation(f"session {session_id} was answered twice, or out of turn, at position {position}")
         self._latest[session_id] = sent = waiting.popleft()
+        was_decoding = bool(sent.flight.decoding)
         if self._land(session_id, sent):
-            self.slowest_ns = max(self.slowest_ns, now_ns - sent.flight.sent_ns)
+            took_ns = now_ns - sent.flight.sent_ns
+            self.slowest_ns = max(self.slowest_ns, took_ns)
+            if was_decoding and sent.flight.kind != GUESS:
+                self.latest_decode_ns = took_ns
 
     def cancel(self, session_id: int) -> None:
         """A session is cancelled: no flight waits for its frames, which are still on links and in stages."""

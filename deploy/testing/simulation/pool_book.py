@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from relayline.coordinator.schedule.groups import GroupPlan
 from relayline.coordinator.schedule.lane_groups import PASSES_MAX
+from relayline.coordinator.schedule.scheduler import HOLD_STRETCH_MAX
 from relayline.deploy.testing.simulation.flight_book import FlightBook
 from relayline.deploy.testing.simulation.stage import Violation
 
@@ -69,7 +70,8 @@ class PoolBook:
 
 
 class HoldBound:
-    """How long the coordinator may hold a decode row: as long as the plan predicts a token to take."""
+    """How long the coordinator may hold a decode row: as long as the plan predicts a token to take, or some more where
+    flights take longer."""
 
     def __init__(self, simulation: Simulation, flights: FlightBook) -> None:
         self._simulation, self._flights = simulation, flights
@@ -85,6 +87,7 @@ class HoldBound:
         plans = (plan, self._simulation.scheduler.plan())  # it changes as prompts leave
         hold_max_ns = max(min(self.planned_ns(each), self._predicted_ns(each)) for each in plans)
         if hold_max_ns:  # 0: no curve is known, and no flight has landed
+            hold_max_ns = max(hold_max_ns, min(self._flights.latest_decode_ns, HOLD_STRETCH_MAX * hold_max_ns))
             pool.check_holds(hold_max_ns, self._simulation.now_ns)
 
     def _predicted_ns(self, plan: GroupPlan) -> float:

@@ -120,7 +120,8 @@ class Simulation:
     def links_max_ns(self) -> int:
         """The largest time that an envelope spends on all links."""
         extra_ns = max((slow.extra_ns for slow in self.world.slow_links), default=0)
-        return sum(self.world.way_ns(link) + extra_ns for link in range(len(self.stages) + 1))
+        work_ns = self.world.token_ns * len(self.world.requests)
+        return work_ns + sum(self.world.way_ns(link) + extra_ns for link in range(len(self.stages) + 1))
 
     def _slow_down(self, extra_link_ns: int) -> None:
         self._extra_link_ns = extra_link_ns
@@ -240,8 +241,8 @@ class Simulation:
         if frames:
             self._at(arrives_ns, self._reach, stage_index, frames)
 
-    def _arrives_ns(self, link: int) -> int:
-        arrives_ns = self.now_ns + self.world.way_ns(link) + self._extra_link_ns
+    def _arrives_ns(self, link: int, work_ns: int = 0) -> int:
+        arrives_ns = self.now_ns + self.world.way_ns(link) + self._extra_link_ns + work_ns
         self._arrived_ns[link] = max(arrives_ns, self._arrived_ns[link])  # no message overtakes another
         return self._arrived_ns[link]
 
@@ -274,7 +275,7 @@ class Simulation:
             message, n_gone = stage.answer()
             self.audit.frames.n_dropped += n_gone
             self.audit.frames.n_on_links += n_frames - n_gone
-            arrives_ns = self._arrives_ns(len(self.stages))
+            arrives_ns = self._arrives_ns(len(self.stages), self.world.token_ns * len(message.samples))
             if n_frames > n_gone:
                 self._at(arrives_ns, self._returned, message, n_frames - n_gone)
         self._begin(stage)

@@ -8,6 +8,7 @@ import random
 
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.deploy.testing.simulation.figures import Figures
 from relayline.deploy.testing.simulation.run import AUTO, Setup, Simulation, fixed
@@ -42,7 +43,7 @@ def best_of_sweep(world: World, tries: int = SWEEP_TRIES) -> tuple[float, tuple[
     """Return (tokens a second, (groups, rows)) of the best hand-set plan for a steady world."""
     n_streams, n_stages = len(world.requests), len(world.stages)
     planner = GroupPlanner([StageCost(stage.decode, stage.prefill, stage.rows_max) for stage in world.stages])
-    planner.overhead_ns = world.overhead_ns
+    planner.round_trip = RoundTrip(world.overhead_ns)
     pairs = {
         (n_groups, rows)
         for rows in range(1, n_streams + 1)

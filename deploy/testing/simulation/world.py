@@ -35,6 +35,12 @@ MATRIX_MS = (
 )  # fmt: skip
 
 
+# docs/results/gpu.md: a whole llama-8b in Q4_0 on one H200; a row in the best step costs a fourteenth of one alone.
+GPU_MS = (
+    (1, 3.1), (2, 3.4), (4, 4.3), (8, 6.2), (16, 7.6), (32, 9.9), (64, 14.0), (128, 22.0), (256, 38.0), (512, 70.0),
+)  # fmt: skip
+
+
 def smooth(factor: float = 1.0) -> CostCurve:
     """Return a GPU-like cost: bound by reading the weights up to 64 rows, then by arithmetic, without tiles."""
     ladder = (*LADDER, 256, 512)
@@ -49,6 +55,7 @@ def measured(costs_ms: Sequence[tuple[int, float]], factor: float = 1.0) -> Cost
 staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, the rest runs row by row
 arithmetic = functools.partial(measured, ARITHMETIC_MS)  # bound by arithmetic from the second row on
 matrix = functools.partial(measured, MATRIX_MS)  # matrix units serve every step of more than one row
+gpu = functools.partial(measured, GPU_MS)  # rows cost little beside reading the weights
 
 CURVES: dict[str, Callable[..., CostCurve]] = {  # of a factor
     "staircase": staircase,
@@ -123,6 +130,8 @@ class World:
     links_ns: tuple[int, ...] = ()
     """The same of each link, in the order of travel: coordinator to first stage, ..., last stage to coordinator. Empty:
     all of them take `link_ns`."""
+    token_ns: int = 0
+    """Work of the coordinator for each token that comes back, before the next row of its stream leaves."""
     jitter: float = 0.0
     """Largest relative deviation of a step from its curve."""
     disturbances: tuple[Disturbance, ...] = ()

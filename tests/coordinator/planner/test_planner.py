@@ -19,6 +19,7 @@ from relayline.coordinator.planner.search import Edges, best_split
 from relayline.coordinator.planner.speed import ROWS, Sample, Speed, from_samples, roofline
 from relayline.coordinator.planner.whatif import explain, one_more, other_last
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 from tests.support.examples import thinned
 
 MB = 1_000_000
@@ -216,7 +217,7 @@ def test_the_rate_is_that_of_the_groups_that_the_coordinator_plans_with() -> Non
     edges = ((0, 5), (5, 11), (11, 16))
     costs = Costs(instance)
     planner = GroupPlanner([costs.stage_cost(stage, *edge) for stage, edge in enumerate(edges)])
-    planner.overhead_ns = float(predict(instance, edges).overhead_ns)
+    planner.round_trip = RoundTrip(float(predict(instance, edges).overhead_ns))
     for n_streams in (1, 8, 32):
         for key in candidates(n_streams, 3, 512):
             if not any(

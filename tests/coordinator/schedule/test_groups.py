@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -10,10 +12,12 @@ from relayline.coordinator.schedule.groups import (
     CONTEXT_STEP_MIN,
     CONTEXT_STEPS,
     GROUPS_MAX_PER_STAGE,
+    LEFT_OUT_GAIN,
     PREDICTED_PART,
     GroupPlanner,
     _context_step,
 )
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.deploy.testing.simulation.world import CURVES, MS, best_rate, equal_stages, one_slower
 from relayline.wire.common.curve import CostCurve
@@ -21,7 +25,7 @@ from relayline.wire.common.curve import CostCurve
 
 def planner(n_stages: int, curve: str = "staircase", overhead_ms: float = 0.0, rows_max: int = 512) -> GroupPlanner:
     made = GroupPlanner([StageCost(CURVES[curve](), CURVES[curve](), rows_max) for _ in range(n_stages)])
-    made.overhead_ns = overhead_ms * MS
+    made.round_trip = RoundTrip(overhead_ms * MS)
     return made
 
 
@@ -188,6 +192,33 @@ def test_link_delay_wants_more_flights() -> None:
     assert shape(planner(2, overhead_ms=30), 12)[0] > shape(planner(2), 8)[0]
 
 
+@pytest.mark.parametrize(("dearer", "rows"), [(1.0, 8), (1.05, 8), (1.3, 7)])
+def test_one_flight_leaves_no_stream_out_for_a_small_gain(dearer: float, rows: int) -> None:
+    """Who is left out waits for a whole step more. On a GPU flights of 7 rows for 8 streams cost an eighth once."""
+    curve = CostCurve([(1, 3.6 * MS), (7, 6.2 * MS), (8, dearer * 6.2 * MS * 8 / 7), (16, 8 * dearer * 6.2 * MS / 3)])
+    made = GroupPlanner([StageCost(curve, curve, 512, device=device) for device in (0, 0)])
+    assert shape(made, 8) == (1, rows)
+
+
+def test_flights_of_equally_fast_plans_are_even() -> None:
+    curve = CostCurve([(1, 2.0 * MS), (64, 65.1 * MS)])
+    made = GroupPlanner([StageCost(curve, curve, 512)])
+    made.round_trip = RoundTrip(30.0 * MS)
+    n_groups, rows = shape(made, 24)
+    assert n_groups > 1
+    assert rows == -(-24 // n_groups)
+
+
+def test_a_stage_that_runs_ahead_has_one_flight() -> None:
+    """Its rows are computed during the round trip; those of a second flight would take their place."""
+    stage = StageCost(CURVES["staircase"](), CURVES["staircase"](), 512)
+    for runs_ahead in (False, True):
+        made = GroupPlanner([dataclasses.replace(stage, runs_ahead=runs_ahead)])
+        made.round_trip = RoundTrip(60.0 * MS)
+        assert (shape(made, 8) == (1, 8)) == runs_ahead
+        assert (made.plan(8, n_prompts=3).n_groups == 1) == runs_ahead
+
+
 def test_flat_costs_still_keep_both_stages_at_work() -> None:
     assert [shape(planner(2, "smooth"), n_streams)[0] for n_streams in (8, 16, 32)] == [2, 2, 2]
 
@@ -209,7 +240,6 @@ def test_a_planner_without_stages_plans_one_row() -> None:
 
 def test_refreshed_curves_change_the_plan() -> None:
     made = planner(2)
-    assert shape(made, 4) != (1, 4)
     before = made.plan(8, n_prompts=0).period_ns
     made.update([StageCost(CURVES["staircase"](2.0), CURVES["staircase"](2.0), 512)] * 2)
     assert made.plan(8, n_prompts=0).period_ns == pytest.approx(2 * before)
@@ -282,7 +312,7 @@ def test_any_plan_is_within_its_caps(
     given_stages: list[tuple[dict[int, int], dict[int, int], int]], n_streams: int, n_prompts: int, overhead_ns: int
 ) -> None:
     made = GroupPlanner([StageCost(CostCurve(d.items()), CostCurve(p.items()), most) for d, p, most in given_stages])
-    made.overhead_ns = float(overhead_ns)
+    made.round_trip = RoundTrip(float(overhead_ns))
     plan = made.plan(n_streams, n_prompts=n_prompts)
     n_stages, rows_max = len(given_stages), min(most for _, _, most in given_stages)
     assert 1 <= plan.group_rows <= max(1, min(n_streams, rows_max))
@@ -298,8 +328,10 @@ def test_any_plan_is_within_its_caps(
 def test_more_streams_are_never_predicted_to_be_slower_together(curve: str, n_stages: int) -> None:
     made = planner(n_stages, curve)
     rates = [n / made.plan(n, n_prompts=0).period_ns for n in range(1, 80)]
-    # A plan may be EQUAL below the best, and one flight on one stage is as much below two by SHARPNESS.
-    assert all(later >= 0.959 * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
+    # A plan may be EQUAL below the best, and one flight on one stage is as much below two by SHARPNESS. The only one
+    # leaves streams out for a clear gain alone.
+    least = 0.959 / (LEFT_OUT_GAIN if n_stages == 1 else 1)
+    assert all(later >= least * max(rates[: index + 1]) for index, later in enumerate(rates[1:]))
 
 
 @pytest.mark.parametrize("curve", CURVES)

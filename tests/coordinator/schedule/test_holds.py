@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relayline.coordinator.schedule.config import ScheduleConfig
-from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.schedule.scheduler import HOLD_STRETCH_MAX, Scheduler
 from tests.support.scheduling import Fixed, answer, ids, row
 
 
@@ -70,6 +70,35 @@ def test_a_row_that_was_held_for_too_long_leaves_before_the_largest_block() -> N
     assert scheduler.take(900) == []
     (overdue,) = ids(scheduler.take(1_000))
     assert 30 in overdue
+
+
+def test_streams_meet_again_though_flights_take_longer_than_predicted() -> None:
+    """Flights take 3,000. If rows were held no longer than predicted, each stream would travel alone for ever."""
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 2, hold_max_ns=1_000.0))
+    scheduler.decode(row(1))
+    (first,) = scheduler.take(0)
+    scheduler.decode(row(2))
+    assert scheduler.take(100) == []
+    (second,) = scheduler.take(1_100)
+    answer(scheduler, first, now_ns=3_000)
+    scheduler.decode(row(1, 11))
+    assert scheduler.take(3_000) == []
+    assert scheduler.take(4_000) == [], "it has waited as long as is predicted, and the other is about to land"
+    answer(scheduler, second, now_ns=4_100)
+    scheduler.decode(row(2, 11))
+    assert ids(scheduler.take(4_100)) == [[1, 2]]
+
+
+def test_a_flight_that_took_very_long_lets_rows_be_held_for_some_times_the_prediction() -> None:
+    scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
+    scheduler.decode(row(1))
+    (first,) = scheduler.take(0)
+    answer(scheduler, first, now_ns=10**9)
+    for session_id in (2, 3):
+        scheduler.decode(row(session_id))
+    assert ids(scheduler.take(10**9)) == [[2]]
+    assert scheduler.take(10**9 + HOLD_STRETCH_MAX * 1_000 - 1) == []
+    assert ids(scheduler.take(10**9 + HOLD_STRETCH_MAX * 1_000)) == [[3]]
 
 
 def test_two_rows_of_one_stream_are_held_each_for_itself() -> None:

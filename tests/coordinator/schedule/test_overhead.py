@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from relayline.coordinator.schedule.groups import GroupPlanner
-from relayline.coordinator.schedule.overhead import ROUND_TRIPS_MIN, WINDOWS_MIN, Held, Overhead
+from relayline.coordinator.schedule.overhead import (
+    ROUND_TRIPS_MIN,
+    WINDOWS_KEPT,
+    WINDOWS_MIN,
+    Held,
+    Overhead,
+    RoundTrip,
+)
 from relayline.deploy.testing.simulation.run import Simulation
 from relayline.deploy.testing.simulation.world import MS, SlowLinks, World, equal_stages, streams
 
@@ -28,7 +35,7 @@ class Pipeline:
         self.overhead.stages_held(self.stages)
 
     def known_ms(self, before_ms: float = 500) -> float:
-        return self.overhead.revised_ns(before_ms * MS) / MS
+        return self.overhead.revised(RoundTrip(before_ms * MS)).ns / MS
 
 
 @pytest.fixture
@@ -86,9 +93,9 @@ def test_stages_that_count_nothing_leave_the_bounds() -> None:
     overhead = Overhead()
     for _ in range(2 * WINDOWS_MIN * ROUND_TRIPS_MIN):
         overhead.landed(4, 160 * MS)
-        overhead.bounded(160 * MS, 100 * MS, 140 * MS)
+        overhead.bounded(4, 160 * MS, 100 * MS, 140 * MS)
         overhead.stages_held([Held(0, 0), Held(0, 0)])
-    assert [overhead.revised_ns(known_ms * MS) / MS for known_ms in (0, 30, 500)] == [20, 30, 60]
+    assert [overhead.revised(RoundTrip(known_ms * MS)).ns / MS for known_ms in (0, 30, 500)] == [20, 30, 60]
 
 
 def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -> None:
@@ -96,6 +103,49 @@ def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -
     for _ in range(WINDOWS_MIN):
         pipeline.window(-40)
     assert pipeline.known_ms() == 0
+
+
+def landed(overhead: Overhead, n_rows: int, overhead_ms: float, before: tuple[Held, ...]) -> tuple[Held, ...]:
+    """Land enough flights for an estimate at a stage that holds none of them for long; return its counters."""
+    now = before
+    for _ in range(WINDOWS_KEPT):
+        for _ in range(ROUND_TRIPS_MIN):
+            overhead.landed(n_rows, round((STEP_MS + overhead_ms) * MS))
+        n_frames = n_rows * ROUND_TRIPS_MIN
+        now = (Held(now[0].n_frames + n_frames, now[0].held_ns + n_frames * STEP_MS * MS),)
+        overhead.stages_held(now)
+    return now
+
+
+def test_what_a_row_adds_is_learned_from_flights_of_two_sizes() -> None:
+    overhead, before = Overhead(), (Held(0, 0),)
+    overhead.stages_held(before)
+    before = landed(overhead, 8, 1.0, before)
+    known = overhead.revised(RoundTrip())
+    assert known.of(8) == pytest.approx(1.0 * MS)
+    landed(overhead, 64, 3.8, before)
+    known = overhead.revised(known)
+    assert [known.of(rows) / MS for rows in (8, 36, 64)] == pytest.approx([1.0, 2.4, 3.8])
+
+
+def test_most_of_an_overhead_is_its_rows_until_another_size_is_known() -> None:
+    """One of 64 rows says little about one of 8. But no row costs so much that a slow link would be forgotten."""
+    for overhead_ms, few_ms in ((3.2, 1.1), (53.2, 47.6)):
+        overhead = Overhead()
+        overhead.stages_held((Held(0, 0),))
+        landed(overhead, 64, overhead_ms, (Held(0, 0),))
+        known = overhead.revised(RoundTrip())
+        assert known.of(64) == pytest.approx(overhead_ms * MS)
+        assert known.of(8) == pytest.approx(few_ms * MS)
+
+
+def test_bounds_of_flights_of_several_sizes_agree() -> None:
+    overhead = Overhead()
+    for n_rows in (64, 8) * ROUND_TRIPS_MIN:
+        overhead.bounded(n_rows, (STEP_MS + n_rows // 8) * MS, STEP_MS * MS, 0.0)
+    known = overhead.revised(RoundTrip(8.0 * MS, 64, MS / 8))
+    assert known.of(8) == pytest.approx(1.0 * MS)
+    assert known.of(64) == pytest.approx(8.0 * MS)
 
 
 @pytest.mark.parametrize(("n_stages", "n_streams"), [(2, 8), (2, 16), (4, 16)])
@@ -108,10 +158,10 @@ def test_a_spell_of_slow_links_does_not_stay_in_the_plan(n_stages: int, n_stream
     )  # fmt: skip
     simulation = Simulation(world).run(ends_ns)
     slow_ms = (n_stages + 1) * 100.4
-    assert simulation.planner.overhead_ns == pytest.approx(slow_ms * MS, rel=0.2)
+    assert simulation.planner.round_trip.ns == pytest.approx(slow_ms * MS, rel=0.2)
     assert simulation.scheduler.plan().n_groups > n_stages
     simulation.run(over_ns)
-    assert simulation.planner.overhead_ns == pytest.approx(world.overhead_ns, rel=0.3)
+    assert simulation.planner.round_trip.ns == pytest.approx(world.overhead_ns, rel=0.3)
     undisturbed = GroupPlanner(simulation.planner.stages)
     plan, quiet = simulation.scheduler.plan(), undisturbed.plan(n_streams, n_prompts=0)
     assert plan.period_ns <= 1.03 * quiet.period_ns

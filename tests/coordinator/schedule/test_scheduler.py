@@ -252,7 +252,7 @@ def test_a_flight_that_left_before_anything_was_known_lands_after_curves_have_co
     (envelope,) = scheduler.take(0)
     planner.update([StageCost(staircase(), staircase(), 64, 1_000.0)])
     answer(scheduler, envelope, now_ns=10**7)
-    assert planner.overhead_ns == 0, "nothing was predicted, so nothing was missed"
+    assert planner.round_trip.ns == 0, "nothing was predicted, so nothing was missed"
     scheduler.decode(row(1, position=11))
     assert scheduler.take(10**7)
 
@@ -351,13 +351,13 @@ def test_an_overhead_that_nothing_explains_is_learned() -> None:
         (envelope,) = scheduler.take(now_ns)
         now_ns += 2_000_000 + 5_000_000
         answer(scheduler, envelope, now_ns)
-    assert planner.overhead_ns == scheduler.describe()["overhead_ns"] == pytest.approx(5e6)
+    assert planner.round_trip.ns == scheduler.describe()["overhead_ns"] == pytest.approx(5e6)
     for position in range(60, 200):  # the link became quicker
         scheduler.decode(row(1, position))
         (envelope,) = scheduler.take(now_ns)
         now_ns += 2_000_000 + 1_000_000
         answer(scheduler, envelope, now_ns)
-    assert planner.overhead_ns == pytest.approx(1e6, rel=0.3)
+    assert planner.round_trip.ns == pytest.approx(1e6, rel=0.3)
 
 
 def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
@@ -371,7 +371,7 @@ def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
         scheduler.forget(position, now_ns)
         now_ns += 50_000_000
         answer(scheduler, [frame for frame in envelope if frame.session.session_id == 1], now_ns)
-    assert planner.overhead_ns == 0
+    assert planner.round_trip.ns == 0
 
 
 def test_queueing_is_not_taken_for_overhead() -> None:
@@ -386,4 +386,4 @@ def test_queueing_is_not_taken_for_overhead() -> None:
         answer(scheduler, envelope, step * 1_000_000)
         scheduler.decode(row(envelope[0].session.session_id, 10 + step))
         line += scheduler.take(step * 1_000_000)
-    assert planner.overhead_ns == 0
+    assert planner.round_trip.ns == 0

@@ -11,6 +11,7 @@ from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.speed import ROWS, Speed
 from relayline.coordinator.planner.whatif import one_more
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.shared_devices import Place, device_numbers, sharing
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.curve import CostCurve
@@ -62,7 +63,7 @@ def test_it_is_said_in_a_line_for_each_device() -> None:
 
 def planner(*devices: int, curve: CostCurve = LAUNCHES) -> GroupPlanner:
     made = GroupPlanner([StageCost(curve, curve, 512, device=device) for device in devices])
-    made.overhead_ns = 2.0 * MS
+    made.round_trip = RoundTrip(2.0 * MS)
     return made
 
 
@@ -97,7 +98,7 @@ def test_some_stages_that_share_leave_groups_for_the_others() -> None:
 
 def test_more_streams_than_rows_take_turns_in_one_group() -> None:
     made = GroupPlanner([StageCost(LAUNCHES, LAUNCHES, 8, device=0)] * 2)
-    made.overhead_ns = 50.0 * MS  # more than all steps
+    made.round_trip = RoundTrip(50.0 * MS)  # more than all steps
     assert made.plan(20, n_prompts=0).group_rows <= 8
 
 

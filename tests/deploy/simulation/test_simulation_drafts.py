@@ -84,7 +84,7 @@ def test_links_are_learned_although_all_that_lands_is_guesses() -> None:
     world = World(equal_stages(2), streams(1, 400, predicted=1.0), link_ns=10 * MS, jitter=0.03)
     simulation = Simulation(world).run()
     assert simulation.audit.flights.n_guess_flights > 50
-    assert simulation.planner.overhead_ns == pytest.approx(world.overhead_ns, rel=0.15)
+    assert simulation.planner.round_trip.ns == pytest.approx(world.overhead_ns, rel=0.15)
 
 
 def test_the_same_seed_gives_the_same_history() -> None:

@@ -1,5 +1,6 @@
-"""From runs to figures: medians and spreads over repeats, ratios against the goals, tables on the terminal. Pure but
-for printing."""
+"""Turns runs into figures: medians and spreads over repeats, ratios compared with the goals, tables on the terminal.
+Pure but for printing.
+"""
 
 from __future__ import annotations
 

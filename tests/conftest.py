@@ -1,4 +1,4 @@
-"""Leak checks around every test: no thread and no task of ours may outlive the test that started it."""
+"""Leak checks around every test: no thread or task of ours may outlive the test that started it."""
 
 from __future__ import annotations
 

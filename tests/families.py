@@ -1,4 +1,4 @@
-"""What becomes of every architecture of the installed llama.cpp, and the page that says so.
+"""The outcome for every architecture of the installed llama.cpp, and the page that lists it.
 
 python -m tests.families --report   every legal cut of every tiny model, each in a child process
 python -m tests.families --docs     write docs/reference/families.md

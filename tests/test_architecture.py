@@ -1,4 +1,4 @@
-"""What the documented architecture promises of the source itself: floors, one decode module, pure cores, sizes."""
+"""The documented architecture, checked in the source: floors, one decode module, pure cores, sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the documents name is there: pages and headings behind links, files, commands and flags, targets, modules.
+"""Everything that the documents name exists: pages and headings behind links, files, commands and flags, targets,
+modules.
 
 `make docs` checks links inside docs/ too; these tests also look at README.md and the other pages outside of it.
 """

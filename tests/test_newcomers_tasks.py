@@ -1,6 +1,6 @@
-"""The counts of docs/development/adding.md: how many files of the product name an entry of a table.
+"""The counts of docs/development/adding.md: how many product files name an entry of a table.
 
-An entry that is there already tells what the next one costs, as long as nothing but its table and its use names it.
+An existing entry shows the cost of the next one, as long as only its table and its use name it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds the part of llama.cpp with CUDA that the GPU benchmark needs, for one architecture.
 
-The libraries are shared: relayline's stages load them in place of the installed llama-cpp-python's own
-(`LIBRARIES`, which its binding reads), and llama.cpp's programs beside them run the very same kernels.
+The libraries are shared: relayline's stages load them in place of the installed llama-cpp-python's own (`LIBRARIES`,
+which its binding reads), and llama.cpp's own programs run the very same kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benches' command lines: what cannot be measured is refused before anything is, in one line, with exit code 2."""
+"""The benches' command lines: impossible arguments are refused in one line, with exit code 2, before anything runs."""
 
 from __future__ import annotations
 

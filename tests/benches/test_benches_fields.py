@@ -1,4 +1,4 @@
-"""benches.fields: what counts as a difference of two answers, and that rules explain no more than they say."""
+"""benches.fields: which differences of two answers count, and that a rule explains only the difference it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as it goes without a GPU: what is built, what is asked for, and a whole quick run."""
+"""The GPU benchmark as far as it runs without a GPU: its builds, its requests, and a whole quick run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load generator: its figures, and what it asks of servers."""
+"""The load generator: its figures and its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with random weights, and grammars, as the benches make them."""
+"""The benches' models with random weights, and their grammars."""
 
 from __future__ import annotations
 

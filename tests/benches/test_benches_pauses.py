@@ -1,4 +1,4 @@
-"""What the bench of losses calls a pause, and what it says was read again."""
+"""The bench of losses: the definition of a pause, and its count of tokens read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rivals of the comparison are built anew when what they are built with changes."""
+"""The compared programs are built again when their sources or flags change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How answers are judged, and what is made of runs: points, goals, tables."""
+"""Judging answers, and turning runs into points, goals and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of picks: its reference sees a wrong pick, and every pick is compared."""
+"""The bench of sampling: its reference notices a wrong token, and every token is compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak's own judgement: which faults it inflicts, and what it calls wrong."""
+"""The soak's own judgement: the faults that it causes, and the outcomes that it calls wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the curves allow: reached by nobody, nearly reached by the schedule."""
+"""The rate that cost curves allow: no run reaches it, and a good schedule nearly does."""
 
 from __future__ import annotations
 

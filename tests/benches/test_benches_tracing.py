@@ -1,4 +1,4 @@
-"""The bench of tracing and the picture of a request: their own parts, on made-up runs and spans."""
+"""The bench of tracing and its picture of a request, on made-up runs and spans."""
 
 from __future__ import annotations
 

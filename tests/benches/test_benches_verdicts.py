@@ -1,4 +1,4 @@
-"""Whose unsplit model the answers of a compared system are held against: that of the llama.cpp it is made of."""
+"""Each compared system is judged by the unsplit model of the llama.cpp build that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a short GPU run found becomes the table of docs/results/gpu.md."""
+"""The results of a short GPU run become the table of docs/results/gpu.md."""
 
 from __future__ import annotations
 

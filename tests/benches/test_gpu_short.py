@@ -1,4 +1,4 @@
-"""The short GPU run: what would end too late is left out, every part is on disk once it ended, and what is packed."""
+"""The short GPU run: late parts are left out, each part's result is written when it ends, and the packing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Jaeger itself, where RELAYLINE_JAEGER names its program (2.20 or newer): it takes our config and our spans.
+"""Jaeger itself, if RELAYLINE_JAEGER names its program (2.20 or newer), accepts our config and our spans.
 
-What its page draws is asked of its query API: services, operations, and traces with their parents.
+Its query API is asked for everything that its page draws: services, operations, and traces with their parents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Repeats of a comparison as far as time allows."""
+"""A comparison repeats as often as the time allows."""
 
 from __future__ import annotations
 

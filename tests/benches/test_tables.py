@@ -1,4 +1,4 @@
-"""Tables of docs/results/: made of the figures that are stored, all of them shown, each with where it comes from."""
+"""The tables of docs/results/ are made from stored figures. All figures are shown, each with its origin."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Suites that nobody here wrote, run against the demo model by `make conformance`."""
+"""Test suites of other projects, run against the demo model by `make conformance`."""

@@ -1,4 +1,4 @@
-"""The commands that install and run suites: each with a time limit, a log and no settings of ours."""
+"""The commands that install and run suites. Each has a time limit and a log, and inherits no settings of ours."""
 
 from __future__ import annotations
 

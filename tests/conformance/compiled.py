@@ -1,6 +1,6 @@
 """Suites that are compiled: Go, Rust and Java. Each is one file of ours that drives a library of its language.
 
-Here these files have another ending, so that no tool looks for a module, a crate or a class beside them.
+The files have another suffix here, so that no tool takes their folder for a module, a crate or a package.
 """
 
 from __future__ import annotations

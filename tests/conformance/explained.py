@@ -1,6 +1,6 @@
-"""Failures of others' suites, each with its reason: another product's way, or what this server refuses by design.
+"""Reasons for failures of others' suites: the suite tests another product's way, or this server refuses by design.
 
-An explanation holds for failures that have one of its names and say what it says, and for no others.
+An explanation holds only for failures that have one of its names and whose message fits its pattern.
 """
 
 from __future__ import annotations

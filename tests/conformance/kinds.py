@@ -1,4 +1,4 @@
-"""How a suite of each kind is installed and run: in a folder of its own, which holds its environment and its report."""
+"""How a suite of each kind is installed and run. Each has its own folder for its environment and its report."""
 
 from __future__ import annotations
 

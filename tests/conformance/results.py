@@ -1,4 +1,4 @@
-"""What a suite found: read from the report that its runner writes, and written down as one page."""
+"""Reads the results of a suite from its runner's report, and writes them as one page."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run others' suites against the demo model, each in an environment of its own, and write what they found.
+"""Runs others' suites against the demo model, each in its own environment, and writes the results.
 
-`python -m tests.conformance.run [--only NAME] [--url URL]`. What cannot be installed is skipped with the reason.
-Nothing that is fetched is kept in the repository. The exit code is 1 where a failure has no explanation.
+`python -m tests.conformance.run [--only NAME] [--url URL]`. A suite that cannot be installed is skipped with the
+reason. Nothing that is fetched is kept in the repository. The exit code is 1 if a failure has no explanation.
 """
 
 from __future__ import annotations

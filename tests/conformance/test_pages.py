@@ -1,4 +1,4 @@
-"""The page of `make conformance`: a failure is explained by a pattern that fits it, of its own suite only."""
+"""The page of `make conformance`: a failure is explained by a fitting pattern of its own suite only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model: what it must be, and that splitting it changes nothing."""
+"""The bundled model: its required properties, and that splitting it changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU build needs is missed before it begins, and in one line."""
+"""Missing requirements of a GPU build are named before it begins, in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second demo model: a trained hybrid, whose answers have margins that random weights have not."""
+"""The second demo model: a trained hybrid, whose answers have the margins that random weights lack."""
 
 from __future__ import annotations
 

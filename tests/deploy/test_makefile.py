@@ -1,4 +1,4 @@
-"""`make setup`: what pip is asked for, with which CMAKE_ARGS, and when there is nothing to do. Nothing is installed."""
+"""`make setup`: what it asks of pip, with which CMAKE_ARGS, and when there is nothing to do. Nothing is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel of `make wheel`: it runs without the tree that it was made from."""
+"""The wheel of `make wheel` runs without the tree that it was made from."""
 
 from __future__ import annotations
 

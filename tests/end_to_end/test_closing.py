@@ -1,4 +1,4 @@
-"""Goal: what is closed is gone at once, sockets and all, and not when the cyclic garbage collector next runs."""
+"""Goal: a closed object is gone at once, sockets included, and not only at the next run of the garbage collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts over real stages: whatever is guessed, a stream says what it would say without, also when things break."""
+"""Drafts over real stages: with any guesses a stream's text is the same as without, also after losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole way over real processes: `relayline up`, HTTP in, tokens out, faults, a clean end."""
+"""The whole system with real processes: `relayline up`, HTTP requests, tokens, faults, a clean end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first start over hosts that nobody knows: real processes over loopback, one host four times as fast."""
+"""A first start over hosts without measurements: real processes over loopback, one host four times as fast."""
 
 from __future__ import annotations
 

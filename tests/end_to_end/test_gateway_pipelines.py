@@ -1,4 +1,4 @@
-"""A gateway's manifest, launched: two replicas of one model, of which one is killed under streams."""
+"""A launched gateway manifest: two replicas of one model, and one of them is killed while streams run."""
 
 from __future__ import annotations
 

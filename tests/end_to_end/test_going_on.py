@@ -1,4 +1,4 @@
-"""Links that break while all stages live on: streams go on from what these still hold, and no token changes by that."""
+"""Links break while all stages live on: streams resume from the stages' caches, and no token changes."""
 
 from __future__ import annotations
 

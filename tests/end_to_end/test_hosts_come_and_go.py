@@ -1,4 +1,4 @@
-"""Stages come, go, are drained and are lost for good under streams: real processes on loopback addresses."""
+"""Stages join, leave, are drained and lost for good while streams run: real processes on loopback addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces over mutual TLS, under streams: a fifth joins, one is drained, one is lost for good."""
+"""Hosts as network namespaces over mutual TLS while streams run: a fifth joins, one is drained, one is lost."""
 
 from __future__ import annotations
 

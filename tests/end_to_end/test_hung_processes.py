@@ -1,6 +1,6 @@
-"""Goal: a process that is stopped, not ended, is noticed within 12 s at every link, and said to be down everywhere.
+"""Goal: a stopped (not ended) process is noticed within 12 s at every link, and every page and command reports it.
 
-Method: real processes and SIGSTOP. What is stopped keeps its connections, so nothing but missing signs of life tells.
+Method: real processes and SIGSTOP. A stopped process keeps its connections, so only missing signs of life reveal it.
 """
 
 from __future__ import annotations

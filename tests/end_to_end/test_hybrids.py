@@ -1,6 +1,6 @@
 """Models with recurrent states over real stages: chats, retries, choices and losses, with the whole model's tokens.
 
-What cannot be taken back is read anew, so a fault would only show as work done twice: rows and replays are counted.
+Rows that cannot be rewound are read again, so a fault would only show as repeated work: rows and replays are counted.
 """
 
 from __future__ import annotations

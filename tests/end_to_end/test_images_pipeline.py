@@ -1,4 +1,6 @@
-"""Chats with images over real stages: as llama.cpp's own encoder and the whole model answer them, and after losses."""
+"""Chats with images over real stages give the answers of llama.cpp's own encoder and the whole model, also after
+losses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that join, as real processes on loopback addresses: empty disks, cuts, kills, a coordinator that restarts."""
+"""Joining stages as real processes on loopback addresses: empty disks, cuts, kills, a restarted coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three hosts as network namespaces: `up` on the first, its printed line on each other one, from empty disks."""
+"""Three hosts as network namespaces: `up` on the first, its printed line on the others, from empty disks."""
 
 from __future__ import annotations
 

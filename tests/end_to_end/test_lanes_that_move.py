@@ -1,4 +1,4 @@
-"""Layers move over mutual TLS while streams run: nothing is read again, and every token is as if nothing had moved.
+"""Layers move over mutual TLS while streams run: nothing is read again, and every token is the same as without a move.
 
 Coordinator, join port and stages are real, in one process.
 """

@@ -1,4 +1,4 @@
-"""The last release and the tree in one pipeline: each is replaced by the other under streams, and tokens stay equal."""
+"""The last release and this tree in one pipeline: each replaces the other while streams run, and tokens stay equal."""
 
 from __future__ import annotations
 

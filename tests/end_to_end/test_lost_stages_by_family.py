@@ -1,4 +1,4 @@
-"""Every family over real stages: two answers go on with the whole model's tokens after each stage was lost in turn."""
+"""Every family over real stages: two answers keep the whole model's tokens after the loss of each stage in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers move while eight streams run: real processes on loopback addresses, with disks of their own."""
+"""Layers move while eight streams run: real processes on loopback addresses, each with its own disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats over real stages: what an ended turn computed is not computed again, and no token changes by that."""
+"""Chats over real stages: rows of an ended turn are not computed again, and no token changes."""
 
 from __future__ import annotations
 

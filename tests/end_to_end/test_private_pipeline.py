@@ -1,4 +1,5 @@
-"""Goal: two stages and a coordinator as processes over mutual TLS answer a request; strangers of each kind get a line.
+"""Goal: two stages and a coordinator as processes over mutual TLS answer a request, and each kind of stranger is
+refused in one line.
 
 Every address is a loopback one, but certificates and names are checked as between hosts.
 """

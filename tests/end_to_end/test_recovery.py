@@ -1,4 +1,4 @@
-"""A lost stage is a pause: what runs, what waits and what comes meanwhile goes on, or ends with an error in time."""
+"""A lost stage is a pause: running, waiting and new requests go on, or end with an error in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that have to start again do so one after the other: no request is refused meanwhile."""
+"""Replicas that need a restart restart one after the other, and no request is refused meanwhile."""
 
 from __future__ import annotations
 

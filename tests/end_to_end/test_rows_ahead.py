@@ -1,4 +1,4 @@
-"""One real stage that computes rows before it is asked for them: its answers are the unsplit model's all the same."""
+"""One real stage that computes rows ahead of the coordinator's request still gives the unsplit model's answers."""
 
 from __future__ import annotations
 

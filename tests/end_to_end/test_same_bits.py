@@ -1,4 +1,4 @@
-"""Below a tile of attention a row of the demo model has the same bits in any company (coordinator.schedule.tiles)."""
+"""Below a tile of attention a row of the demo model has the same bits in any batch (coordinator.schedule.tiles)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of which more travels than rows, or goes by token ids, over real stages: streams, chats, losses."""
+"""Models with sidebands or tables by token id, over real stages: streams, chats, losses."""
 
 from __future__ import annotations
 

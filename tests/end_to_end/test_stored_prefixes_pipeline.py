@@ -1,4 +1,4 @@
-"""Chats on fewer lanes than chats: what real stages stored comes back, and no token changes by that."""
+"""More chats than lanes: prefixes that real stages stored are restored, and no token changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a process and must not get into it: proxies, a directory with modules of its own, a missing home."""
+"""Surroundings that must not affect a process: proxies, a directory with foreign modules, a missing home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectors that misbehave, and batches with more members than the SDK's default would link: users notice neither."""
+"""Misbehaving collectors, and batches with more members than the SDK links by default: clients notice neither."""
 
 from __future__ import annotations
 

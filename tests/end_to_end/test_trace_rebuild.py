@@ -1,9 +1,8 @@
-"""The proof of tracing: from stored spans alone, the batch of every token at every stage, checked against the stages.
+"""The proof of tracing: the batch of every token at every stage, rebuilt from stored spans alone and checked.
 
-Eight streams over three stage processes; spans go over OTLP to a receiver in this process (gRPC and HTTP) and to MLflow
-(marked; it installs itself), a store that nobody here wrote. What the spans say is compared with two witnesses that do
-not come from spans: the ring that each stage keeps (Batches), and the counters that it has kept since before there was
-any tracing (Status).
+Eight streams over three stage processes. Spans go over OTLP to a receiver in this process (gRPC and HTTP) and to
+MLflow, an independent store (marked; it installs itself). The spans are compared with two witnesses that do not come
+from spans: the ring that each stage keeps (Batches), and its counters (Status), which are older than tracing.
 """
 
 from __future__ import annotations

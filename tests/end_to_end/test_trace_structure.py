@@ -1,7 +1,7 @@
-"""The rules that make a trace readable in a viewer which draws service, name, times and parents, and follows no link.
+"""The rules that make a trace readable in a viewer that shows service, name, times and parents, but follows no link.
 
 Method: three stage processes, one of them with a clock that is 5 s off, eight streams, and a receiver in this process.
-The rules are held against every span that came.
+Every received span is checked against the rules.
 """
 
 from __future__ import annotations

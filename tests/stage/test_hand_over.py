@@ -1,4 +1,4 @@
-"""Lanes change hands over a real port: whole, from several stages, and only to those who may have them."""
+"""Lanes are handed over through a real port: whole, from several stages, and only to authorised receivers."""
 
 from __future__ import annotations
 

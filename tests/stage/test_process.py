@@ -1,4 +1,4 @@
-"""A stage process as its neighbours and its operator see it: health, options, and a full house in one native step."""
+"""A stage process as its neighbours and its operator see it: health, options, and all lanes in one native step."""
 
 from __future__ import annotations
 

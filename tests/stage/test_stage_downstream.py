@@ -1,4 +1,4 @@
-"""A stage over real gRPC with a fake engine, and a neighbour behind it: credits, loss, bounds."""
+"""A stage over real gRPC with a fake engine, and its downstream neighbour: credits, loss, bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage over real gRPC with a fake engine: what it says, what it takes, and garbage."""
+"""A stage over real gRPC with a fake engine: its answers, accepted requests, and garbage."""
 
 from __future__ import annotations
 

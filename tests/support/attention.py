@@ -1,4 +1,4 @@
-"""How far results may be apart where other rows or cells lie beside a lane's: that depends on the build's attention."""
+"""How far results may differ when other rows or cells are in the batch: it depends on the build's attention."""
 
 from __future__ import annotations
 

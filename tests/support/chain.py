@@ -1,4 +1,4 @@
-"""Runs a split without wire or processes: engines in a row, hidden rows handed on as f32."""
+"""Runs a split without wire or processes: engines in a row, with hidden rows passed on as f32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that stops a transfer once, after a number of bytes towards the client, and cuts it on request."""
+"""A TCP proxy that pauses a transfer once, after a number of bytes towards the client, and cuts it on request."""
 
 from __future__ import annotations
 

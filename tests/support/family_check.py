@@ -1,4 +1,4 @@
-"""Checks that a tiny model of a family computes the same when it is cut: f32 between the stages."""
+"""Checks that a tiny model of a family computes the same when it is split, with f32 between the stages."""
 
 from __future__ import annotations
 

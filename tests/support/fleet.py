@@ -1,4 +1,4 @@
-"""Real stages on tiny artifacts in one event loop, to be stopped and started one by one, and the pipeline over them."""
+"""Real stages on tiny artifacts in one event loop, which can be stopped and started one by one, and their pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines that tests steer, behind a gateway, all in one event loop."""
+"""Pipelines that tests control, behind a gateway, all in one event loop."""
 
 from __future__ import annotations
 

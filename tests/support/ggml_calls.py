@@ -1,4 +1,4 @@
-"""Calls of ggml's own functions, for tests that ask it for one operation."""
+"""Calls of ggml's own functions, for tests of a single operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of one served pipeline for tests, and the judge of two greedy answers to one prompt."""
+"""A client of one served pipeline for tests, and a comparison of two greedy answers to one prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by the HTTP tests: a small real tokenizer file, a generator that tests steer, a server on a loopback port."""
+"""Shared by the HTTP tests: a small real tokenizer file, a controlled generator, a server on a loopback port."""
 
 from __future__ import annotations
 

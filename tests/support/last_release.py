@@ -1,4 +1,4 @@
-"""The last release beside the tree: its files out of git's history, its extensions compiled, its commands run."""
+"""The last release next to the tree: its files from git's history, its extensions compiled, its commands run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random and altered bytes for everything of ours that is written in C; see deploy/build/check_native.py.
+"""Random and altered bytes for all of our C code; see deploy/build/check_native.py.
 
 Each call must either return a result or raise one of its documented errors. With sanitizers the process ends at the
 first forbidden access. Envelopes are altered as peers might alter them. Half of them get valid checksums afterwards,

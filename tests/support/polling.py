@@ -1,4 +1,4 @@
-"""For tests that ask a server again and again, where nothing tells of the change that they wait for."""
+"""For tests that must ask a server repeatedly, because nothing notifies them of the change."""
 
 from __future__ import annotations
 

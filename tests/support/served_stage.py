@@ -1,4 +1,4 @@
-"""One stage served on a real port over a fake engine, and a minimal user of it in place of a coordinator."""
+"""One stage served on a real port over a fake engine, and a minimal client of it in place of a coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure sessions for tests, and the frames that they send."""
+"""Pure sessions for tests, and their frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of families whose rows came after the first fifty: see tiny_families."""
+"""Recipes of families that were added after the first fifty: see tiny_families."""
 
 from __future__ import annotations
 

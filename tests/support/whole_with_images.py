@@ -1,4 +1,4 @@
-"""The unsplit model with a projector, run by libmtmd's own helpers: what chats with images are compared with.
+"""The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with images.
 
 It shares no code with coordinator/images.
 """

@@ -1,4 +1,4 @@
-"""AIPerf: short measurements by streams; each request must be answered."""
+"""AIPerf: short measurements at several numbers of streams. Every request must be answered."""
 
 # mypy: ignore-errors
 from __future__ import annotations

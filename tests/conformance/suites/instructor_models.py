@@ -1,4 +1,4 @@
-"""instructor: a typed answer by tools and by a schema, from OpenAI's and from Anthropic's client."""
+"""instructor: a typed answer by tools and by a schema, with OpenAI's and Anthropic's clients."""
 
 # mypy: ignore-errors
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LiteLLM's proxy in front of this server: official clients speak to the proxy, which speaks three dialects here."""
+"""LiteLLM's proxy in front of this server: official clients call the proxy, which uses three of its dialects."""
 
 # mypy: ignore-errors
 from __future__ import annotations

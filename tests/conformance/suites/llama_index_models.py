@@ -1,4 +1,4 @@
-"""LlamaIndex: texts, chats, streams, tools, typed answers and embeddings by its clients of servers like OpenAI's."""
+"""LlamaIndex's clients for OpenAI-like servers: text, chats, streams, tools, typed answers and embeddings."""
 
 # mypy: ignore-errors
 from __future__ import annotations

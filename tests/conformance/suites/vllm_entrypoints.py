@@ -1,7 +1,8 @@
-"""What vLLM's tests of its entrypoints ask of a server, asked of this one. Its wheel has no tests, so these are ours.
+"""What vLLM's tests of its entrypoints require of a server, required of this one. vLLM's wheel has no tests, so these
+are ours.
 
-The sources, read in November 2026, stand above each part; none of their code is here. Left out are tests of vLLM's own
-classes, of adapters (LoRA), of sound and pictures, and those that need the answers of a certain model.
+The sources, read in November 2026, are named above each part; none of their code is here. Left out are tests of vLLM's
+own classes, of adapters (LoRA), of audio and images, and those that need the answers of a certain model.
 """
 
 # mypy: ignore-errors

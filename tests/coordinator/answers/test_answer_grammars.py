@@ -1,4 +1,6 @@
-"""Grammars of calls: every syntax, with marks as text and as control tokens; what fits, what does not, and schemas."""
+"""Grammars of tool calls in every syntax, with marks as text and as control tokens: accepted texts, refused texts,
+schemas.
+"""
 
 from __future__ import annotations
 

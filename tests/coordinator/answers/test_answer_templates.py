@@ -1,4 +1,4 @@
-"""Chat templates and tools: which syntax a template writes, what it shows, and chats for those that know no tools."""
+"""Chat templates and tools: the syntax that a template writes, what it renders, and templates without tool support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers taken apart: calls in every syntax, thoughts, and what only looks like either, however the text is cut."""
+"""Parsing of answers: calls in every syntax, reasoning, and text that looks like either, at every cut of the text."""
 
 from __future__ import annotations
 

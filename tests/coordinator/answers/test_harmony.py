@@ -1,4 +1,4 @@
-"""The format of gpt-oss: answers taken apart however they are cut, grammars that lead them, chats that it is shown."""
+"""The format of gpt-oss: answers are parsed at every cut, grammars constrain them, and chats are rendered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: every word of a phase is said when it is true, and who came after a loss is told from who ran before it."""
+"""Goal: every reported phase is true, and requests since a loss are distinguished from those that ran before it."""
 
 from __future__ import annotations
 

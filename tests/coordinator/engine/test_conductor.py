@@ -1,4 +1,4 @@
-"""The conductor by itself: what it wants done about one event after the other, a loss and a recovery among them."""
+"""The conductor by itself: its instructions for one event after another, with a loss and a recovery among them."""
 
 from __future__ import annotations
 

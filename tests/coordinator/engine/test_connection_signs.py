@@ -1,4 +1,4 @@
-"""While one stage is waited for, those that are there give signs of life: nobody may say that they do not answer."""
+"""While the coordinator waits for one stage, the others count as alive: none may be reported as silent."""
 
 from __future__ import annotations
 

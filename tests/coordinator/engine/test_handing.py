@@ -1,4 +1,4 @@
-"""Which layers' lanes change hands from one cut to another, and for how long."""
+"""Which layers' lanes are handed over from one cut to another, and for how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: a place has one holder at a time, the right one; what is missing is always known. Pure."""
+"""Goal: a place has one holder at a time, the right one, and it is always known which places are empty. Pure."""
 
 from __future__ import annotations
 

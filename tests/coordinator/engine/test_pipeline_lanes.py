@@ -1,4 +1,4 @@
-"""Lanes that are fewer, more or taken, and requests that bring stages down: who waits, who goes on."""
+"""Fewer, more or occupied lanes, and requests that crash stages: which streams wait and which go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of a pipeline whose stages are a model: each ends once, with its tokens in order, whatever happens."""
+"""Streams of a pipeline over a model of its stages: each ends once, with its tokens in order, whatever happens."""
 
 from __future__ import annotations
 

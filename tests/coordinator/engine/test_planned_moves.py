@@ -1,4 +1,4 @@
-"""Planned changes of layers, decision by decision: what is refused, what holds requests back, what ends it."""
+"""Planned changes of layers, decision by decision: refusals, held requests, and the end of a change."""
 
 from __future__ import annotations
 

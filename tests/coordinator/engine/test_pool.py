@@ -1,4 +1,4 @@
-"""Which stages hold layers as stages come, go, are drained and are lost for long, decision by decision."""
+"""Which stages hold layers as stages come, go, are drained and stay away, decision by decision."""
 
 from __future__ import annotations
 

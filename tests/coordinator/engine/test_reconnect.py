@@ -1,4 +1,4 @@
-"""Goal: with given addresses a bad start ends; with joining stages nothing does, and requests wait only so long."""
+"""Goal: a bad start ends with given addresses and goes on with joining stages, and requests wait for a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identical deterministic requests in flight share one session; everybody gets a stream of their own."""
+"""Identical deterministic requests in flight share one session, and each client gets its own stream."""
 
 from __future__ import annotations
 

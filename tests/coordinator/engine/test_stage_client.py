@@ -1,4 +1,6 @@
-"""What the coordinator hears of a stage: whatever ends the listening is told, once, and speeds are made safe to use."""
+"""The coordinator's view of a stage: every end of the return stream is reported once, and reported speeds are made
+safe.
+"""
 
 from __future__ import annotations
 

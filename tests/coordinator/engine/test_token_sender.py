@@ -1,4 +1,4 @@
-"""The sender towards stage 0: a bug in one envelope must not leave every later request waiting in silence."""
+"""The sender towards stage 0: a bug in one envelope must not make later requests wait in silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: a stage is reached where it is, whatever it was told to say of itself, or one line says what to do."""
+"""Goal: a stage is reached at its real address, whatever address it reports, or one line says what to do."""
 
 from __future__ import annotations
 

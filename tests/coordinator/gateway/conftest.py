@@ -1,4 +1,4 @@
-"""What every test of a gateway needs: a tokenizer, frequent looks at the pipelines, and a bound."""
+"""Fixtures of every gateway test: a tokenizer, frequent health checks of the pipelines, and a bound."""
 
 from __future__ import annotations
 

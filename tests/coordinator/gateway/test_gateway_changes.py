@@ -1,4 +1,4 @@
-"""What is behind a gateway changes while it serves: every answer that has begun comes to its end."""
+"""A gateway's pipelines change while it serves: every answer that has begun is finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests go: the pure router, and what it reads of a body."""
+"""Routing of requests: the pure router, and the fields that it reads from a body."""
 
 from __future__ import annotations
 

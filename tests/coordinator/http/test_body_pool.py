@@ -1,4 +1,4 @@
-"""Bodies that take too much end a worker's process and one request, nothing else; nobody works for who has gone."""
+"""A body that takes too much ends one worker process and one request, nothing else. A gone client costs no work."""
 
 from __future__ import annotations
 

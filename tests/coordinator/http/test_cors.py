@@ -1,4 +1,4 @@
-"""Pages of other hosts: which may read the API, with keys and without, and what their browsers are told."""
+"""Web pages of other hosts: which may read the API, with and without keys, and the headers that their browsers get."""
 
 from __future__ import annotations
 

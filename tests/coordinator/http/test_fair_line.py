@@ -1,4 +1,4 @@
-"""Who works next: clients in turn, none with all places, and no more in line than there is room for."""
+"""The order of work: clients take turns, none has all places, and the queue is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The edge of the HTTP side: how long connections last, how bodies are read, how errors are told, how answers end."""
+"""The HTTP edge: how long connections last, how bodies are read, how errors are reported, how answers end."""
 
 from __future__ import annotations
 

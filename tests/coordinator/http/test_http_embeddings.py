@@ -1,4 +1,4 @@
-"""/v1/embeddings and /embedding: inputs of every shape, and vectors as they are asked for."""
+"""/v1/embeddings and /embedding: inputs of every shape, and vectors in the requested form."""
 
 from __future__ import annotations
 

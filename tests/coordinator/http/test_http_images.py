@@ -1,4 +1,4 @@
-"""Images in requests: encoded once, put into prompts, counted, refused in one line; the encoder is the test's own."""
+"""Images in requests: encoded once, placed in prompts, counted, or refused in one line. The encoder is a fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official `openai` client against the server: its own validation of replies is half of each test."""
+"""The official `openai` client against the server. Half of each test is the client's own validation of replies."""
 
 from __future__ import annotations
 

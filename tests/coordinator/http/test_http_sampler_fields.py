@@ -1,4 +1,4 @@
-"""Fields that other servers know, from a body to what the pipeline is asked for, and to the answer's end."""
+"""Sampler fields of other servers, from the body to the pipeline's request and to the end of the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities and ids of a prompt's own tokens, and what events say of the answer so far."""
+"""Log probabilities and ids of a prompt's own tokens, and the running figures in events."""
 
 from __future__ import annotations
 

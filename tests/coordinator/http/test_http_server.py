@@ -1,4 +1,4 @@
-"""What every route has in common: ids, error bodies, limits; and the small routes beside generation."""
+"""Behaviour that all routes share: ids, error bodies, limits; and the small routes apart from generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a stream, and what becomes of it when its reader waits, leaves or stops reading."""
+"""The bytes of a stream, and its fate when its reader waits, leaves or stops reading."""
 
 from __future__ import annotations
 

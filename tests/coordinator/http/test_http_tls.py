@@ -1,6 +1,6 @@
-"""Goal: the HTTP API can be HTTPS, renews by itself, says in one line what is wrong with its files, and warns of keys.
+"""Goal: the HTTP API can be HTTPS, renews its certificate, names a bad file in one line, and warns of unprotected keys.
 
-Method: a small application behind the coordinator's own context and port, on loopback, with files made here.
+Method: a small application with the coordinator's own context and port, on loopback, with files made here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP side of telemetry: the server span of a request, the routes for traces and levels, and what is never told."""
+"""HTTP side of telemetry: a request's server span, the routes for traces and levels, and what is never exported."""
 
 from __future__ import annotations
 

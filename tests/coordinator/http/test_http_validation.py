@@ -1,4 +1,4 @@
-"""What is refused and how; and that no body at all brings the server down to a 500."""
+"""Refusals and their form, and that no body at all causes a 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed of the page over real stages: every native step once and by number, memory, round trips, a lost stage."""
+"""The page's feed over real stages: every native step once and by number, memory, round trips, a lost stage."""
 
 from __future__ import annotations
 

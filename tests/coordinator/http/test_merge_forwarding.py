@@ -1,4 +1,4 @@
-"""A stream that forwards its events needs no task in between: what is told at once is read at once."""
+"""A stream that forwards its events needs no task in between: a published event is read at once."""
 
 from __future__ import annotations
 

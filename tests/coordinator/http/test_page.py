@@ -1,6 +1,6 @@
-"""The page at `/`: who gets it, what it may do, and what it asks for while it is open.
+"""The page at `/`: which clients get it, what it may do, and its requests while it is open.
 
-A real Chromium looks at it in tests/end_to_end/test_page_in_browser.py.
+tests/end_to_end/test_page_in_browser.py opens it in a real Chromium.
 """
 
 from __future__ import annotations

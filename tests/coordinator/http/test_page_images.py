@@ -1,4 +1,4 @@
-"""Images in the page's chat, in a real browser: chosen by keyboard, pasted, dropped, taken out, sent, made smaller."""
+"""Images in the page's chat, in a real browser: chosen by keyboard, pasted, dropped, removed, sent, scaled down."""
 
 from __future__ import annotations
 

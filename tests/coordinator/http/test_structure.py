@@ -1,4 +1,4 @@
-"""Shapes of answers as clients ask for them, and the grammars that come of it."""
+"""Answer formats as clients request them, and the grammars made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools over HTTP: what clients send, what they get, whole and as a stream, with the official `openai` client."""
+"""Tools over HTTP with the official `openai` client: requests and answers, whole and as a stream."""
 
 from __future__ import annotations
 

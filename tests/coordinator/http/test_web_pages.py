@@ -1,4 +1,4 @@
-"""Web pages that find a server which demands no key."""
+"""Foreign web pages that reach a server which requires no key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoded images: the numbers of their rows, their places in a prompt, and what is kept."""
+"""Encoded images: numbering of their rows, their places in a prompt, and the cache."""
 
 from __future__ import annotations
 

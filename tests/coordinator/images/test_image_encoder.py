@@ -1,4 +1,4 @@
-"""The process that encodes: formats and sizes of images, a death, and projectors that it refuses."""
+"""The encoder process: formats and sizes of images, a crash, and projectors that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in the messages of a chat: taken out, marked, and refused in one line."""
+"""Images in the messages of a chat: extracted, replaced by a marker, or refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enrolment: a host that has nothing but the join line gets its certificate, and nobody else does."""
+"""Enrolment: a host with nothing but the join line gets its certificate, and no other host does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people ask about stages: they are freed where others have room, else one line says why and nothing changes."""
+"""Orders of an operator to stages: a stage is freed if others have room, else one line says why and nothing changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: the join port lets in whom it should, tells each stage its own order, and hands out that stage's file only."""
+"""Goal: the join port admits the right stages, gives each its own order, and serves only that stage's file."""
 
 from __future__ import annotations
 

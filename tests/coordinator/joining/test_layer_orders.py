@@ -1,4 +1,4 @@
-"""Goal: the join port tells members of a planned change, hands out next artifacts, and switches only when told."""
+"""Goal: the join port announces planned changes to members, serves the next artifacts, and switches only on order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that move by themselves go the way of every move, and what comes of it is remembered."""
+"""Automatic moves of layers take the same way as all moves, and their outcome is remembered."""
 
 from __future__ import annotations
 

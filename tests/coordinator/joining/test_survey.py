@@ -1,4 +1,4 @@
-"""A survey's join port: orders without artifacts, what hosts report, and the end of it."""
+"""The join port during a survey: orders without artifacts, reports of hosts, and the end of the survey."""
 
 from __future__ import annotations
 

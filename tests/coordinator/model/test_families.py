@@ -1,4 +1,4 @@
-"""Every family of the table, cut everywhere, equals its unsplit self: prefill and decode, f32 between the stages."""
+"""Every family of the table, cut everywhere, computes the same as unsplit: prefill and decode, f32 between stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What llama.cpp takes from the first layer in a file: slices are told it, or the model is refused."""
+"""Values that llama.cpp takes from the first layer of a file: slices state them, or the model is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of models with recurrent states, and what slices are told."""
+"""Metadata of models with recurrent states, and what their slices state."""
 
 from __future__ import annotations
 

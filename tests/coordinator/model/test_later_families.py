@@ -1,4 +1,4 @@
-"""What slices of some families are told, and which of their models are refused."""
+"""Metadata that slices of some families need, and models of these families that are refused."""
 
 from __future__ import annotations
 

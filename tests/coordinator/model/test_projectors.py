@@ -1,4 +1,4 @@
-"""Which projectors are served with which models, and one line for each that is not."""
+"""Which projectors fit which models, and one line for each that does not."""
 
 from __future__ import annotations
 

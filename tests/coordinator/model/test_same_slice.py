@@ -1,4 +1,4 @@
-"""Goal: a slice is taken for the same only where nothing but the split's name differs."""
+"""Goal: two slices count as equal only if nothing but the split's name differs."""
 
 from __future__ import annotations
 

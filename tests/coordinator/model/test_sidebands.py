@@ -1,4 +1,4 @@
-"""What travels beside rows and what goes by token ids: how a split says so, and that it reaches its layers."""
+"""Values that travel with rows, and tables looked up by token id: a split states them, and they reach their layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that are wider than the model, or enter a graph inside it: what a split says, and how stages check it."""
+"""Rows that are wider than the model, or enter the graph in its middle: a split states it and stages check it."""
 
 from __future__ import annotations
 

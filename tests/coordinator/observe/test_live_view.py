@@ -1,4 +1,4 @@
-"""What a page is told: looks by number, rates between them, requests; each part within its bound."""
+"""The page's data: looks by number, rates between looks, requests; each part is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stage a loss is about: told by addresses, names, neighbours, or by whose connection brought the news."""
+"""Which stage a loss is about, found by addresses, names, neighbours, or the connection that reported it."""
 
 from __future__ import annotations
 

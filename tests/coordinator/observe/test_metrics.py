@@ -1,4 +1,4 @@
-"""/metrics says what /v1/pipeline says, in a form that a Prometheus parser reads."""
+"""/metrics has the figures of /v1/pipeline, in a form that a Prometheus parser reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer, driven by hand: which spans a request leaves, what they say, and that nothing waits for ever."""
+"""The observer, driven by hand: the spans of a request and their content, and that nothing waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trace of passes an envelope belongs to, when a second is over, and what it came to. Time is an argument."""
+"""To which trace of passes an envelope belongs, when a second is over, and its totals. Time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at the stages' steps: each shown once, by number; gaps told; groups that keep their number while they last."""
+"""Looks at the stages' steps: each step once, by number; gaps are reported; groups keep their number for life."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where metrics are, as Prometheus' HTTP service discovery wants it."""
+"""The addresses of metrics, in the form of Prometheus' HTTP service discovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says in sentences: whether spanning pays, which link limits, what would fit."""
+"""A plan's advice in sentences: whether several hosts pay, which link limits, what else would fit."""
 
 from __future__ import annotations
 

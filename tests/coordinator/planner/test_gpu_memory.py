@@ -1,4 +1,4 @@
-"""A stage's memory by device, and the search for cuts where stages share a GPU: devices are given as facts."""
+"""A stage's memory by device, and the search for cuts where stages share a GPU. The devices are made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When another cut would be clearly faster: said after a minute, and once, from measured steps. Time is an argument."""
+"""A clearly faster cut is reported once, after a minute, from measured steps. Time is an argument."""
 
 from __future__ import annotations
 

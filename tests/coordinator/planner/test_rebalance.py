@@ -1,4 +1,4 @@
-"""Layers that move by themselves: once for a cause that stays, seldom for one that comes and goes. On virtual time."""
+"""Automatic moves of layers: one for a lasting cause, few for a cause that comes and goes. On virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What-ifs of a pipeline that runs, from measured curves alone."""
+"""What-ifs of a running pipeline, from measured curves alone."""
 
 from __future__ import annotations
 

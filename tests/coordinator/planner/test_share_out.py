@@ -1,4 +1,4 @@
-"""Which layers others get when a stage is freed of its own: by speed, within the room, and as few as can be moved."""
+"""Which stages take over a freed stage's layers: by speed, within their memory, and with as few moves as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many guesses leave with which flight: what curves and chances make worth it, and never more than stages take."""
+"""How many guesses leave with each flight: as many as curves and chances make worthwhile, within the stages' limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger of what is under way: every flight lands once, in whatever order its frames are answered."""
+"""The ledger of flights under way: every flight lands once, in whatever order its frames are answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: small cases by hand, and what must hold for any curve."""
+"""The planner: small cases by hand, and properties for any curve."""
 
 from __future__ import annotations
 

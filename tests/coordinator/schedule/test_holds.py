@@ -1,4 +1,4 @@
-"""How long rows are held at the coordinator for a flight to land."""
+"""How long the coordinator holds rows back until a flight lands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flights of neighbouring lanes: who leaves together, and that nobody is passed over for ever."""
+"""Flights of neighbouring lanes: which streams leave together, and that none is passed over for ever."""
 
 from __future__ import annotations
 

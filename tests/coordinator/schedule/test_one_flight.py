@@ -1,4 +1,4 @@
-"""Where stages share a host, one flight of all streams is tried beside the planned ones, and the better is kept."""
+"""Where stages share a host, one flight of all streams is tried as well as the planned ones, and the better is kept."""
 
 from __future__ import annotations
 

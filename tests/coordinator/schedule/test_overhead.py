@@ -1,4 +1,4 @@
-"""Goal: plans know what a round trip takes beyond native steps, and notice when that changes, whatever queues."""
+"""Goal: plans know the time of a round trip beyond native steps, and notice when it changes, despite queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that follow others which begin alike: what leaves before what, who is urgent, and who is left behind."""
+"""Prompts that wait to copy a common prefix from others: their order, urgent ones, and orphans."""
 
 from __future__ import annotations
 

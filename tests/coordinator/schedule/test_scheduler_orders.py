@@ -1,4 +1,4 @@
-"""The scheduler: nothing is lost whatever comes in which order, and what prompts count as."""
+"""The scheduler: nothing is lost in any order of events, and the pressure that prompts exert."""
 
 from __future__ import annotations
 

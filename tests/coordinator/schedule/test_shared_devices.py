@@ -1,4 +1,4 @@
-"""Stages on one device take turns: who shares is seen, and plans keep one group there."""
+"""Stages on one device take turns: shared devices are recognised, and plans keep one group there."""
 
 from __future__ import annotations
 

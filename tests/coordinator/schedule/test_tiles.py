@@ -1,4 +1,4 @@
-"""Goal: a row is in a step of tiles or not, whatever else travels, and however often it is read."""
+"""Goal: whether a row is in a step of tiles depends on nothing else that travels, and is the same at every replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where prompts stop for checkpoints of a recurrent state, and what may be copied of whom then."""
+"""Where prompts stop for checkpoints of a recurrent state, and what may then be copied from which lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts: what repetitions of a text and a client's prediction say of its next tokens, and how likely that is right."""
+"""Drafts: what repetitions in a text and a client's prediction suggest as next tokens, and with what probability."""
 
 from __future__ import annotations
 

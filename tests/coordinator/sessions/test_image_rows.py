@@ -1,4 +1,4 @@
-"""Prompts with rows of images: chunks that end at their borders, frames that carry them, envelopes of one kind."""
+"""Prompts with image rows: chunks that end at image borders, frames that carry the rows, envelopes of one kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where mirostat stands, as a session keeps it: of the last token that was taken, and told when it is opened again."""
+"""A session keeps mirostat's state (mu) of the last accepted token, and sends it when it is opened again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kept lanes: what is copied for whom, and who yields."""
+"""Kept lanes: what is copied for which session, and which kept lane yields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records and ring: bounds hold, every id finds its request, figures are what was noted."""
+"""Records and ring: bounds hold, every id finds its request, and figures equal the noted events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guesses of one session: which travel, which are dropped, and what they never change."""
+"""Guesses of one session: which are sent, which are dropped, and that they never change the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session whose prompt is scored: what it sends, and what it keeps over a loss."""
+"""A session whose prompt is scored: its frames, and the scores that it keeps over a loss."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Goal: whoever waits for what nobody has any more goes on, and who waits for what is only slow is left alone.
+"""Goal: a session whose rows are lost is sent again, and one whose rows are only slow is left alone.
 
 Method: tables of looks for the pure part. Then real stages on tiny artifacts and one fault on one message of a standing
-link: it is altered, or dropped without a word, or a stage loses a frame of it. Every answer must be the whole model's.
+link: it is altered, or dropped silently, or a stage loses a frame of it. Every answer must be the whole model's.
 """
 
 from __future__ import annotations

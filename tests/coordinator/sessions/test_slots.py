@@ -1,4 +1,4 @@
-"""What lanes do, how far prompts have been read, and the chunks of a prompt whose rows are pooled."""
+"""The state of lanes, the progress of prompts, and the chunks of a prompt whose rows are pooled."""
 
 from __future__ import annotations
 

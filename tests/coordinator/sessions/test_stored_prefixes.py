@@ -1,4 +1,4 @@
-"""What the coordinator has stages store, and when it has it brought back."""
+"""When the coordinator has stages store prefixes, and when it has them restored."""
 
 from __future__ import annotations
 

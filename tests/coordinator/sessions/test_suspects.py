@@ -1,4 +1,4 @@
-"""Who brings the pipeline down: counted, tried alone, given up; the innocent only wait."""
+"""Requests that crash the pipeline are counted, tried alone and given up. The innocent ones only wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refused request is told: when a lane is expected to be free for it."""
+"""The waiting time in a refusal: when a lane is expected to be free."""
 
 from __future__ import annotations
 

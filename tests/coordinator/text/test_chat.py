@@ -1,4 +1,4 @@
-"""Chat templates: what they may use, how messages reach them, and that their failures are the request's errors."""
+"""Chat templates: what they may use, how messages reach them, and that a template's failure is the request's error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental text equals text decoded at once, and stop strings cut at the same place, however bytes are cut."""
+"""Incremental text equals text decoded at once, and stop strings cut at the same place, at every cut of the bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabulary side of a GGUF, on tokenizer files that the tests write themselves."""
+"""The vocabulary of a GGUF, on tokenizer files that the tests write themselves."""
 
 from __future__ import annotations
 

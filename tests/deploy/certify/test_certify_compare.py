@@ -1,4 +1,4 @@
-"""The pure side of `certify`: what is fed, how logits are compared, what is granted, what fails."""
+"""The pure part of `certify`: its inputs, the comparison of logits, tolerances and failures."""
 
 from __future__ import annotations
 

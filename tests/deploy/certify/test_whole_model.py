@@ -1,4 +1,4 @@
-"""The unsplit reference: decodes like any llama.cpp, in the same context as a stage's, and refuses in one line."""
+"""The unsplit reference decodes like llama.cpp itself, in the same context as a stage's, and refuses in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unsplit model in a process of its own: the same numbers, the same errors, and an abort is one line."""
+"""The unsplit model in a child process: the same numbers, the same errors, and an abort is one line."""
 
 from __future__ import annotations
 

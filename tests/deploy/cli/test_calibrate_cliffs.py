@@ -1,4 +1,4 @@
-"""`calibrate` names neighbours of a curve between which a row becomes dearer."""
+"""`calibrate` names the neighbouring points of a curve between which a row gets dearer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong things a user may type or hand over: one clear line on stderr and the right exit code, never a traceback."""
+"""Mistakes of a user: one clear line on stderr and the right exit code, never a traceback."""
 
 from __future__ import annotations
 

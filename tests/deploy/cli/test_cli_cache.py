@@ -1,4 +1,4 @@
-"""Goal: what joining stages fetched can be seen and removed, and a fetch under way is left alone."""
+"""Goal: fetched artifacts of joining stages can be listed and removed, and a fetch under way is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayline plan` on tiny models: tables, JSON, what does not fit, and prediction beside measurement."""
+"""`relayline plan` on tiny models: tables, JSON, models that do not fit, and prediction compared with measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayline trace` and `relayline top`: what a person sees, from recorded answers and from a real pipeline."""
+"""The output of `relayline trace` and `relayline top`, from recorded answers and from a real pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where traces are looked at: handed on by `up`, and refused at the start where it is no address of a web page."""
+"""The address of the traces' page: passed on by `up`, and refused at the start if it is no URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayline join` before it reaches anybody: which membership is meant, and what is wrong with what was typed."""
+"""`relayline join` before it connects: which membership is meant, and mistakes in the arguments."""
 
 from __future__ import annotations
 

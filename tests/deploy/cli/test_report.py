@@ -1,4 +1,4 @@
-"""`relayline report`: one file that needs no server, with what the page would have asked for."""
+"""`relayline report`: one file that needs no server and holds everything that the page requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that tests start as forks of one process: each meets what a process of its own would meet."""
+"""Processes that tests start as forks of one process behave as newly started ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole cluster on virtual time: whatever is lost, every request ends once, with its tokens, and nothing is left."""
+"""A whole cluster on virtual time: after any loss every request ends once, with its tokens, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real code, broken on purpose in one place each: the simulation of a cluster must find every one."""
+"""Real code, broken on purpose in one place at a time: the cluster's simulation must find each fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Stages that keep what lanes held: chats on few lanes come back, after a restart too; a wrong state is found."""
+"""Stages that store the content of lanes: chats on few lanes are restored, also after a restart; a wrong state is
+found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayline doctor`: every check in each of its forms, with the condition really placed wherever that can be done."""
+"""`relayline doctor`: every outcome of every check, with the real condition wherever it can be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dependencies of other versions than the tried ones are named, and hinder nothing."""
+"""Dependencies in other versions than the tried ones are named, and prevent nothing."""
 
 from __future__ import annotations
 

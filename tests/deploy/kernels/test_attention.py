@@ -1,4 +1,4 @@
-"""Attention of rows over a cache that many lanes share (deploy/kernels/attend_own_cells.cpp), asked of ggml itself."""
+"""Attention of rows over a cache that many lanes share (deploy/kernels/attend_own_cells.cpp), called through ggml."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What relayline tells GCC about llama.cpp's files: what AMX's intrinsic reads, how to schedule kernels, which of them
-are for how many rows."""
+"""The compiler flags that relayline adds for llama.cpp's files: the header for AMX, instruction scheduling, and which
+kernel serves which number of rows.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Products of several rows by Q6_K, Q5_K and Q8_0 weights as they are stored (deploy/kernels/stored_*.cpp), asked of
-ggml itself."""
+"""Products of several rows with stored Q6_K, Q5_K and Q8_0 weights (deploy/kernels/stored_*.cpp), through ggml."""
 
 from __future__ import annotations
 

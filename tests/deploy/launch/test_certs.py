@@ -1,4 +1,4 @@
-"""Goal: `relayline certs` makes certificates that work, keeps keys to their owner, and never spoils what is there."""
+"""Goal: `relayline certs` makes working certificates, keeps keys private to their owner, and overwrites no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervised child: what it prints is read to the end, whatever becomes of those it is shown to."""
+"""A supervised child: its output is read to the end, even if the readers of it stop or fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A changed manifest against what runs: layers apart from what needs a new start, and nothing that nobody changed."""
+"""A changed manifest compared with the running one: layers, values that need a restart, and no invented difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's manifest against the one that runs: what can change while it serves, and what needs a new start."""
+"""A gateway's manifest compared with the running one: changes while it serves, and changes that need a restart."""
 
 from __future__ import annotations
 

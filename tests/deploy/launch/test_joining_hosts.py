@@ -1,4 +1,4 @@
-"""Hosts of a launch: which of them is this machine, the line for each other one, and the words while they come."""
+"""Hosts of a launch: which one is this machine, the join line for each other one, and the output while they join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moved layers are kept over the coordinator's restart, for the split that it was told to serve and no other."""
+"""Moved layers survive the coordinator's restart, for the same split only."""
 
 from __future__ import annotations
 

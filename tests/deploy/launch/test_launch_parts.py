@@ -1,4 +1,4 @@
-"""The launcher's parts alone: from the manifest to processes."""
+"""Parts of the launcher: from the manifest to processes."""
 
 from __future__ import annotations
 

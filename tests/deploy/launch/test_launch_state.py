@@ -1,4 +1,4 @@
-"""The launcher's parts alone: back-off, identity of processes, state and lock, log files."""
+"""Parts of the launcher: back-off, identity of processes, state and lock, log files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relayline up MODEL`: what its children are told, and children that end, fail to start or are being started."""
+"""`relayline up MODEL`: the arguments of its children, and children that end, fail to start or are still starting."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Goal: a model reference leads to a file with the right content, or to one line that says what is wrong.
+"""Goal: a model reference leads to a file with the right content, or to one line that names the problem.
 
-The hub's client reads its environment when it is imported, so every load runs in a process of its own.
+The hub's client reads its environment when it is imported, so every load runs in a new process.
 """
 
 from __future__ import annotations

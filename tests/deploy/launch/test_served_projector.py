@@ -1,4 +1,4 @@
-"""`relayline serve --mmproj auto`: which file it takes, and one line where there is none."""
+"""`relayline serve --mmproj auto`: the file that it takes, and one line if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model without a manifest, on a machine with GPUs: one stage there, with all layers or with as many as fit."""
+"""A model without a manifest on a machine with GPUs: one stage there, with all layers or as many as fit."""
 
 from __future__ import annotations
 

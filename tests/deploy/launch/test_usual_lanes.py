@@ -1,4 +1,4 @@
-"""How many lanes there are of a model whose every lane keeps a state, where nobody says."""
+"""The default number of lanes for a model whose lanes keep a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cores of a machine divided among its stages: lists, shares, and processes that keep to them."""
+"""A machine's cores divided among its stages: lists, shares, and processes that stay on their cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds weights starts with glibc told to ask for huge pages, however it is started."""
+"""Processes that hold weights start with glibc's huge pages enabled, however they are started."""
 
 from __future__ import annotations
 

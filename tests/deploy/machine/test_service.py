@@ -1,4 +1,4 @@
-"""Services of joined stages: the units' text, and a systemctl that writes down what it was asked."""
+"""Services of joined stages: the units' text, and a fake systemctl that records its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's manifest: what it may say, what is started for it, and what is said of mistakes."""
+"""A gateway's manifest: its keys, the processes that it starts, and messages about mistakes."""
 
 from __future__ import annotations
 

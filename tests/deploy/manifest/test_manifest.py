@@ -1,4 +1,4 @@
-"""Manifests: what they say, what is refused and how, and that text and values are the same thing."""
+"""Manifests: their values, refusals and their messages, and that text and values convert without loss."""
 
 from __future__ import annotations
 

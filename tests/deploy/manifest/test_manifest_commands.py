@@ -1,4 +1,4 @@
-"""`relayline init` and `relayline render` as they are typed, what rendered files tell to type, documented samples."""
+"""`relayline init` and `relayline render` on the command line, commands in rendered files, documented samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: a model without a manifest is the smallest one, and flags say of stages what a manifest could say."""
+"""Goal: a model without a manifest becomes the smallest one, and flags say about stages all that a manifest can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spares of a manifest: stages like the others that hold no layers at the start."""
+"""A manifest's spares: stages like the others, but without layers at the start."""
 
 from __future__ import annotations
 

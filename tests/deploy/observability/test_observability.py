@@ -1,6 +1,6 @@
-"""deploy/observability/: what the files name is what a running pipeline really shows, and real tools accept them.
+"""deploy/observability/: all names in the files exist in a running pipeline, and real tools accept the files.
 
-Every query of the board, every name in the page is compared with the expositions and spans of one small pipeline.
+Every query of the board and every name in the page is compared with the metrics and spans of one small pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimates for GPUs that nobody has measured."""
+"""Estimates for GPUs without measurements."""
 
 from __future__ import annotations
 

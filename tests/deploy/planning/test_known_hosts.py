@@ -1,4 +1,4 @@
-"""What hosts tell of themselves is kept, and plans are made from it."""
+"""Measurements that hosts report are kept, and plans are made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a manifest's stages to what goes to GPUs: the card, its layers, and what experts and overrides keep."""
+"""From a manifest's stages to the load of GPUs: the card, its layers, and tensors that stay on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rendered deployment asks of its cluster beside pods: policies, certificates, monitoring, the model's files."""
+"""Objects of a rendered deployment apart from pods: policies, certificates, monitoring, the model's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compose for several machines: a file for each host, ports as the manifest counts them, certificates by token."""
+"""Compose for several machines: a file for each host, ports as in the manifest, certificates by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendered deployments: as committed, valid by the schemas of their engines, and saying what they must."""
+"""Rendered deployments: equal to the committed ones, valid by their engines' schemas, and with the required content."""
 
 from __future__ import annotations
 

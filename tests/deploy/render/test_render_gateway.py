@@ -1,4 +1,4 @@
-"""A gateway rendered: every pipeline behind it, and what stands before them."""
+"""A rendered gateway with every pipeline behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rendered deployment, run: its own commands, secrets and manifest, with a container's paths moved to a directory."""
+"""A rendered deployment, run: its own commands, secrets and manifest, with the container's paths below a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The production batcher and scheduler on virtual time: the targets at a size for CI, the invariants at every event."""
+"""The production batcher and scheduler on virtual time: small versions of the targets, invariants at every event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken batchers, policies and schedulers that the simulator's audit must catch."""
+"""Broken batchers, policies and schedulers, each of which the simulation's audit must catch."""
 
 from __future__ import annotations
 

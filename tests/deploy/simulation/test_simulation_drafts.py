@@ -1,4 +1,4 @@
-"""Drafts on virtual time: what they gain, that they never cost, and the invariants whatever is guessed."""
+"""Drafts on virtual time: their gain, that they never cost, and the invariants for any guesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines whose lanes have KV cells of their own, on virtual time: flights find together, nobody starves."""
+"""Pipelines with per-lane KV cells on virtual time: flights join up, and no stream starves."""
 
 from __future__ import annotations
 

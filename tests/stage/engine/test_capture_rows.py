@@ -1,7 +1,7 @@
-"""Goal: what stage/engine/_capture.c copies out of a graph is whole rows and never more than there is room for.
+"""Goal: stage/engine/_capture.c copies whole rows out of a graph, and never more than there is room for.
 
-Method: the library's function is called as llama.cpp calls it, with functions of ggml that say whatever a row of the
-table has; the destination stands in the middle of a larger array, whose rest must stay as it is.
+Method: the library's function is called as llama.cpp calls it, with ggml functions that return whatever a row of the
+table has. The destination is in the middle of a larger array, whose rest must stay unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints are bounded in number and bytes, and both ends of the wire forget the same ones."""
+"""Checkpoints are bounded in number and bytes, and both ends of the wire drop the same ones."""
 
 from __future__ import annotations
 

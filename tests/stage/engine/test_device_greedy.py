@@ -1,4 +1,4 @@
-"""Largest logits found where the stage computes, on the processor's backend: the tokens and rows of the host's way."""
+"""Largest logits found on the computing device, here the processor's backend: the same as found on the host."""
 
 from __future__ import annotations
 

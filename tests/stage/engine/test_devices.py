@@ -1,4 +1,4 @@
-"""What is said of a stage's devices arrives in llama_model_params; what this host does not have is refused."""
+"""A stage's device settings arrive in llama_model_params, and a device that this host lacks is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows of images with places on several axes in a real engine: cut, copied, saved, and after a step that failed.
+"""Image rows with positions on several axes in a real engine: cut, copied, saved, and after a failed step.
 
-That they are read as the whole model reads them is shown in tests/end_to_end/test_images_pipeline.py.
+tests/end_to_end/test_images_pipeline.py compares them with the whole model.
 """
 
 from __future__ import annotations

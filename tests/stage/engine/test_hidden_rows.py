@@ -1,4 +1,4 @@
-"""Embeddings of a split are the unsplit model's: in one, two and three stages, alone and beside decoding streams."""
+"""Embeddings of a split are the unsplit model's: in one, two and three stages, alone and among decoding streams."""
 
 from __future__ import annotations
 

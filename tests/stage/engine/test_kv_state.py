@@ -1,4 +1,4 @@
-"""A lane's state, as llama.cpp writes it, is made longer; what is written in another way is left alone."""
+"""A lane's state in llama.cpp's format is extended; a state in another format is left alone."""
 
 from __future__ import annotations
 

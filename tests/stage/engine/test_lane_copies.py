@@ -1,6 +1,7 @@
-"""Copies of lanes, chains of them and lanes given up before a copy was made, in both layouts, quantised cells too.
+"""Copies of lanes, chains of copies, and lanes released before a copy was made, in both layouts, with quantised cells
+too.
 
-Also of a model with sliding windows, whose cells llama.cpp gives away once no next row would read them.
+Also for a model with sliding windows, whose cells llama.cpp frees once no next row would read them.
 """
 
 from __future__ import annotations

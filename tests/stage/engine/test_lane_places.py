@@ -1,4 +1,4 @@
-"""Places on several axes against a plain list of a lane's rows, in drawn histories."""
+"""Positions on several axes compared with a plain list of a lane's rows, in drawn histories."""
 
 from __future__ import annotations
 

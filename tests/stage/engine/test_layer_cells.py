@@ -1,4 +1,4 @@
-"""Cells of layers are taken out of one split's lanes and put into another's: bit for bit, or not at all."""
+"""Cells of layers are taken from one split's lanes and put into another's: bit for bit, or not at all."""
 
 from __future__ import annotations
 

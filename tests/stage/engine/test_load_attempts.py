@@ -1,4 +1,4 @@
-"""An artifact whose loads end their processes is refused."""
+"""An artifact that repeatedly crashes its process at loading is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load says how far it is, and is given up at once wherever it is: hashing, reading weights, measuring."""
+"""A load reports its progress, and stops at once in every phase: hashing, reading weights, measuring."""
 
 from __future__ import annotations
 

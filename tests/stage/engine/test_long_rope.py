@@ -1,4 +1,4 @@
-"""Models with two sets of rope factors: the length that a lane may have chooses, however many lanes and stages."""
+"""Models with two sets of rope factors: the largest length of a lane chooses, for any number of lanes and stages."""
 
 from __future__ import annotations
 

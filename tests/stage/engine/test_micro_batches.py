@@ -1,4 +1,4 @@
-"""llama.cpp's own cutting of a step is what `stage.engine.micro_batches` says: on paper here, on the engine below."""
+"""`stage.engine.micro_batches` predicts how llama.cpp cuts a step: compared on paper here, with the engine below."""
 
 from __future__ import annotations
 

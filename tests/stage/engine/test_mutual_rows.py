@@ -1,4 +1,4 @@
-"""Rows that attend to each other: split equals whole, once equals twice, and causal again behind them.
+"""Rows that attend to each other: split equals whole, once equals twice, and attention is causal again behind them.
 
 The whole model is driven by bare llama.cpp, as its own helper for images does it: one batch without causal attention.
 """

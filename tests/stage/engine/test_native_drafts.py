@@ -1,8 +1,8 @@
-"""Frames of guesses on the real engine: each row's logits are those of single rows, and a lane can be taken back.
+"""Frames of guesses on the real engine: each row has the logits of a single row, and a lane can be rewound.
 
-Also of models with sliding windows shorter than a frame of guesses, with lanes many times as long as a window and full
-to their last cell, copied ones, and after steps that failed. What a lane's rows give is held against the same rows read
-anew, one a step, in a lane beside it.
+Also for models with sliding windows shorter than a frame of guesses, with lanes many times as long as a window and full
+to their last cell, with copied lanes, and after failed steps. Each lane is compared with the same rows read again in
+another lane, one a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a stage tells of the device on which it computes, and what a manifest's plan says of stages that share one."""
+"""A stage's report of its computing device, and a manifest's plan for stages that share a device."""
 
 from __future__ import annotations
 

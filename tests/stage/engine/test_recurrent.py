@@ -1,6 +1,6 @@
-"""Lanes with a recurrent state: what they can be taken back to, copied from, and what a failed step leaves.
+"""Lanes with a recurrent state: to where they can be rewound, what can be copied, and the state after a failed step.
 
-Each model is hot (see tiny_hybrids): a wrong state moves what comes out by deviations, and the first test shows it.
+Each model is hot (see tiny_hybrids): a wrong state moves the output by deviations, as the first test shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rows of a step that are taken back from lanes with a recurrent state, as after a wrong draft.
+"""Rows of a step that are rewound in lanes with a recurrent state, as after a wrong draft.
 
-llama.cpp returns true and is wrong where it is asked for more than it has. So what a lane says afterwards is held
-against a fresh lane's, and where the engine must refuse, the wrong answer is shown too.
+llama.cpp returns true and is wrong if it is asked for more than it has. So a rewound lane is compared with a fresh one,
+and where the engine must refuse, the wrong answer is shown too.
 """
 
 from __future__ import annotations

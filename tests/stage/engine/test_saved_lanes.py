@@ -1,4 +1,4 @@
-"""Lanes that are saved and come back in others: both layouts, quantised, with windows, with a recurrent state."""
+"""Lanes that are saved and restored into others: both layouts, quantised, with windows, with a recurrent state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lanes held, in memory and on disk: bounds, restarts, damage."""
+"""Stored content of lanes, in memory and on disk: bounds, restarts, damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: an artifact gets onto the disk whole and right or not at all, and no byte is fetched twice without need."""
+"""Goal: an artifact gets onto the disk whole and correct or not at all, and no byte is fetched twice without need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Goal: a joining stage loads what it is told, once, keeps it as long as the order stays, and says why when it cannot.
+"""Goal: a joining stage loads its ordered layers once, keeps them while the order stays, and reports why if it cannot.
 
-The engine is a stand-in; tests/end_to_end/test_join.py has real ones.
+The engine is a fake; tests/end_to_end/test_join.py has real ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: a member prepares beside what it serves, says what goes wrong, and switches only to what it has prepared."""
+"""Goal: a member prepares new layers while it serves, reports failures, and switches only to prepared layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A member without layers gets some ready when it is told to, serves them once they are switched to, and not before."""
+"""A member without layers prepares some on order, and serves them after the switch and not before."""
 
 from __future__ import annotations
 

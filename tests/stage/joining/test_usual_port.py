@@ -1,4 +1,4 @@
-"""The port of a stage that nobody gave one."""
+"""The default port of a stage."""
 
 from __future__ import annotations
 

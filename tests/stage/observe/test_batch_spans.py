@@ -1,6 +1,6 @@
-"""Goal: from a stage's spans, ring and summaries a person can tell which batch decoded what, with whom, and why.
+"""Goal: a stage's spans, ring and summaries show which batch decoded which rows, with which others, and why.
 
-Method: fake engines behind real gRPC; what the spans say is held against what the engine really decoded.
+Method: fake engines behind real gRPC. The spans are compared with what the engine really decoded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: a client of a stage's metrics port costs the event loop, which the links share, little, whatever it sends.
+"""Goal: a client of a stage's metrics port costs the event loop, which links share, little, whatever it sends.
 
 Method: raw connections on loopback to the port itself, with an answer made here.
 """

@@ -1,4 +1,4 @@
-"""A stage's spans in the traces of requests: bounded whatever the length of an answer, and ended however it ends."""
+"""A stage's spans in the traces of requests: bounded for any length of an answer, and ended however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring of batches and the summaries of sessions: what they keep of real steps, and that both are bounded."""
+"""The ring of batches and the summaries of sessions: their content after real steps, and that both are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage tells its memory and its host's when asked, and only then: it takes reading some files."""
+"""A stage reports its memory and its host's only on request, since it has to read some files."""
 
 from __future__ import annotations
 

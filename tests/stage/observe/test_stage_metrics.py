@@ -1,7 +1,7 @@
-"""Goal: /metrics of a stage says in Prometheus' form what the stage really did, under the names that are documented.
+"""Goal: a stage's /metrics reports in Prometheus' format what the stage really did, under the documented names.
 
-Method: the exposition text is read back with prometheus_client's own parser and held against the counters; once over
-HTTP from a real stage of a tiny model.
+Method: the text is read back with prometheus_client's own parser and compared with the counters, once over HTTP from a
+real stage of a tiny model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Repetition penalty and bans: the definitions, written out plainly, against what stages pick, also from the middle."""
+"""Repetition penalty and bans: plain definitions, compared with a stage's tokens, also from the middle of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that follow a grammar: which tokens may be picked, again and after losses, held against plain definitions."""
+"""Streams that follow a grammar: the allowed tokens, again and after losses, compared with plain definitions."""
 
 from __future__ import annotations
 

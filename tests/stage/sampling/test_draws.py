@@ -1,4 +1,4 @@
-"""Goal: a draw is exactly that of the softmax, the same whoever else may be drawn, and rarely moved by float noise."""
+"""Goal: a draw follows the softmax exactly, depends on no other session, and is rarely moved by float noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws behind filters, held against the filters written out plainly: sort, cut, then race."""
+"""Draws behind filters, compared with plainly written filters: sort, cut, then race."""
 
 from __future__ import annotations
 

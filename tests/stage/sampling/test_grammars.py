@@ -1,4 +1,4 @@
-"""Grammars are made beside the decode thread: who waits for one, waits alone, and in order."""
+"""Grammars are compiled off the decode thread: only a session that needs one waits, and its frames stay in order."""
 
 from __future__ import annotations
 

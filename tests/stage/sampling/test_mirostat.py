@@ -1,4 +1,6 @@
-"""Mirostat against llama.cpp's own samplers, row for row; and a session that is rebuilt, or picks a position again."""
+"""Mirostat compared with llama.cpp's own samplers, row for row; and a session that is rebuilt or samples a position
+again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties and biases: the definition, written out plainly, against what stages pick, also again and after a loss."""
+"""Penalties and biases: a plain definition compared with a stage's tokens, also sampled again and after a loss."""
 
 from __future__ import annotations
 

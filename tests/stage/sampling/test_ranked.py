@@ -1,4 +1,4 @@
-"""Filters that rank tokens, held against llama.cpp's own samplers of the same names."""
+"""Filters that rank tokens, compared with llama.cpp's own samplers of the same names."""
 
 from __future__ import annotations
 

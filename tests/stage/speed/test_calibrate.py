@@ -1,4 +1,4 @@
-"""Calibration: a slice's curves are measured, remembered, and leave the engine as it was."""
+"""Calibration: a slice's curves are measured and remembered, and the engine is left as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage learns of its own speed from steps of decode rows, of prompt rows, and of both."""
+"""A stage learns its own speed from steps of decode rows, of prompt rows, and of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where attention takes lanes apart, 64 decode rows cost no more a row than 63: for the stage and for plans."""
+"""Where attention handles lanes separately, 64 decode rows cost no more each than 63, for the stage and for plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that attend to each other are a step of their own, soon, with every policy."""
+"""Rows that attend to each other form a separate step, soon, with every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An envelope kept whole in the batcher: nobody can tell it from its frames pushed one by one."""
+"""An envelope kept whole in the batcher behaves exactly as its frames pushed one by one."""
 
 from __future__ import annotations
 

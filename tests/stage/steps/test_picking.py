@@ -1,7 +1,7 @@
-"""Goal: whatever is guessed, and however it is split into frames, sessions say what they would say without.
+"""Goal: for any guesses, split into frames in any way, sessions give the tokens that they would give without guesses.
 
-Method: a fake last stage whose logits depend on all that a lane holds; a coordinator that knows the truth guesses right
-and wrong at random, in one frame or several, of several sessions of two routes in one step, some steps repeated.
+Method: a fake last stage whose logits depend on all that a lane holds. A coordinator that knows the truth guesses right
+and wrong at random, in one frame or several, of several sessions of two routes in one step, with some steps repeated.
 """
 
 from __future__ import annotations

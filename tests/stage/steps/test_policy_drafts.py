@@ -1,4 +1,4 @@
-"""Steps with drafted frames: how many rows that want logits a policy takes, and what a step of them costs."""
+"""Steps with drafted frames: how many rows with logits a policy takes, and the cost of such a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that wait for a disk hold up nobody else, and keep their order."""
+"""Sessions that wait for a disk hold up no others, and keep their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: whatever is computed ahead, every answer is the one that the coordinator's frames alone would give."""
+"""Goal: with any rows computed ahead, every answer is the one that the coordinator's frames alone would give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a prompt that score the tokens behind them: one answer for each, and nothing is picked."""
+"""Prompt rows that score the tokens behind them: one answer for each, and nothing is sampled."""
 
 from __future__ import annotations
 

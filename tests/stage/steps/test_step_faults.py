@@ -1,4 +1,4 @@
-"""One step on a fake engine: failed sessions, steps that are retried, epochs, and that nothing is kept."""
+"""One step on a fake engine: failed sessions, retried steps, epochs, and that nothing is left over."""
 
 from __future__ import annotations
 

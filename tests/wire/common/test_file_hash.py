@@ -1,4 +1,4 @@
-"""Remembered hashes, what they are keyed by, and what becomes of a split that was damaged on the disk."""
+"""Remembered hashes, their keys, and a split that was damaged on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layout of KV cells a stage chooses, and who asks."""
+"""Which layout of KV cells a stage chooses, and for whose setting."""
 
 from __future__ import annotations
 

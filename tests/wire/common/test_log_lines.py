@@ -1,4 +1,4 @@
-"""Log lines: what is printed already is not logged to a terminal again, and stays in files and in JSON."""
+"""Log lines: a printed line is not logged to a terminal again, and stays in files and in JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: what another process says reaches a person as bounded, printable text, wherever it is shown.
+"""Goal: text from another process reaches a person bounded and printable, wherever it is shown.
 
 Method: hostile text goes through the functions, through a log formatter of each kind, and through a membership.
 """

@@ -1,6 +1,6 @@
-"""Goal: in steady decode the forward path makes nothing payload-sized, and no buffer is ever in two hands.
+"""Goal: in steady decode the forward path allocates nothing of a payload's size, and no buffer has two users.
 
-Method: tracemalloc counts what numpy and CPython allocate on the very path a stage takes; identities and addresses are
+Method: tracemalloc counts the allocations of numpy and CPython on a stage's real path; identities and addresses are
 compared; the pool is used from two threads at once.
 """
 

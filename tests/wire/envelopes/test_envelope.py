@@ -1,7 +1,7 @@
-"""Goal: bytes from the network become a checked view or one ProtocolError; the writer writes what the reader reads.
+"""Goal: bytes from the network become a checked view or one ProtocolError, and the writer writes what the reader reads.
 
-Method: the examples of wire_examples go through writer and reader, whole, cut at every byte and with bytes behind,
-in every encoding; each bound and each broken rule is one row of a table; hypothesis does the rest.
+Method: the examples of wire_examples go through writer and reader, whole, cut at every byte and with bytes behind, in
+every encoding; each bound and each broken rule is one row of a table; hypothesis does the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Goal: draft tokens travel with exactly the rows they belong to, however they are encoded, or not at all.
+"""Goal: draft tokens travel with exactly the rows they belong to, in every encoding, or not at all.
 
-The examples of wire_examples hold drafts too, so tests/wire/envelopes/test_envelope.py says most; here is what only
-drafts have.
+The examples of wire_examples hold drafts too, so tests/wire/envelopes/test_envelope.py covers most; here are the parts
+that only drafts have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: the C extensions are compiled hardened, by whatever of it a compiler knows, and compile with any."""
+"""Goal: the C extensions are compiled with every hardening flag that the compiler knows, by any compiler."""
 
 from __future__ import annotations
 

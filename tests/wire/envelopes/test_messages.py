@@ -1,8 +1,8 @@
-"""Goal: no message costs its reader more than its size allows, and whoever sends one that would is told so.
+"""Goal: no message costs its reader more than its size allows, and the sender of one that would gets an error.
 
-Method: for every field of every message of the contract, one that repeats its shortest form a hundred thousand times.
-Each is parsed in a process of its own, whose memory tells whether what was weighed is an upper bound; and each is read
-through `wire.envelopes.messages`, which must refuse what is weighed too heavy before the library sees it.
+Method: for every field of every message of the contract, a message that repeats its shortest form a hundred thousand
+times. Each is parsed in a child process, whose memory shows whether the weight is an upper bound. Each is also read
+through `wire.envelopes.messages`, which must refuse a message that is too heavy before the library sees it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Goal: an envelope of any size crosses a link in messages of a few MiB, and none costs its reader more than it may.
 
 Method: the reader is pure, so parts are dropped, doubled, mixed and cut there. Memory is measured where it matters: a
-stage in a process of its own is sent the worst that each bound allows, and tells its peak.
+stage process is sent the worst that each bound allows, and reports its peak.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quick way of reading and writing envelopes does what the long one does, and takes nothing that it refuses."""
+"""The quick reader and writer of envelopes give the results of the full ones, and accept nothing that those refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: a message of the return stream arrives as it was sent, in its turn, or its stream ends with one error."""
+"""Goal: a message of the return stream arrives as it was sent, in its order, or its stream ends with one error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Goal: native row conversion is exactly numpy's, range-safe, and finds what must not travel.
+"""Goal: native row conversion is exactly numpy's, range-safe, and finds values that must not travel.
 
-Method: every implementation this machine can run is held against numpy, bit by bit, on every half, on every rounding
-boundary between halves and on random floats; then properties of whole rows by hypothesis.
+Method: every implementation that this machine can run is compared with numpy, bit by bit, on every half, on every
+rounding boundary between halves and on random floats; then properties of whole rows by hypothesis.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: whoever may open calls, and leaves them open, can't fill a process: their number has bounds.
+"""Goal: a peer that opens calls and leaves them open cannot fill a process: their number is bounded.
 
 Method: a port on loopback with the standard health service and one handler of ours.
 """

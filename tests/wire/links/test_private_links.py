@@ -1,7 +1,7 @@
-"""Goal: a link comes about between two ends that belong together, and both ends say why when it does not.
+"""Goal: two ends that belong together get a link, and otherwise both ends say why they do not.
 
 Method: a real gRPC server on loopback addresses with one method, real certificates, the same process on both ends. The
-server's line is awaited, so a refusal that nobody logs fails by its deadline.
+server's log line is awaited, so a refusal without one fails by its deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""gRPC reflection: off unless asked for, as tools ask for it, and open to those who may make the port's other calls."""
+"""gRPC reflection: off by default, in the form that tools use, and open to callers of the port's other methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: a link sends in order within its credit, gives every buffer back, and says once and clearly that it is lost.
+"""Goal: a link sends in order within its credit, returns every buffer, and reports its loss once and clearly.
 
 Method: a real in-process server whose Relay handler is a script of the test; every step waits for an event.
 """

@@ -1,8 +1,8 @@
-"""Goal: each call is open to the roles that the table of calls names and to nobody else, and a revoked caller is out.
+"""Goal: each call is open exactly to the roles in the table of calls, and a revoked caller is out.
 
-Method: the ports of a stage and of a coordinator on loopback, with real certificates or real join tokens; every method
-is called by every kind of process. Where a call is let in it may still fail for what it asks: only whether the guard
-refuses it is looked at here.
+Method: the ports of a stage and of a coordinator on loopback, with real certificates or real join tokens. Every method
+is called by every kind of process. An admitted call may still fail for its content: only the guard's refusal is tested
+here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Goal: errors cross a real gRPC call as what they are, and every channel option is one that gRPC knows.
+"""Goal: errors keep their kind across a real gRPC call, and gRPC knows every channel option.
 
 Method: an in-process grpc.aio server whose handlers are passed in by each test.
 """

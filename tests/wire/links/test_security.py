@@ -1,4 +1,4 @@
-"""Goal: nothing leaves the machine in the clear unasked, and faults of the material are one line before the start.
+"""Goal: nothing leaves the machine in the clear unless asked for, and bad credentials are one line before the start.
 
 The links themselves, with every refusal on both ends, are in test_private_links.
 """

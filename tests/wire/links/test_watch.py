@@ -1,7 +1,7 @@
-"""Goal: a peer that hangs is noticed within LOST_AFTER_S at both ends, and one that only works hard never is.
+"""Goal: a hung peer is noticed within LOST_AFTER_S at both ends, and a busy one never counts as hung.
 
-Method: real connections in this process, with beats of milliseconds; who hangs is a handler or a caller that says
-nothing more. Real processes that are stopped are in test_hung_processes.
+Method: real connections in this process, with beats of milliseconds. The hung peer is a handler or a caller that sends
+nothing more. Real stopped processes are in test_hung_processes.
 """
 
 from __future__ import annotations

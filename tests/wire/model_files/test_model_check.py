@@ -1,4 +1,4 @@
-"""The one check of a header: what llama.cpp would die of is refused by `inspect`, `split`, fetch and load alike."""
+"""The one check of a header: a file that would crash llama.cpp is refused by `inspect`, `split`, fetch and load."""
 
 from __future__ import annotations
 

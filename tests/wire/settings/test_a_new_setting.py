@@ -1,6 +1,6 @@
 """A setting is said once: one entry in the table is enough for it to arrive everywhere.
 
-One process of its own reads a table with one entry more, before anything else is imported, and says what arrives.
+A child process reads a table with one more entry, before anything else is imported, and reports where it arrives.
 """
 
 from __future__ import annotations

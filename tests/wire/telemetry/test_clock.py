@@ -1,4 +1,4 @@
-"""What is known of another host's clock, by how much it can be wrong, and that spans are stamped with it."""
+"""The estimate of another host's clock, its uncertainty, and the stamps of spans."""
 
 from __future__ import annotations
 

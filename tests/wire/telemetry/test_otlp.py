@@ -1,4 +1,4 @@
-"""Spans made whole are the same message, whoever encodes them: the SDK's exporter or `wire.telemetry._otlp`."""
+"""Finished spans give the same message from both encoders: the SDK's exporter and `wire.telemetry._otlp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The receiver itself, with the SDK's own exporters in front of it: what it stores, and how it refuses."""
+"""The receiver itself, with the SDK's own exporters: what it stores, and how it refuses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Goal: spans go where flags and OTEL_* say, and whatever the collector does costs the caller nothing but a counter.
+"""Goal: spans go where flags and OTEL_* say, and the worst collector costs the caller no more than a counter.
 
 Method: the choice of exporters as a table; spans through the real SDK into a list, and through the real exporters into
-a receiver that is well, refusing, slow or gone.
+a receiver that is healthy, refusing, slow or gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's forms, as its documentation has them. The official client runs in `make conformance`."""
+"""/v1/messages in the forms of Anthropic's documentation. The official client runs in `make conformance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a body holds, a dialect's reader makes a chat of it or says in a line what is wrong with it."""
+"""A dialect's reader turns any body into a chat, or names the mistake in one line."""
 
 from __future__ import annotations
 

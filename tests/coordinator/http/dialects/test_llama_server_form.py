@@ -1,4 +1,4 @@
-"""llama-server's own routes: /completion, /infill and /slots, and how far a prompt has been read."""
+"""llama-server's own routes: /completion, /infill and /slots, and the progress of reading a prompt."""
 
 from __future__ import annotations
 

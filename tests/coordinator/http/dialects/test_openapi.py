@@ -1,4 +1,4 @@
-"""/openapi.json is true: its routes are those that are served, its bounds those that are checked, its replies real."""
+"""/openapi.json is true: its routes are served, its bounds are checked, and its replies are real ones."""
 
 from __future__ import annotations
 

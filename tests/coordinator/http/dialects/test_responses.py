@@ -1,4 +1,4 @@
-"""/v1/responses: the official client's own types, the order of the events, and what is stored."""
+"""/v1/responses: the official client's own types, the order of events, and stored responses."""
 
 from __future__ import annotations
 

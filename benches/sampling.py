@@ -1,13 +1,16 @@
 """The cost of picking a token, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
 
+`--together` measures the rows of a step instead: sampler by sampler, together, and with their noise computed before.
+
 One thread picks from rows of 128,256 logits. The clock is the thread's processor time, which other work on the host
 moves less than it moves the wall clock. The bench also counts picks that differ from a plain reference: sort the row,
-cut it, and time every token that is left. `--out` writes benches/results/sampling.json.
+cut it, and time every token that is left. `--out` writes benches/results/sampling.json, or sampling_together.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import math
@@ -22,6 +25,7 @@ from rich.table import Table
 
 from relayline.deploy.cli.load import percentile
 from relayline.stage.sampling.draws import Draws, noise_keys
+from relayline.stage.sampling.rows import Ask, prepare_noise, sample_rows
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 
 N_VOCAB, N_VOCAB_QUICK = 128_256, 2_048
@@ -30,6 +34,10 @@ N_ROWS = 16
 CASES, CASES_QUICK = 400, 24
 EDGE = 1e-5  # a row whose cumulative sum comes so near to top-p has more than one right cut
 SEED = 5
+STEPS, STEPS_QUICK = 24, 2
+LOW = 0.2  # the percentile that is shown: the host is busy with other work, which only adds
+TOGETHER = (1, 8, 32, 64)  # rows of a step
+N_LIKELY = 300  # tokens of a row like a model's that stand out
 
 Logits = npt.NDArray[np.float32]
 
@@ -45,6 +53,24 @@ OPTIONS: dict[str, SamplingOptions] = {
     "temperature, penalties, bias": SamplingOptions(seed=SEED, frequency_penalty=0.2, logit_bias=((7, 1.0),)),
     "temperature, logprobs 5": SamplingOptions(seed=SEED, n_logprobs=5),
 }
+
+STEP_OPTIONS: dict[str, SamplingOptions] = {
+    "temperature": SamplingOptions(),
+    "temperature .7, top-p .9": SamplingOptions(temperature=0.7, top_p=0.9),
+    "top-k 40": SamplingOptions(top_k=40),
+    "min-p .05": SamplingOptions(min_p=0.05),
+    "temperature, penalties, bias": SamplingOptions(frequency_penalty=0.2, logit_bias=((7, 1.0),)),
+}
+
+
+def likely_rows(n_vocab: int, n_rows: int) -> Logits:
+    """Return rows as a language model gives them: some hundred likely tokens above a wide floor."""
+    rng = np.random.default_rng(4)
+    rows = (rng.standard_normal((n_rows, n_vocab)) * 2.0 - 2.0).astype(np.float32)
+    for row in rows:
+        ranks = np.log1p(np.arange(N_LIKELY) * rng.uniform(0.3, 3))
+        row[rng.permutation(n_vocab)[:N_LIKELY]] = 16 - 2.2 * ranks + rng.standard_normal(N_LIKELY) * 0.5
+    return rows
 
 
 def rows_of(name: str, n_vocab: int, n_rows: int = N_ROWS) -> Logits:
@@ -103,6 +129,52 @@ def exactness(n_vocab: int, n_cases: int) -> tuple[int, int]:
     return n_compared, n_wrong
 
 
+def step_us(options: SamplingOptions, rows: Logits, n_steps: int) -> tuple[list[float], list[float], list[float]]:
+    """Return the processor time a row of so many steps: one by one, together, and together with noise made before.
+
+    All in turns. Raises RuntimeError if their tokens differ.
+    """
+    n_vocab, found = rows.shape[1], (list[float](), list[float](), list[float]())
+    samplers = [SessionSampler(dataclasses.replace(options, seed=SEED + row), n_vocab) for row in range(len(rows))]
+    for position in range(n_steps):
+        asks = [Ask(sampler, row, position) for sampler, row in zip(samplers, rows, strict=True)]
+
+        def alone(asks: list[Ask] = asks) -> list[object]:
+            return [sampler.sample(row, at) for sampler, row, at in asks]
+
+        def together(asks: list[Ask] = asks) -> list[object]:
+            return list(sample_rows(asks))
+
+        said: list[list[object]] = []
+        for way, taken_us in zip((alone, together, together), found, strict=True):
+            if taken_us is found[2]:
+                prepare_noise(n_vocab, [(sampler, at) for sampler, _, at in asks])
+            started_ns = time.thread_time_ns()
+            said.append(way())
+            taken_us.append((time.thread_time_ns() - started_ns) / 1e3 / len(rows))
+        if said[0] != said[1] or said[0] != said[2]:
+            raise RuntimeError(f"rows that were drawn together said something else at position {position}: {options}")
+    return found
+
+
+def measure_together(n_vocab: int, n_steps: int) -> dict[str, object]:
+    """Return the measurement of steps, as `measure` does."""
+    found = []
+    for kind in ("like a model's", "normal"):
+        rows = likely_rows(n_vocab, max(TOGETHER)) if kind != "normal" else rows_of(kind, n_vocab, max(TOGETHER))
+        for label, options in STEP_OPTIONS.items():
+            times = [step_us(options, rows[:n_rows], n_steps) for n_rows in TOGETHER]
+            chosen = [times[-1][0], *(each[1] for each in times), times[-1][2]]
+            values = [round(percentile(taken_us, LOW)) for taken_us in chosen]
+            found.append({"label": f"{label}; rows {kind}", "values": values})
+    last = f"{max(TOGETHER)} rows"
+    return {
+        "corner": "us of processor time a row",
+        "columns": [f"{last}, one by one", *(f"{n} together" for n in TOGETHER), f"{last}, noise before"],
+        "rows": found,
+    }
+
+
 def measure(n_vocab: int, n_picks: int, n_cases: int) -> dict[str, object]:
     """Return the measurement in the form of benches/results, but for machine, date and commit."""
     rows = []
@@ -127,22 +199,26 @@ def main() -> None:
     """Measure, print, and write the results if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and few picks")
+    parser.add_argument("--together", action="store_true", help="rows of a step, one by one and together")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
     parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
     arguments = parser.parse_args()
     sizes = (N_VOCAB_QUICK, PICKS_QUICK, CASES_QUICK) if arguments.quick else (N_VOCAB, PICKS, CASES)
-    found = measure(*sizes)
+    if arguments.together:
+        found = measure_together(sizes[0], STEPS_QUICK if arguments.quick else STEPS)
+    else:
+        found = measure(*sizes)
     table = Table(str(found["corner"]), *found["columns"])  # type: ignore[misc]
     for row in found["rows"]:  # type: ignore[attr-defined]
         table.add_row(row["label"], *map(str, row["values"]))
-    Console().print(table, found["exactness"])
+    Console().print(table, found.get("exactness", ""))
     if arguments.out:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         origin = {
             "machine": arguments.machine,
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "commit": commit.stdout.strip(),
-            "command": "python -m benches.sampling",
+            "command": "python -m benches.sampling" + " --together" * arguments.together,
         }
         arguments.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
 

@@ -16,12 +16,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from relayline.stage.sampling.draws import Draws
+from relayline.stage.sampling.draws import Draws, Places
 
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
-_FEW = 2_048  # tokens before a winner that are weighed for themselves
-_SUMS_DIFFER = 1e-5  # more than two sums of the same f32 weights in another order do, as a share
+SUMS_DIFFER = 1e-5  # more than two sums of the same f32 weights in another order do, as a share
 _COLUMNS = 2_048
 
 
@@ -54,61 +53,68 @@ class FilteredDraws:
         """
         if maxima is None:
             maxima = self._draws.maxima(logits)
-        floor = float(np.float32(largest + math.log(min_p))) if min_p > 0.0 else -math.inf
-        tokens: Tokens | None = None
+        floor, tokens = floor_of(largest, min_p), None
         if 0 < top_k < logits.size:
-            tokens = largest_tokens(logits, top_k, maxima)
+            tokens = largest_tokens(logits, top_k, self._draws, maxima)
             logits = logits[tokens]
-        total = 0.0
-        while True:
-            token = self._draws.draw(logits, largest, temperature, keys, tokens, floor=floor, maxima=maxima)
-            if top_p == 1.0:
-                return token
-            place = token if tokens is None else int(np.searchsorted(tokens, token))
-            before = self._ranked_before(logits, place)
-            if self._is_kept(logits, before, largest, top_p, maxima):
-                return token
-            total = total or self._weigh(logits, largest)
-            if not self._is_behind(logits.size, before, top_p * total):
-                return token
-            if tokens is None:  # the next one is looked for among the logits above, or as large ones before it
-                edge = logits[place]
-                tied = np.flatnonzero(logits[:place] == edge)
-                floor = max(floor, float(edge if tied.size else np.nextafter(edge, np.float32(np.inf))))
-                if not tied.size:
-                    continue
-            left = np.flatnonzero(before)
-            tokens = left.astype(np.int32) if tokens is None else tokens[left]
-            logits = logits[left]
-            self._weights[: left.size] = self._weights[left]
+        token = self._draws.draw(logits, largest, temperature, keys, tokens, floor=floor, maxima=maxima)
+        if top_p == 1.0:
+            return token
+        return self.kept(token, logits, largest, temperature, keys, tokens, top_p=top_p, floor=floor, maxima=maxima)
 
-    def _is_kept(
-        self, logits: Logits, before: npt.NDArray[np.bool_], largest: float, top_p: float, maxima: Logits
-    ) -> bool:
-        """Return whether top-p surely keeps the token behind these: they are few and have little weight.
+    def kept(
+        self,
+        token: int,
+        logits: Logits,
+        largest: float,
+        temperature: float,
+        keys: tuple[int, int],
+        tokens: Tokens | None,
+        *,
+        top_p: float,
+        floor: float,
+        maxima: Logits,
+    ) -> int:
+        """Return the token that won the race among `tokens` (None: all), or the first behind it that top-p keeps.
 
-        The largest logits of the blocks represent the row; the tokens left by top-k are weighed in full.
+        The logits are those of `tokens`. `floor` is what the race was run with, `maxima` are the whole row's.
         """
-        n_before = int(np.count_nonzero(before))
-        if n_before == 0:
-            return True
-        if n_before > _FEW or logits.size != self._weights.size:
-            return False
-        theirs = np.exp(logits[np.flatnonzero(before)] - np.float32(largest)).sum(dtype=np.float64)
-        least = np.exp(maxima - np.float32(largest)).sum(dtype=np.float64)
-        return bool(theirs < top_p * least * (1 - _SUMS_DIFFER))
+        total, weights = 0.0, None
+        while True:
+            place = token if tokens is None else int(np.searchsorted(tokens, token))
+            few = self._few_before(logits, place, maxima) if tokens is None else None
+            theirs = 0.0
+            if few is not None:
+                theirs = float(np.exp(logits[few] - np.float32(largest)).sum(dtype=np.float64))
+                if not few.size or _is_less(theirs, top_p * _least_total(maxima, largest)):
+                    return token
+            if weights is None:
+                weights = self._weights_of(logits, largest)
+                total = total or sum_of(weights)
+            mass, before = top_p * total, None
+            if few is None or not (_is_less(theirs, mass) or _is_less(mass, theirs)):
+                before = self._ranked_before(logits, place)
+                theirs = sum_of(np.multiply(weights, before, out=self._counted[: logits.size]))
+            if not 0.0 < theirs >= mass:
+                return token
+            if tokens is None and few is None and not (logits[:place] == logits[place]).any():
+                # The next one is looked for among the logits above.
+                floor = max(floor, float(np.nextafter(logits[place], np.float32(np.inf))))
+            else:
+                left = few if before is None else np.flatnonzero(before)
+                assert left is not None
+                tokens = left.astype(np.int32) if tokens is None else tokens[left]
+                logits, weights = logits[left], None
+            token = self._draws.draw(logits, largest, temperature, keys, tokens, floor=floor, maxima=maxima)
 
-    def _weigh(self, logits: Logits, largest: float) -> float:
-        weights = self._weights[: logits.size]
-        np.subtract(logits, np.float32(largest), out=weights)
-        np.exp(weights, out=weights)
-        return sum_of(weights)
-
-    def _is_behind(self, n_tokens: int, before: npt.NDArray[np.bool_], mass: float) -> bool:
-        """Tell whether the tokens before one have that weight or more, and there is one at least."""
-        counted = self._counted[:n_tokens]
-        np.multiply(self._weights[:n_tokens], before, out=counted)
-        return 0.0 < sum_of(counted) >= mass
+    def _few_before(self, logits: Logits, place: int, maxima: Logits) -> Places | None:
+        """Return the tokens of a whole row that rank before one, in the order of tokens; None if they are many."""
+        edge = logits[place]
+        reach = self._draws.reaching(logits, float(edge), maxima)
+        if reach is None:
+            return None
+        before: Places = reach[(logits[reach] > edge) | (reach < place)]
+        return before
 
     def _ranked_before(self, logits: Logits, place: int) -> npt.NDArray[np.bool_]:
         """Tell which tokens rank before the one at `place`. Rows are in the order of tokens: ties are cut by place."""
@@ -116,6 +122,26 @@ class FilteredDraws:
         np.greater(logits, logits[place], out=before)
         before[:place] |= logits[:place] == logits[place]
         return before
+
+    def _weights_of(self, logits: Logits, largest: float) -> Logits:
+        weights = self._weights[: logits.size]
+        np.subtract(logits, np.float32(largest), out=weights)
+        return np.exp(weights, out=weights)
+
+
+def _is_less(one: float, other: float) -> bool:
+    """Return whether a sum of weights is less than another, in whatever order both were added up."""
+    return one < other * (1 - SUMS_DIFFER)
+
+
+def _least_total(maxima: Logits, largest: float) -> float:
+    """Return less than the weight of a row: that of the largest logits of its blocks."""
+    return float(np.exp(maxima - np.float32(largest)).sum(dtype=np.float64))
+
+
+def floor_of(largest: float, min_p: float) -> float:
+    """Return the least logit that min-p keeps."""
+    return float(np.float32(largest + math.log(min_p))) if min_p > 0.0 else -math.inf
 
 
 def sum_of(weights: Logits) -> float:
@@ -127,15 +153,17 @@ def sum_of(weights: Logits) -> float:
     return total + (float(weights[weights.size - n_more :].sum(dtype=np.float64)) if n_more else 0.0)
 
 
-def largest_tokens(logits: Logits, n: int, maxima: Logits | None = None) -> Tokens:
+def largest_tokens(logits: Logits, n: int, draws: Draws | None = None, maxima: Logits | None = None) -> Tokens:
     """Return the tokens of the `n` largest logits, ascending by token; ties are cut by token.
 
-    `maxima`, the largest of each of some blocks of the row, spare most of it: of so many, the n-th largest bounds the
-    edge from below.
+    `maxima`, of `Draws.maxima` of a whole row, spare most of it: of so many, the n-th largest bounds the edge from
+    below.
     """
-    if maxima is not None and n <= maxima.size:
+    if draws is not None and maxima is not None and n <= maxima.size:
         bound = np.partition(maxima, maxima.size - n)[maxima.size - n]
-        some = np.flatnonzero(logits >= bound)
+        some = draws.reaching(logits, float(bound), maxima)
+        if some is None:
+            some = np.flatnonzero(logits >= bound)
         return some[largest_tokens(logits[some], n)].astype(np.int32) if some.size > n else some.astype(np.int32)
     edge = np.partition(logits, logits.size - n)[logits.size - n]
     left = np.flatnonzero(logits >= edge)

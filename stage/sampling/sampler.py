@@ -32,8 +32,10 @@ from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
 from relayline.stage.sampling.mirostat import Mirostat
+from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
+from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
 from relayline.wire.common.sampler_fields import BY_NAME, check_numbers
@@ -126,24 +128,26 @@ class Sampled(NamedTuple):
     mirostat_mu: float | None = None  # behind this token, with mirostat
 
 
-class _Scratch:
+class Scratch:
     """Arrays over one vocabulary that every draw of a thread reuses."""
 
     def __init__(self, n_vocab: int) -> None:
         self.changed = np.empty(n_vocab, np.float32)  # logits with biases and penalties, and the grammar's bans
         self.draws = Draws(n_vocab)
         self.filtered = FilteredDraws(self.draws, n_vocab)
+        self.noise = Noise(self.draws)
+        self.together = DrawsTogether(self.draws, self.filtered, self.noise)
 
 
 _local = threading.local()
 
 
-def _scratch(n_vocab: int) -> _Scratch:
+def scratch_of(n_vocab: int) -> Scratch:
     """Return this thread's scratch: 32 bytes a token, so one for all sessions of an engine and not one for each."""
-    found: dict[int, _Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
+    found: dict[int, Scratch] = _local.__dict__.setdefault("by_n_vocab", {})
     if n_vocab not in found:
         found.clear()  # an engine has one vocabulary; only tests meet a second
-        found[n_vocab] = _Scratch(n_vocab)
+        found[n_vocab] = Scratch(n_vocab)
     return found[n_vocab]
 
 
@@ -199,16 +203,50 @@ class SessionSampler:
         self.last = (position, token)
         return Sampled(token, None, [])
 
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether it draws, and its filters are top-k, top-p and min-p alone: see `stage.sampling.rows`."""
+        return self.options.temperature > 0 and self._mirostat is None and self._ranked is None and self._is_open
+
     def sample(self, logits: npt.NDArray[np.float32], position: int) -> Sampled:
         """Pick the token for absolute `position` from `logits` (f32 [n_vocab], left unchanged).
 
         Raises NumericError if the largest logit is not a finite number, InvalidRequestError where its grammar cannot be
         followed any further.
         """
-        largest = float(logits.max())  # NaN, if there is one
-        if not math.isfinite(largest):
-            raise NumericError(f"the logits for position {position} are not finite")
-        token = self._pick(logits, largest, position)
+        largest = checked(float(logits.max()), position)
+        changed, greatest = logits, largest
+        if self.changes_logits:
+            changed = scratch_of(self._n_vocab).changed
+            self.change(logits, position, changed)
+            greatest = checked_change(float(changed.max()), position)
+        is_drawn = self.options.temperature > 0
+        token = self._draw(changed, greatest, position) if is_drawn else int(changed.argmax())
+        return self.picked(token, logits, largest, position)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `change` has to be called before a pick."""
+        return self._penalties is not None or self._constraint is not None
+
+    def change(self, logits: npt.NDArray[np.float32], position: int, out: npt.NDArray[np.float32]) -> None:
+        """Write into `out` the logits that the pick for a position is from (both f32 [n_vocab]).
+
+        Raises InvalidRequestError where its grammar cannot be followed any further.
+        """
+        if self._penalties is not None:
+            self._penalties.apply(logits, position, out)
+        else:
+            np.copyto(out, logits)
+        if self._constraint is not None:
+            self._constraint.apply(position, out)
+
+    def picked(self, token: int, logits: npt.NDArray[np.float32], largest: float, position: int) -> Sampled:
+        """Record the token picked for a position, and describe it. The logits are the model's, with their largest."""
+        if self._penalties is not None:
+            self._penalties.said(token)
+        if self._constraint is not None:
+            self._constraint.said(token)
         self.last = (position, token)
         mu = self._mirostat.mu if self._mirostat is not None else None
         if self.options.n_logprobs < 0:
@@ -222,35 +260,13 @@ class SessionSampler:
         """
         if token >= self._n_vocab:
             raise ProtocolError(f"token {token} to score is outside the vocabulary of {self._n_vocab}")
-        largest = float(logits.max())
-        if not math.isfinite(largest):
-            raise NumericError(f"the logits for position {position} are not finite")
+        largest = checked(float(logits.max()), position)
         return _with_logprobs(token, logits, largest, max(0, self.options.n_logprobs))
-
-    def _pick(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
-        penalties, constraint = self._penalties, self._constraint
-        if penalties is not None or constraint is not None:
-            changed = _scratch(self._n_vocab).changed
-            if penalties is not None:
-                penalties.apply(logits, position, changed)
-            else:
-                np.copyto(changed, logits)
-            if constraint is not None:
-                constraint.apply(position, changed)
-            logits, largest = changed, float(changed.max())
-            if not math.isfinite(largest):
-                raise NumericError(f"no token allowed at position {position} has a finite logit")
-        token = int(logits.argmax()) if self.options.temperature == 0 else self._draw(logits, largest, position)
-        if penalties is not None:
-            penalties.said(token)
-        if constraint is not None:
-            constraint.said(token)
-        return token
 
     def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         if not self._is_open:
             raise NativeError("the session's sampler is closed")
-        scratch, keys = _scratch(self._n_vocab), noise_keys(self.options.seed, position)
+        scratch, keys = scratch_of(self._n_vocab), noise_keys(self.options.seed, position)
         options, mirostat = self.options, self._mirostat
         if mirostat is not None:
             tokens = mirostat.kept(logits, position)
@@ -276,12 +292,26 @@ class SessionSampler:
         self._is_open = False
 
 
+def checked(largest: float, position: int) -> float:
+    """Return a row's largest logit. Raises NumericError if it is not a finite number."""
+    if not math.isfinite(largest):
+        raise NumericError(f"the logits for position {position} are not finite")
+    return largest
+
+
+def checked_change(largest: float, position: int) -> float:
+    """Return the largest logit of a row that was changed. Raises NumericError if it is not a finite number."""
+    if not math.isfinite(largest):
+        raise NumericError(f"no token allowed at position {position} has a finite logit")
+    return largest
+
+
 def _with_logprobs(token: int, logits: npt.NDArray[np.float32], largest: float, n_top: int) -> Sampled:
-    scratch, top = _scratch(logits.size), list[tuple[int, float]]()
+    scratch, top = scratch_of(logits.size), list[tuple[int, float]]()
     shifted = np.subtract(logits, np.float32(largest), out=scratch.changed)
     if n_top > 0:
         n_top = min(n_top, logits.size)
-        leaders = largest_tokens(logits, n_top, scratch.draws.maxima(logits))
+        leaders = largest_tokens(logits, n_top, scratch.draws, scratch.draws.maxima(logits))
         order = leaders[np.argsort(-logits[leaders], kind="stable")]
         top = [(int(leader), float(shifted[leader])) for leader in order]
     chosen = float(shifted[token])

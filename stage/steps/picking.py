@@ -11,13 +11,15 @@ A wrong draft leaves rows in the lane. The next frame starts below them, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.pooling import Pool
+from relayline.stage.sampling.rows import Answer, Ask, sample_rows
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine, Hidden
+from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -30,21 +32,72 @@ def is_guessed_wrong(frame: QueuedFrame, sampler: SessionSampler | None) -> bool
     return position < frame.position or (position == frame.position and token != frame.draft_tokens[0])
 
 
-def pick(item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits: bool) -> Iterator[pb.Sampled]:
-    """Sample a computed frame's tokens: behind its last row, or behind each accepted draft row.
+class Picking:
+    """What a step says about a computed frame: its samples so far, and the row that waits for the next one.
 
-    Raises the errors of `SessionSampler.sample`; tokens sampled before an error are good.
+    A frame wants a token behind its last row, or behind each accepted draft row. Rows of a prompt may be scored first.
     """
-    frame = item.frame
-    n_rows = frame.n_rows
-    is_drafted = frame.flags & Flag.DRAFTED and not is_scored(frame)
-    for row in range(n_rows) if is_drafted else (n_rows - 1,):
-        position, at = frame.position + row + 1, item.row + row
-        best = engine.best_token(at) if sampler.is_greedy and not wants_logits else None
-        sampled = sampler.take(best, position) if best is not None else sampler.sample(engine.logits(at), position)
-        yield _sampled(frame, position, sampled, engine.logits(at).tobytes() if wants_logits else b"")
-        if is_drafted and row + 1 < n_rows and frame.draft_tokens[row + 1] != sampled.token:
+
+    def __init__(self, item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits: bool) -> None:
+        """Score the rows that are to be scored."""
+        self.item, self.sampler = item, sampler
+        self.samples: list[pb.Sampled] = []
+        self.error: RelaylineError | None = None  # samples before it are good
+        self._engine, self._wants_logits = engine, wants_logits
+        self.is_complete = False  # whether there is a token behind the last row
+        frame = item.frame
+        self._is_drafted = bool(frame.flags & Flag.DRAFTED) and not is_scored(frame)
+        self._row = 0 if self._is_drafted else frame.n_rows - 1
+        if is_scored(frame):
+            self._score()
+
+    def _score(self) -> None:
+        try:
+            self.samples.extend(score(self.item, self._engine, self.sampler))
+        except RelaylineError as error:
+            self.answer(error)
+        if not self.item.frame.flags & Flag.WANTS_SAMPLE:
+            self._row = -1
+
+    def ask(self) -> Ask | None:
+        """Return the row that waits for its token; None if none does, or the device has found all there are."""
+        try:
+            while self._row >= 0 and self.sampler.is_greedy and not self._wants_logits:
+                best = self._engine.best_token(self.item.row + self._row)
+                if best is None:
+                    break
+                self.answer(self.sampler.take(best, self._position))
+            if self._row < 0:
+                return None
+            return Ask(self.sampler, self._engine.logits(self.item.row + self._row), self._position)
+        except RelaylineError as error:
+            self.answer(error)
+            return None
+
+    @property
+    def _position(self) -> int:
+        return self.item.frame.position + self._row + 1
+
+    def answer(self, answer: Answer) -> None:
+        """Take the token of the row that waits."""
+        if isinstance(answer, RelaylineError):
+            self.error, self._row = answer, -1
             return
+        frame, row = self.item.frame, self._row
+        logits = self._engine.logits(self.item.row + row).tobytes() if self._wants_logits else b""
+        self.samples.append(_sampled(frame, self._position, answer, logits))
+        self.is_complete = row == frame.n_rows - 1
+        goes_on = self._is_drafted and row + 1 < frame.n_rows and frame.draft_tokens[row + 1] == answer.token
+        self._row = row + 1 if goes_on else -1
+
+
+def pick_all(pickings: Sequence[Picking]) -> None:
+    """Sample computed frames' tokens, of all frames together: first behind their first rows, then behind the next."""
+    due = pickings
+    while asked := [(picking, ask) for picking in due if (ask := picking.ask()) is not None]:
+        due = [picking for picking, _ in asked]
+        for picking, answer in zip(due, sample_rows([ask for _, ask in asked]), strict=True):
+            picking.answer(answer)
 
 
 def score(item: Placed, engine: Engine, sampler: SessionSampler) -> Iterator[pb.Sampled]:

@@ -23,13 +23,12 @@ from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.picking import (
+    Picking,
     count_wanted,
     drafts_of,
     is_guessed_wrong,
-    is_scored,
-    pick,
+    pick_all,
     pooled,
-    score,
     wanted_rows,
 )
 from relayline.stage.steps.placement import Placed, grid_at, heads_of, run_length
@@ -370,6 +369,7 @@ class StepExecutor:
         )
 
     def _sample(self, outputs: dict[int, RouteOutput], placed: list[Placed]) -> None:
+        pickings: list[Picking] = []
         for item in placed:
             frame = item.frame
             if frame.session_key in self.sessions.cancelled:
@@ -380,19 +380,16 @@ class StepExecutor:
             if not frame.flags & (Flag.WANTS_SAMPLE | Flag.DRAFTED):
                 self._passed(outputs, frame)
                 continue
-            samples, sampler = self._output(outputs, frame.route_id).samples, self.sessions.samplers[frame.session_key]
+            sampler = self.sessions.samplers[frame.session_key]
             wants_logits = frame.session_key in self.sessions.wants_logits
-            try:
-                if is_scored(frame):
-                    samples.extend(score(item, self.engine, sampler))
-                    if not frame.flags & Flag.WANTS_SAMPLE:
-                        self._passed(outputs, frame)
-                        continue
-                samples.extend(pick(item, self.engine, sampler, wants_logits=wants_logits))
-            except RelaylineError as error:
-                self._fault(outputs, frame, error)
-                continue
-            if samples[-1].position != item.position_after:
+            pickings.append(Picking(item, self.engine, sampler, wants_logits=wants_logits))
+        pick_all(pickings)
+        for picking in pickings:
+            frame = picking.item.frame
+            self._output(outputs, frame.route_id).samples.extend(picking.samples)
+            if picking.error is not None:
+                self._fault(outputs, frame, picking.error)
+            elif not picking.is_complete:
                 self._passed(outputs, frame)
 
     def _pool(self, outputs: dict[int, RouteOutput], item: Placed) -> None:

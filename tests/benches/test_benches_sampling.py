@@ -19,8 +19,7 @@ def test_every_option_is_timed_and_no_pick_differs() -> None:
 
 
 def test_a_filter_that_keeps_too_much_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FilteredDraws, "_is_behind", lambda *_: False)
-    monkeypatch.setattr(FilteredDraws, "_is_kept", lambda *_: True)
+    monkeypatch.setattr(FilteredDraws, "kept", lambda _, token, *__, **___: token)
     assert sampling.exactness(700, 40)[1] > 0
 
 
@@ -28,3 +27,18 @@ def test_no_pick_differs_in_a_vocabulary_of_blocks() -> None:
     n_compared, n_wrong = sampling.exactness(BLOCKS_FROM + 100, 60)
     assert n_wrong == 0
     assert n_compared > 40
+
+
+def test_steps_are_timed_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "TOGETHER", (1, 3))
+    found = sampling.measure_together(700, 1)
+    rows = found["rows"]
+    assert isinstance(rows, list)
+    assert len(rows) == 2 * len(sampling.STEP_OPTIONS)
+    assert {len(row["values"]) for row in rows} == {len(found["columns"])} == {4}  # type: ignore[arg-type]
+
+
+def test_a_step_that_says_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "sample_rows", lambda asks: [None for _ in asks])
+    with pytest.raises(RuntimeError, match="said something else at position 0"):
+        sampling.step_us(sampling.STEP_OPTIONS["top-k 40"], sampling.rows_of("wide", 700, 2), 1)

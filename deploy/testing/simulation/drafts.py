@@ -12,7 +12,7 @@ import numpy.typing as npt
 from relayline.deploy.testing.simulation.world import Request
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
-from relayline.stage.steps.picking import pick
+from relayline.stage.steps.picking import Picking, pick_all
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine
 from relayline.wire.envelopes.frames import Flag
@@ -41,7 +41,7 @@ def prediction(request: Request, session_id: int, seed: int) -> tuple[int, ...]:
 class OracleSampler:
     """Replaces stage.sampling.sampler.SessionSampler."""
 
-    is_greedy = False  # its token does not come from logits
+    is_greedy = draws_plainly = False  # its token does not come from logits
 
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
@@ -78,8 +78,10 @@ def answers(
             passed.append(item.frame)
             continue
         sampler = cast(SessionSampler, samplers[item.frame.session_id])
-        message.samples.extend(pick(item, ENGINE, sampler, wants_logits=False))
-        if message.samples[-1].position != item.position_after:
+        picking = Picking(item, ENGINE, sampler, wants_logits=False)
+        pick_all([picking])
+        message.samples.extend(picking.samples)
+        if not picking.is_complete:
             passed.append(item.frame)
     for frame in passed:
         message.progress.add(session_id=frame.session_id, position=frame.position + frame.n_rows)

@@ -16,7 +16,7 @@ from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine.device_greedy import DeviceGreedy
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
-from relayline.stage.steps.picking import pick
+from relayline.stage.steps.picking import Picking, pick_all
 from relayline.wire.common.errors import InternalError
 
 N_LANES = 6
@@ -101,11 +101,13 @@ def test_greedy_streams_among_others_match_the_host(
     for _ in range(5):
         step(engines, list(range(N_LANES)), [1] * N_LANES, rng)
         for engine, those in zip(engines, samplers, strict=True):
-            said.append([])
+            pickings: list[Picking] = []
             for row, sampler in enumerate(those):
                 frame = types.SimpleNamespace(n_rows=1, flags=0, position=engine.lane_tokens(row) - 1, session_id=row)
                 item: Any = types.SimpleNamespace(frame=frame, row=row)
-                said[-1] += [each.SerializeToString() for each in pick(item, engine, sampler, wants_logits=row == 5)]
+                pickings.append(Picking(item, engine, sampler, wants_logits=row == 5))
+            pick_all(pickings)
+            said.append([each.SerializeToString() for picking in pickings for each in picking.samples])
     assert said[::2] == said[1::2]
     assert set(fetched) == {1, 2, 3, 4, 5}, "the row of a bare greedy stream never leaves the device"
     assert all(sampler.last is not None for sampler in samplers[1])

@@ -40,8 +40,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "RELAYLINE_OWN_PROCESSES" not in os.environ:
     forked.install(Zygote())
 
-# Containers like to say that Python shall not keep what it compiles. Then each worker compiles all tests anew, and each
-# process all of relayline: a second and more of processor time at every start.
+# Containers often tell Python not to keep compiled files. Then each worker compiles all tests again, and each process
+# all of relayline: a second and more of processor time at every start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -71,14 +71,14 @@ def no_stray_threads() -> Iterator[None]:
     yield
     stray = [thread for thread in threading.enumerate() if thread not in before and thread.name in THREADS_OF_OURS]
     for thread in stray:
-        thread.join(1)  # a thread that was told to stop may still be on its way out
+        thread.join(1)  # a thread that was asked to stop may still be on its way out
     left = [thread.name for thread in stray if thread.is_alive()]
     assert not left, f"threads outlived the test: {left}"
 
 
 @pytest.fixture
 def own_processes() -> Iterator[None]:
-    """The processes of this test are interpreters of their own, as a user's are."""
+    """The processes of this test are new interpreters, as a user's are."""
     with forked.own_processes():
         yield
 
@@ -105,7 +105,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, but not among what was collected."""
+    """Look for garbage again, but not among the objects already collected."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -135,6 +135,6 @@ async def no_stray_tasks() -> AsyncIterator[None]:
 
 
 def _is_ours(task: asyncio.Task[object]) -> bool:
-    """Whether a package of this repository wrote the coroutine; grpc and pytest keep tasks of their own."""
+    """Whether a package of this repository wrote the coroutine; grpc and pytest keep their own tasks."""
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and code.co_filename.startswith(OURS)

@@ -122,7 +122,7 @@ PURE_CORES = (
     "wire/envelopes/trace_context.py",
 )
 IMPURE = {"asyncio", "grpc", "time", "socket", "aiohttp"}
-# What a pure core may reach that imports one of these, and the reason why that is no I/O and no clock of the core's.
+# What a pure core may reach although it imports one of these, and why that is no I/O and no clock of the core's.
 REACHED = {
     "wire/common/errors.py": "grpc's status codes, a table",
     "wire/telemetry/telemetry.py": "the tracer that a core is handed; it stamps what it writes",
@@ -176,7 +176,7 @@ class Module:
         return found
 
     def nodes(self, *kinds: type[Node]) -> Iterator[Node]:
-        """Every node of these kinds, wherever it stands."""
+        """Every node of these kinds, wherever it is."""
         for kind in kinds:
             for node in self._nodes.get(kind, ()):
                 assert isinstance(node, kind)
@@ -228,7 +228,7 @@ def by_name() -> Mapping[str, Module]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every imported module by its full name, wherever the import stands, with its line."""
+    """Every imported module by its full name, wherever the import is, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -250,7 +250,7 @@ def ours(module: Module, imports: Imports | None = None) -> dict[str, int]:
 
 
 def floor_of(path: str) -> tuple[str, int]:
-    """The package and the floor on which a module stands; the longest entry of the table that holds it decides."""
+    """The package and the floor of a module; the longest entry of the table that holds it decides."""
     package = path.split("/", 1)[0]
     fits = [
         (len(entry), number)
@@ -305,7 +305,7 @@ def test_imports_go_down(package: str) -> None:
 
 
 def test_benches_do_not_import_tests() -> None:
-    """What both need stands in deploy/testing."""
+    """Code that both need is in deploy/testing."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in sorted((ROOT / "benches").rglob("*.py"))
@@ -390,7 +390,7 @@ def ours_at_run_time(path: str) -> tuple[str, ...]:
 
 
 def _without_types(tree: ast.Module) -> ast.Module:
-    """The module without what stands under `if TYPE_CHECKING:`, which no running program imports."""
+    """The module without the imports under `if TYPE_CHECKING:`, which no running program imports."""
     body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
     return ast.Module(body, [])
 
@@ -408,10 +408,11 @@ def test_pure_cores_do_no_io_and_read_no_clock(path: str) -> None:
 
 
 def test_nobody_sleeps_and_nobody_reads_the_wall_clock() -> None:
-    """Waiting is for events; durations come from the monotonic clock. A turn of the loop (sleep of 0) is no sleep.
+    """Waiting is for events; durations come from the monotonic clock.
 
-    The HTTP side may tell the time of day, because the OpenAI API shows it; so may telemetry, because spans carry it.
-    What is remembered in files has an age that outlives processes and boots.
+    A turn of the loop (sleep of 0) is no sleep. The HTTP side may give the time of day, because the OpenAI API shows
+    it; so may telemetry, because spans carry it. Values remembered in files have an age that outlives processes and
+    boots.
     """
     wrong = [
         f"{module.path}:{node.lineno} {name}"
@@ -440,7 +441,7 @@ def test_functions_are_short() -> None:
 
 
 def _size_of(node: ast.ClassDef) -> tuple[int, int]:
-    """Methods and attributes: what stands in the class, and what its methods set on self."""
+    """Methods and attributes: those in the class body, and those that its methods set on self."""
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     attributes = {
         item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
@@ -477,7 +478,7 @@ def test_modules_have_few_collaborators() -> None:
 
 
 def test_public_things_are_documented() -> None:
-    """Ruff sees to functions and classes; modules say what they are for."""
+    """Ruff checks functions and classes; modules say what they are for."""
     silent = [
         module.path
         for module in product()

@@ -33,7 +33,7 @@ PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]*)`")
 FLAG = re.compile(r"--[a-z][a-z-]*")
 # Of docker, of llama.cpp's programs, of gdb and of benches, which these pages name as well.
 FLAGS_OF_OTHERS = {"--build-arg", "--parallel", "--profile", "--args", "--spans"}
-HISTORY = "CHANGELOG.md"  # names what was there then
+HISTORY = "CHANGELOG.md"  # names things as they were then
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -43,7 +43,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """Return what a page sets in code style inside its text."""
+    """Return the text of a page in code style."""
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 
@@ -58,7 +58,7 @@ def lines(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return what a link to a heading of a page may be, as GitHub and the site generator make it."""
+    """Return the possible links to a heading of a page, as GitHub and the site generator make them."""
     headings = re.findall(r"(?m)^#+ +(.+)$", prose(page))
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {re.sub(r"[ -]+", "-", heading.strip()) for heading in plain}
@@ -84,7 +84,7 @@ def called(line: str) -> Iterator[tuple[str, list[str]]]:
         try:
             first, *rest = shlex.split(part)
         except ValueError:
-            continue  # a quotation that goes on in the next line
+            continue  # a quotation that continues in the next line
         if rest and f"{first} {rest[0]}" in commands():
             yield f"{first} {rest[0]}", rest[1:]
         else:

@@ -36,7 +36,7 @@ def product() -> dict[str, str]:
 
 
 def files_with(pattern: str) -> set[str]:
-    """The files of the product in which the pattern stands."""
+    """The product's files that contain the pattern."""
     found = re.compile(pattern)
     return {path for path, text in product().items() if found.search(text)}
 
@@ -58,7 +58,7 @@ def test_a_setting_is_its_entry_and_its_use(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["top_n_sigma", "typical_p"])
 def test_a_sampler_field_is_its_entry_and_its_use(name: str) -> None:
-    """The rooms of llama-server's dialect list its names too: a field that it doesn't have stands in none of them."""
+    """The rooms of llama-server's dialect list its names too: a field that it lacks is in none of them."""
     assert BY_NAME[name].is_public
     found = {path for path in files_with(rf"['\"]{name}['\"]") if not path.startswith("coordinator/http/llama/")}
     assert FIELD_TABLE in found

@@ -53,7 +53,7 @@ def test_arguments_without_a_measurement_are_refused_in_one_line(
 
 
 def test_old_results_do_not_pass_for_new_ones(tmp_path: Path) -> None:
-    """An interrupted run leaves what it has measured, and neither the whole nor the plots of an earlier one."""
+    """An interrupted run leaves its results so far, but neither the combined file nor the plots of an earlier run."""
     for name in ("results.json", "hop.json", "compare.json", "compare.png", "compare.txt", "of-mine.png"):
         (tmp_path / name).touch()
     everything.forget(tmp_path, ["compare"])
@@ -70,7 +70,7 @@ def test_lists_are_read_as_they_are_given() -> None:
     mixed = compare.parse(["--systems", "auto,unsplit+kernels,rpc"])
     assert compare.wanted_kernels(mixed) == [Kernels.OURS, Kernels.SHIPPED]
     only_shipped = {Kernels.SHIPPED: Peers(Path("bin"), "1")}
-    assert plan_of(mixed, only_shipped).systems == ("auto", "rpc"), "what is not built is left out"
+    assert plan_of(mixed, only_shipped).systems == ("auto", "rpc"), "programs that are not built are left out"
     assert tracing.parse(["--levels", "summary,frames"]).levels == ("summary", "frames")
     assert tracing.parse([]).levels == tuple(LEVEL_NAMES)
 

@@ -38,7 +38,7 @@ def archive_of(directory: Path, version: str) -> Path:
 
 
 class Tools:
-    """Stands in for cmake: keeps what it was told, and leaves programs and libraries as that would."""
+    """A fake cmake: records its arguments, and makes programs and libraries as the real one would."""
 
     def __init__(self) -> None:
         self.commands: list[Sequence[str]] = []

@@ -24,7 +24,7 @@ def test_parts_of_a_hop_add_up_to_the_hop() -> None:
 
 
 class Answering:
-    """A call whose messages take 5 us, answers 100 us, by a clock of its own."""
+    """A call whose messages take 5 us and answers 100 us, on its own clock."""
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000

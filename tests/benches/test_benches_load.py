@@ -53,7 +53,7 @@ def test_arrivals_are_seeded_and_have_the_asked_rate() -> None:
 
 
 class FakeServer:
-    """Answers both dialects with the tokens 1000 + prompt[0] + n; cuts the answer short or refuses when told."""
+    """Answers both dialects with the tokens 1000 + prompt[0] + n; cuts the answer short or refuses on request."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, object]] = []

@@ -27,4 +27,6 @@ def test_other_words_to_gcc_make_another_build_of_the_peers(tmp_path: Path, monk
         digests.add(peers.digest_of(("-DX=1",), Kernels.OURS))
     assert files == set(Kernels.OURS.value)
     assert len(digests) == 2 + len(files)
-    assert len(as_shipped) == 1 + len(Kernels.SHIPPED.value), "what is in no build as it ships must not make it anew"
+    assert len(as_shipped) == 1 + len(Kernels.SHIPPED.value), (
+        "a file that is in no unpatched build must not cause a new one"
+    )

@@ -27,7 +27,7 @@ TINY = Shape("tiny", "llama", 256, 2, 4, 2, 64, 256, 400)
 def test_judge_takes_exact_answers_and_near_ties_and_nothing_else() -> None:
     assert judge((1, 2, 3), (1, 2, 3), None, 0.2).agrees
     assert not judge((1, 2), (1, 2, 3), None, 0.2).agrees
-    assert not judge((1, 9, 3), (1, 2, 3), None, 0.2).agrees  # nobody weighed it
+    assert not judge((1, 9, 3), (1, 2, 3), None, 0.2).agrees  # without weights
     near = judge((1, 9, 4), (1, 2, 3), (0.0, 0.1, 0.0), 0.2)
     assert (near.agrees, near.n_exact, near.worst_gap) == (True, 1, 0.1)
     assert not judge((1, 9, 4), (1, 2, 3), (0.0, 0.1, 0.0), 0.05).agrees
@@ -79,7 +79,7 @@ def test_points_are_medians_of_the_runs_that_count_and_goals_are_ratios_of_them(
 
 
 def test_automatic_is_held_against_the_best_by_hand() -> None:
-    """Each by hand beside the automatic run next to it, however quick the machine was just then."""
+    """Each value by hand is compared with the automatic run next to it, whatever the machine's speed at that time."""
     runs = []
     for by_hand, tok_s, automatic in (("1x4", 90.0, 100.0), ("2x2", 50.0, 47.5)):
         runs += [run_of("auto", 4, automatic, part="sweep"), run_of(by_hand, 4, tok_s, part="sweep")]
@@ -94,7 +94,7 @@ def tokens_at(*token_ms: float, error: str = "") -> Request:
 
 
 def test_quiet_begins_when_every_stream_has_its_first_token() -> None:
-    # The second stream's prompt is read until 50 ms, and the first one's tokens come slowly meanwhile.
+    # The second stream's prompt is read until 50 ms; during that time the first one's tokens come slowly.
     running = [tokens_at(10, 40, 60, 65, 70, 90), tokens_at(50, 56, 62, 68, 88, 94, 99)]
     quiet, during = parts.quiet_and_prefill_ms(running, due_ns=72_000_000, ended_ns=90_000_000)
     assert quiet == [5, 5, 6, 6, 6]  # not the 30 ms of the first, nor its 20 ms, which began before 50
@@ -113,7 +113,7 @@ def prefill_run(running: list[Request]) -> Run:
 def test_the_goal_during_a_long_prompt_is_compared_with_quiet_and_shown_with_medians(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # A slow start of 400 ms, 100 tokens 10 ms apart, then 25, 25 and 50 ms beside the prompt.
+    # A slow start of 400 ms, 100 tokens 10 ms apart, then 25, 25 and 50 ms during the prompt.
     times_ms = [100, 500, *(1_000 + 10 * n for n in range(100)), 2_015, 2_040, 2_090]
     run = prefill_run([tokens_at(*times_ms), tokens_at(1_000, *times_ms[3:])])
     assert (run.extra["quiet_itl_p99_ms"], run.extra["n_quiet"], run.extra["n_beside"]) == (10, 198, 6)
@@ -133,7 +133,7 @@ def test_the_goal_during_a_long_prompt_is_compared_with_quiet_and_shown_with_med
 async def test_a_running_stream_that_fails_late_keeps_the_run_from_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So does one that says something else than the unsplit model would, in whatever it says beside the prompt."""
+    """So does an answer that differs from the unsplit model's, in any text other than the prompt."""
     times_ms = [1_000 + 10 * n for n in range(103)]
     cancelled, failed = tokens_at(*times_ms), tokens_at(*times_ms, error="HTTP 500: lost")
     wrong = dataclasses.replace(cancelled, tokens=[*cancelled.tokens[:-1], 7])
@@ -178,7 +178,7 @@ def test_pipeline_figures_are_what_happened_in_between() -> None:
     assert figures["overlap"] == pytest.approx(0.75)
     assert figures["overlap_covers"] == pytest.approx(0.5)  # the first half of the steps has been forgotten
     assert parts.pipeline_figures({}, {}, 1.0) == {}  # a server that says nothing of itself
-    # Nor is a figure of the run what covers what came before it, or nobody knows what, or nothing.
+    # Nor does a figure of the run explain times before it, or of an unknown or empty cause.
     for wrong in ({"overlap_since_ns": 999_999_999}, {"overlap_since_ns": None}, {"overlap": {}}):
         assert "overlap" not in parts.pipeline_figures(before, after | wrong, 1.0)
 

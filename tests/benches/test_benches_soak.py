@@ -75,7 +75,7 @@ async def test_a_fault_reaches_the_process_of_the_moment(kind: str, number: int)
     assert await inflict(pipeline, Fault(0.0, kind, 0, 0.0))
     async with asyncio.timeout(20):
         assert await process.wait() == -number
-    assert not await inflict(pipeline, Fault(0.0, kind, 0, 0.0)), "nobody is there any more"
+    assert not await inflict(pipeline, Fault(0.0, kind, 0, 0.0)), "the process is gone"
     pipeline.stage(0).exited.set()
     assert not await inflict(pipeline, Fault(0.0, "stop", 0, 0.0))
 

@@ -80,8 +80,9 @@ def test_overlap_counts_while_every_stream_decodes() -> None:
 
 
 def test_pauses_are_for_steps_elsewhere_or_for_all_else() -> None:
-    # The first waits for the second's step until 50 and for its rows until 54; the second for the first's until 40,
-    # then 2 for the way, and between two steps 6 although its rows were there before; at last 1 for the first's rows.
+    # The first waits until 50 for the second's step and until 54 for its rows. The second waits until 40 for the
+    # first's rows, then 2 for the way, and 6 between two steps although its rows had arrived; at the end 1 for the
+    # first's rows.
     steps = [[(0, 40), (54, 100), (101, 140)], [(0, 30), (42, 50), (56, 99)]]
     found = stages.idle(steps, 0, 100)
     assert found == pytest.approx({"idle_elsewhere": (10 + 10 + 1) / 200, "idle_way": (4 + 2 + 6) / 200})
@@ -114,7 +115,7 @@ def test_lost_decode_time_is_waiting_or_dearer_steps() -> None:
 
 def test_unknown_figures_are_left_out() -> None:
     unmeasured = [asked([(0, 40)], is_measured=False)] * 2
-    assert stages.figures(unmeasured, [answered(20), answered(30)], 4) == {}  # no stream decodes beside another
+    assert stages.figures(unmeasured, [answered(20), answered(30)], 4) == {}  # no two streams decode at once
     assert stages.figures([], [answered(20, 30)], 4) == {}
     assert "overlap_decode" not in stages.figures([asked([(0, 40)])] * 2, [answered(), answered(30)], 4)
 

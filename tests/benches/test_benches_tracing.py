@@ -106,7 +106,7 @@ def batch(stage: int, step: int, start_ms: int, positions: dict[str, int], paren
 
 @pytest.fixture
 def request_of_spans() -> ExportTraceServiceRequest:
-    """One request of ten tokens over two stages, every other token beside a mate, and a batch of the mate alone."""
+    """One request of ten tokens over two stages, every other token with a mate, and a batch of the mate alone."""
     trace_id = bytes(range(16))
     root = Span(name="POST /v1/completions", kind=SERVER, trace_id=trace_id, span_id=b"rootroot",
                 start_time_unix_nano=MS, end_time_unix_nano=90 * MS)  # fmt: skip

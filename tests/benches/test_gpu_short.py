@@ -70,7 +70,7 @@ async def test_parts_run_in_the_order_of_their_worth(tmp_path: Path, monkeypatch
     assert ran == list(PARTS)
     ran.clear()
     await short.measure(Book(), short.Short(plan, None, tmp_path), ("rpc", "certify", "engine"))  # type: ignore[arg-type]
-    assert ran == ["engine", "certify"], "without llama.cpp's programs nothing is set beside"
+    assert ran == ["engine", "certify"], "without llama.cpp's programs nothing is compared"
 
 
 def test_installed_packages_are_not_packed() -> None:

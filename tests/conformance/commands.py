@@ -43,7 +43,7 @@ def call(command: Sequence[object], cwd: Path | None = None) -> None:
 
 
 def run(command: Sequence[object], cwd: Path, output: Path, environment: Mapping[str, str]) -> None:
-    """Run a suite; what it prints goes to a file, and its report says what passed. After RUN_S raise NotEndedError."""
+    """Run a suite; its output goes to a file, and its report says what passed. After RUN_S raise NotEndedError."""
     whole = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | dict(environment)
     with output.open("w") as log:
         suite = subprocess.Popen(

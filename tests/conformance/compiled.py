@@ -41,7 +41,7 @@ def run_go(suite: Suite, place: Path, url: str, model: str) -> Path:
 
 
 def run_cargo(suite: Suite, place: Path, url: str, model: str) -> Path:
-    """Run a suite of ours by `cargo test`: what it prints is its report."""
+    """Run a suite of ours by `cargo test`: its output is its report."""
     cargo, report = program("cargo"), new(place / suite.report)
     _copied(suite, place / "tests" / "conformance.rs")
     (place / "src").mkdir(exist_ok=True)

@@ -14,8 +14,8 @@ class Explanation:
     """Why a test of a suite fails."""
 
     suite: str
-    tests: str  # a pattern of whole names, without what stands in brackets behind them
-    message: str  # a pattern of what the failure says, from its first character on
+    tests: str  # a pattern of whole names, without the brackets at their end
+    message: str  # a pattern of the failure's message, from its first character on
     reason: str
 
     def fits(self, suite: str, test: str, message: str) -> bool:

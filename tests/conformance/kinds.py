@@ -43,7 +43,7 @@ def run_schemathesis(suite: Suite, place: Path, url: str, _model: str) -> Path:
     python = _python(suite, place)
     report = new(place / suite.report)
     command: list[object] = [python.parent / "schemathesis", "run", f"{url}/openapi.json", "--max-examples", "15"]
-    # Health is 503 and metrics are text by design; what is checked is that no body makes the server fail.
+    # Health is 503 and metrics are text by design; this checks that no body makes the server fail.
     command += ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance"]
     command += ["--phases", "examples,fuzzing", "--seed", "1", "--report-junit-path", report, "--request-timeout", "60"]
     command += ["--exclude-path", "/v1/telemetry"]  # it would change how the server records
@@ -62,7 +62,7 @@ def run_npm(suite: Suite, place: Path, url: str, model: str) -> Path:
 
 
 def version(suite: Suite, place: Path) -> str:
-    """Return name and version of what a suite tested."""
+    """Return name and version of the package that a suite tests."""
     name, _, pinned = re.sub(r"\[.*?\]", "", suite.requirements[0]).replace("==", "@").rpartition("@")
     if pinned and name:
         return f"{name} {pinned}"

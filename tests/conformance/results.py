@@ -18,7 +18,7 @@ MESSAGE_CHARS = 300
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """What a suite found."""
+    """The results of a suite."""
 
     suite: Suite
     version: str = ""
@@ -68,7 +68,7 @@ def _read_junit(result: Result, report: Path) -> None:
 
 
 def _read_go(result: Result, report: Path) -> None:
-    """Read the lines of `go test -json`: one event each, and what a test prints before it ends."""
+    """Read the lines of `go test -json`: one event each, with the output of a test before its end."""
     printed: dict[str, str] = {}
     for line in report.read_text().splitlines():
         event = json.loads(line)

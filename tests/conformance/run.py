@@ -60,7 +60,7 @@ def _commit() -> str:
 
 
 def _last(suite: Suite) -> Result:
-    """Return what a suite found when it last ran here."""
+    """Return the results of a suite's last run on this machine."""
     result, place = Result(suite), WORK / suite.name
     report = place / suite.report
     if not report.exists() or not (place / RAN).exists():
@@ -86,7 +86,7 @@ def _settings(suite: Suite) -> tuple[tuple[str, Any], ...]:
 
 
 async def main() -> int:
-    """Run what is asked for, and write the page unless only one suite was."""
+    """Run the chosen suites, and write the page unless only one suite was chosen."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=[suite.name for suite in SUITES], help="one suite; the page is printed")
     parser.add_argument("--url", help="a server that runs the demo model; else one is started")

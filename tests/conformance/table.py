@@ -21,7 +21,7 @@ class Suite:
 
     name: str
     what: str
-    requirements: tuple[str, ...]  # the first is what is tested
+    requirements: tuple[str, ...]  # the first is the tested one
     tests: tuple[str, ...]  # files
     kind: Literal["pytest", "schemathesis", "npm", "go", "cargo", "maven"] = "pytest"  # what runs it, see kinds.py
     source: str = ""  # the package whose source archive holds the tests; else they are in suites/
@@ -32,11 +32,11 @@ class Suite:
     base_path: str = ""  # of the API, after the host
     settings: Mapping[str, Any] = dataclasses.field(
         default_factory=dict
-    )  # of a pipeline of its own; else one serves all
+    )  # of the suite's own pipeline; otherwise one pipeline serves all
 
     @property
     def report(self) -> str:
-        """Return the path of what it reports, below the folder that it runs in."""
+        """Return the path of its report, below the folder that it runs in."""
         return _REPORTS.get(self.kind, "report.xml")
 
 

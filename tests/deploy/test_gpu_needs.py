@@ -45,7 +45,7 @@ def test_cuda_needs_its_compiler(root: Path) -> None:
     assert "needs nvcc" in need_of("-DGGML_CUDA=on", root)
     assert "needs nvcc" in need_of("-DGGML_CUDA:BOOL=1", root)
     assert need_of("-DGGML_CUDA=on", root, CUDACXX="/somewhere/nvcc") == ""
-    assert need_of("-DGGML_CUDA=on -DCMAKE_CUDA_COMPILER=/x/nvcc", root) == "", "CMake is told"
+    assert need_of("-DGGML_CUDA=on -DCMAKE_CUDA_COMPILER=/x/nvcc", root) == "", "CMake has the path"
     nvcc = root / "usr/local/cuda/bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch()

@@ -13,7 +13,7 @@ from relayline.deploy.testing.paths import ROOT
 
 CUDA = "-DGGML_CUDA=on"
 SOURCES = ("Makefile", "pyproject.toml", "setup.py", "stage/engine/_capture.c", "deploy/build/constraints.txt")
-# Stands for every Python: notes what it is asked to run and with which flags, and takes the pin for a package name.
+# A fake Python: records its calls and their flags, and takes the pin for a package name.
 RECORDER = """#!/bin/sh
 printf '%s | %s\\n' "$*" "$CMAKE_ARGS" >> "$RECORD"
 case "$*" in
@@ -25,7 +25,7 @@ esac
 
 
 class Tree:
-    """A source tree of which `make setup` runs for real, but for Python."""
+    """A source tree in which `make setup` runs for real, except for Python."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.record = directory, directory / "record"
@@ -68,7 +68,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 def is_fresh(command: str) -> bool:
-    """Whether a command builds anew whatever is installed or cached."""
+    """Whether a command builds even if something is installed or cached."""
     return {"--force-reinstall", "--no-deps", "--no-cache-dir"} <= set(command.split())
 
 

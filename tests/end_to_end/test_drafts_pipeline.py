@@ -68,7 +68,7 @@ def launched_fixture(monkeypatch: pytest.MonkeyPatch) -> dict[Kind, int]:
 
 
 def predicting(base: GenerationRequest, tokens: Sequence[int], wrong_every: int = 0) -> GenerationRequest:
-    """The same request with a prediction, every so many tokens of which are wrong."""
+    """The same request with a prediction, every so many of whose tokens are wrong."""
     changed = [
         (token + 1) % SHAPE.n_vocab if wrong_every and index % wrong_every == wrong_every - 1 else token
         for index, token in enumerate(tokens)
@@ -137,7 +137,7 @@ async def test_with_drafts_equals_whole(
 async def test_guesses_that_follow_in_flights_of_their_own(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
 ) -> None:
-    """One stream alone after the other, so that three of four stages would stand idle."""
+    """One stream alone after the other, so that three of four stages would be idle."""
     asked = await predicted(artifacts([1, 2, 3]), kv_layout)
     n_plain, launched[Kind.DECODE] = launched[Kind.DECODE], 0
     async with drafting(artifacts([1, 2, 3]), DRAFT_AUTO, kv_layout=kv_layout) as running:
@@ -180,7 +180,7 @@ async def test_links_that_break_under_drafts(
     whole: ReferenceModel,
     launched: dict[Kind, int],
 ) -> None:
-    """Stages hold more than was said then: rows that were guessed, rightly or not."""
+    """Stages hold more than the accepted tokens: guessed rows, right or wrong."""
     asked = await predictions([1, 3], kv_layout)
     async with drafting(artifacts([1, 3]), DRAFT_AUTO, kv_layout=kv_layout, proxied=True) as running:
         streams = [running.pipeline.open(each) for each in asked]
@@ -215,7 +215,7 @@ async def test_rows_of_a_drafted_stream_are_copied_correctly(
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_nothing_is_drafted_where_a_window_may_lose_earlier_rows(kv_layout: str, tmp_path: Path) -> None:
-    """In a cache that all lanes share; with cells of its own a lane can always be taken back."""
+    """In a cache that all lanes share; with per-lane cells a lane can always be rewound."""
     model = make_tiny("gemma3:pattern", tmp_path / "model.gguf", n_layers=6, vocab=SHAPE.n_vocab)
     pipeline = split_model(model, tmp_path / "out", cuts=(2, 4))
     paths = [tmp_path / "out" / stage.file for stage in pipeline.stages]

@@ -94,7 +94,7 @@ async def test_seeded_sampling_is_reproducible(served: Running) -> None:
 
 async def test_the_next_turn_of_a_chat_is_not_read_from_its_beginning(served: Running) -> None:
     history = list(b"# The quick brown fox jumps over the lazy dog, then it does so again.\n")
-    is_on = served.event["asked"] == "auto"  # by default, where lanes have cells of their own
+    is_on = served.event["asked"] == "auto"  # by default, where lanes have separate cells
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
         for turn in range(3):
@@ -119,7 +119,7 @@ PERSON = {
 
 
 async def test_answers_have_the_shape_that_was_asked_for(served: Running) -> None:
-    """A model of Python's library would say none of this by itself. One stream beside them asks for nothing."""
+    """A model of Python's library would not say this by itself. One concurrent stream asks for nothing."""
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
@@ -142,7 +142,7 @@ async def test_answers_have_the_shape_that_was_asked_for(served: Running) -> Non
 
 
 async def test_tools_are_called_as_they_want_to_be(served: Running) -> None:
-    """The bundled model has never seen a tool: what it says is what the grammar leaves."""
+    """The bundled model has never seen a tool: it says what the grammar allows."""
     tools = [
         {"type": "function", "function": {"name": "greet", "description": "Greet", "parameters": PERSON}},
         {"type": "function", "function": {"name": "wave", "parameters": {"type": "object", "properties": {}}}},

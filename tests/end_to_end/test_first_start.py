@@ -26,7 +26,7 @@ STOP_S = 20.0
 
 
 class Up:
-    """`relayline up` of the two hosts, and what was started on them. A context manager."""
+    """`relayline up` of the two hosts, and the stages started on them. A context manager."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -50,7 +50,7 @@ async def asked(session: aiohttp.ClientSession, model: str, *texts: str) -> tupl
 async def stream(
     session: aiohttp.ClientSession, model: str, text: str, begun: asyncio.Event, killed: asyncio.Event
 ) -> tuple[str, bool]:
-    """Which pipeline streamed, and whether it went on after the kill. No answer is over before that."""
+    """Which pipeline streamed, and whether it continued after the kill. No answer is over before that."""
     body = {"model": model, "prompt": text, "max_tokens": 8000, "ignore_eos": True, "stream": True}
     async with session.post("/v1/completions", json=body) as answer:
         assert answer.status == 200
@@ -115,7 +115,7 @@ async def test_replicas_share_a_model_keep_its_chats_and_survive_each_other(tmp_
             found = await asyncio.gather(*streams)
             assert {name for name, _ in found} == {"chat", "chat-2"}, "both had some"
             assert all(goes_on == (name == "chat-2") for name, goes_on in found)
-            await asked(session, model, "And now?")  # whoever lives answers
+            await asked(session, model, "And now?")  # any living replica answers
             await until(session, chat="ready")  # its own `up` has started it again
             await changed_while_serving(session, model, tmp_path, state)
         done = relayline("status", "--state-dir", state, "--json")

@@ -34,7 +34,7 @@ SEEDED = SamplingParams(temperature=0.9, seed=12)
 
 
 async def rows_of(running: Fleet) -> list[int]:
-    """Rows that each stage has computed so far."""
+    """The number of rows that each stage has computed."""
     stages = (await running.pipeline.describe())["stages"]
     assert isinstance(stages, list)
     return [stage["rows"] for stage in stages]
@@ -84,7 +84,7 @@ async def test_broken_links_alone_cause_no_replay(
 async def test_mirostat_goes_on_where_it_was(
     version: int, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state is of no stage: the coordinator gives back what the last sample said."""
+    """No stage keeps its state: the coordinator sends back the last sample's."""
     begun, reported, begin, said_by = list[float | None](), list[float](), Mirostat.__init__, Mirostat.said
 
     def note_begin(self: Mirostat, *settings: Any) -> None:
@@ -124,7 +124,7 @@ async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, who
         n_rows = await rows_of(running)
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
-    assert n_rows[-1] < 2 * (200 + 9) + 100, "what the last stage had is not read again"
+    assert n_rows[-1] < 2 * (200 + 9) + 100, "rows in the last stage's cache are not read again"
 
 
 async def test_streams_that_left_or_ended_meanwhile_hold_no_lane(artifacts: Artifacts, whole: ReferenceModel) -> None:
@@ -147,7 +147,7 @@ async def test_streams_that_left_or_ended_meanwhile_hold_no_lane(artifacts: Arti
 
 
 async def test_abandoned_lanes_are_closed_although_no_stream_goes_on(artifacts: Artifacts) -> None:
-    """What the last epoch left is closed when the next begins, also where nobody goes on."""
+    """Lanes of the last epoch are closed when the next begins, also if no stream continues."""
     async with fleet(artifacts([2]), n_lanes=3, proxied=True, prefix_lanes=None) as running:
         stream = running.pipeline.open(request(prompt_of(90, 40), 60))
         await read(stream, 5)
@@ -163,7 +163,7 @@ async def test_abandoned_lanes_are_closed_although_no_stream_goes_on(artifacts: 
 async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
-    """Also of who has its lanes at the others: these begin anew with it."""
+    """Also by streams with lanes in the other stages: these start from the beginning with it."""
     prompts = [prompt_of(70 + index, 50) for index in range(3)]
     async with fleet(artifacts([1, 3]), prefix_lanes=None) as running:
         streams = [running.pipeline.open(request(prompt, 40)) for prompt in prompts]

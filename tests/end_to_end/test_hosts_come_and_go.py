@@ -51,7 +51,7 @@ class Pipeline:
         return str(self.coordinator.event["join"])
 
     def started(self, name: str) -> Running:
-        """A stage that stands by, once it says so."""
+        """A spare stage, once it reports itself."""
         return Running(["stage", "--join", self._join, "--name", name, "--cache", self._disks / name, "--threads", "1",
                         "--always-fetch", "--json"])  # fmt: skip
 
@@ -62,7 +62,7 @@ class Pipeline:
 
 
 class PrivatePipeline(Pipeline):
-    """The same over mutual TLS: every stage joins by a token, on an address of its own."""
+    """The same over mutual TLS: every stage joins by a token, on its own address."""
 
     HOSTS = ("a", "b", "s")
 
@@ -104,7 +104,7 @@ def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 class World:
-    """What the steps of one story share: some streams, and what they say undisturbed."""
+    """The shared state of one story's steps: some streams, and their undisturbed answers."""
 
     def __init__(self, pipeline: Pipeline, client: Client, session: aiohttp.ClientSession) -> None:
         self.pipeline, self.client, self._session = pipeline, client, session
@@ -191,7 +191,7 @@ async def test_a_spare_that_joined_by_token_takes_over_over_tls(pipeline: Privat
         assert after["layers"] == before["layers"], "exactly those of the lost one"
         described = await world.client.pipeline()
         assert [entry["address"].partition(":")[0] for entry in described["stages"]] == ["127.0.0.2", "127.0.0.4"]
-        # It comes back by the certificate that it has, and stands by.
+        # It comes back with its old certificate, and is a spare.
         pipeline.stages["b"] = await asyncio.to_thread(pipeline.started, "b", is_new=False)
         assert pipeline.stages["b"].event["event"] == "idle"
         async with asyncio.timeout(WAIT_S):

@@ -21,7 +21,7 @@ from tests.support.polling import pause
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.netns,
-    pytest.mark.nightly,  # six processes that import everything anew
+    pytest.mark.nightly,  # six processes that import everything again
     pytest.mark.skipif(bool(refusal()), reason=refusal() or "allowed"),
 ]
 WAIT_S = 90.0

@@ -81,7 +81,7 @@ async def client_of(pipeline: Pipeline) -> AsyncIterator[Client]:
 
 
 async def n_undisturbed(pipeline: Pipeline, client: Client) -> int:
-    """Tokens of a stream that nothing disturbs. It is greedy, so one tells for all."""
+    """Tokens of an undisturbed stream. It is greedy, so one is enough for all."""
     if pipeline.n_tokens is None:
         pipeline.n_tokens = len(tokens_of(await client.stream(PROMPT, max_tokens=N_TOKENS)))
     return pipeline.n_tokens

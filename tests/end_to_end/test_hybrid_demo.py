@@ -50,7 +50,7 @@ def assert_said_by(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[
     behind = logits.max(axis=1) - logits[np.arange(len(tokens)), tokens]
     assert behind.max() < NEAR_TIE, f"token {int(behind.argmax())} of {len(tokens)} is {behind.max()} behind"
     margins = np.sort(logits, axis=1)
-    assert np.mean(margins[:, -1] - margins[:, -2] > NEAR_TIE) > 0.7, "what a near-tie may hide"
+    assert np.mean(margins[:, -1] - margins[:, -2] > NEAR_TIE) > 0.7, "as much as a near-tie may hide"
 
 
 async def test_eight_streams_say_what_the_whole_model_says(served: Running, whole: ReferenceModel) -> None:

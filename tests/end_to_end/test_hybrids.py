@@ -57,7 +57,7 @@ async def test_each_turn_of_a_chat_reads_only_what_is_new(kv_layout: str, hybrid
 async def test_a_lane_resumes_at_a_checkpoint_that_it_has_passed(
     kv_layout: str, hybrid: tuple[Split, ReferenceModel]
 ) -> None:
-    """The same prompt again, and one that agrees with it but for what was answered."""
+    """The same prompt again, and one that agrees with it except for the answer."""
     ((file, paths), whole), prompt = hybrid, prompt_of(1, 60)
     async with fleet(paths, n_lanes=3, prefix_lanes=1, kv_layout=kv_layout, file=file) as running:
         for asked, n_read in ((prompt, 60), (prompt, 1), ((*prompt, *prompt_of(5, 9)), 10), (prompt[:40], 40)):
@@ -133,7 +133,7 @@ async def test_a_next_turn_goes_on_from_an_answer_with_guesses_behind_its_end(
         further = (*prompt, *said[:n_said], *prompt_of(2, 9))
         answer = await read(running.pipeline.open(request(further, 6)), 5)
         n_rows = max(now - then for now, then in zip(await rows_of(running), before, strict=True))
-        assert n_rows < 30, "only what is new is read"
+        assert n_rows < 30, "only new text is read"
         assert replays(running) == 0
     assert_greedy(whole, further, answer)
 

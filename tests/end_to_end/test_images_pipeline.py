@@ -40,7 +40,8 @@ KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen
 
 MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
-# Of gemma3 rows see each other; of the others but mlp they have places in a grid, of the last beside a recurrent state.
+# Rows of gemma3 see each other. Those of the others except mlp have positions in a grid; the last has a recurrent state
+# too.
 each_way = pytest.mark.parametrize(
     "model", ["mlp", "gemma3", "gemma4v", "qwen2vl_merger", "qwen3vl_merger"], indirect=True
 )
@@ -128,7 +129,7 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
 
 
 class _Borrowed(Encoder):
-    """The module's encoder, which goes on when an application ends."""
+    """The module's encoder, which keeps running when an application ends."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self.n_embd, self.are_mutual = encoder, encoder.n_embd, encoder.are_mutual
@@ -147,7 +148,7 @@ class _Borrowed(Encoder):
 
 
 def assert_as_whole(model: Model, answer: dict[str, Any], *parts: str | bytes) -> None:
-    """Every token of an answer is what the whole model says, and its prompt has as many positions."""
+    """Every token of an answer is the whole model's, and its prompt has as many positions."""
     text, is_after_text = "", False
     for part in parts:
         text += ("\n" if is_after_text else "") + part if isinstance(part, str) else MARKER.decode()

@@ -39,7 +39,7 @@ def coordinator(split: Path, join: str = "127.0.0.1:0", http: str = "127.0.0.1:0
 
 
 def stage(name: str, join: str, cache: Path, *more: str) -> Running:
-    """Start a stage on a loopback address of its own; returns when it serves."""
+    """Start a stage on its own loopback address; returns when it serves."""
     host = f"127.0.0.{2 + NAMES.index(name)}"
     return Running(["stage", "--join", join, "--name", name, "--cache", cache, "--listen", f"{host}:0",
                     "--threads", "1", "--always-fetch", "--json", *more])  # fmt: skip
@@ -53,7 +53,7 @@ class LongClient(Client):
 
 
 class Pipeline:
-    """One coordinator and its stages, each with a disk of its own."""
+    """One coordinator and its stages, each with its own disk."""
 
     def __init__(self, split: Path, disks: Path) -> None:
         self.split, self.disks = split, disks

@@ -83,7 +83,7 @@ class World:
         await asyncio.gather(*self._stages.values(), return_exceptions=True)
 
     def _hold(self, number: int, index: int) -> None:
-        """Stages say that they have prepared: the change goes on when the test wants it."""
+        """Stages report that they have prepared; the change continues when the test says so."""
         self._reports.append((number, index))
         if len(self._reports) == len(NAMES):
             self._is_prepared.set()

@@ -116,7 +116,7 @@ async def replaced_under_streams(pipeline: Mixed, client: Client, name: str, ver
     for prompt, left, right in zip(PROMPTS, undisturbed, await disturbed, strict=True):
         await assert_same_greedy(client, prompt, left, right)
     resumed = re.findall(RESUMED, pipeline.coordinator.stderr)[n_epochs:]
-    assert resumed == [str(len(PROMPTS))], "all streams paused and went on, once"
+    assert resumed == [str(len(PROMPTS))], "all streams paused once and continued"
     return undisturbed
 
 
@@ -176,9 +176,9 @@ async def test_every_process_is_replaced_in_the_order_of_the_docs(
 async def test_features_of_both_versions_give_the_same_answers(
     last: Path, split: Path, tmp_path: Path, http: aiohttp.ClientSession, old: str
 ) -> None:
-    """Grammars, penalties and biases beside a stage of the last release, as with two stages of the tree.
+    """Grammars, penalties and biases with a stage of the last release, as with two stages of the tree.
 
-    So are draws where the last stage is the tree's. The last release draws other tokens from the same seed, as the docs
+    So are draws if the last stage is the tree's. The last release draws other tokens from the same seed, as the docs
     say of versions.
     """
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["n"],

@@ -28,7 +28,7 @@ pytestmark = [
 
 N_STREAMS, N_GROUPS, N_CROWD = 4, 2, 200
 KEY = "a-key-for-the-browser"
-# In which colours of groups blocks are drawn, lane by lane: what a person sees, read back from the canvas.
+# The group colours of drawn blocks, lane by lane, read back from the canvas as a person sees them.
 SEEN = """(() => {
   const canvas = document.querySelector(".time canvas"), lanes = document.querySelectorAll(".lanelabel").length;
   if (!canvas || !canvas.width || !lanes) return null;
@@ -49,7 +49,7 @@ SEEN = """(() => {
 
 
 class Pipeline:
-    """Two stages, the second of which can be killed and started anew, and their coordinator."""
+    """Two stages, the second of which can be killed and restarted, and their coordinator."""
 
     def __init__(self, directory: Path) -> None:
         keys = directory / "keys"
@@ -141,7 +141,7 @@ async def test_a_person_watches_asks_and_chats(pipeline: Pipeline, tmp_path: Pat
         await _reads_a_report(tab, pipeline, tmp_path / "report.html")
         assert tab.problems[refused:] == []
         own = (pipeline.url, "file:///", "data:")
-        assert all(url.startswith(own) for url in tab.requests), "nobody else is asked for anything"
+        assert all(url.startswith(own) for url in tab.requests), "no other server is asked for anything"
 
 
 async def _sees_batches(tab: Tab) -> None:
@@ -149,10 +149,10 @@ async def _sees_batches(tab: Tab) -> None:
     await tab.until(f"document.querySelectorAll('tbody tr.pick').length >= {N_STREAMS}")
     both = f"({SEEN} || []).filter((groups) => groups >= {N_GROUPS}).length === 2"
     await tab.until(both)
-    # By request each stream has a colour of its own.
+    # By request each stream has its own colour.
     await tab.value("[...document.querySelectorAll('.seg button')].find((b) => b.textContent === 'Requests').click()")
     await tab.until("document.querySelector('.legend').textContent.includes('per request')")
-    # By keyboard: a step is chosen, and told; the time line stands still.
+    # By keyboard: a step is selected and described, and the time line stops.
     press = "document.querySelector('.time canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
     await tab.value(press)
     await tab.until("document.querySelector('.inspect').textContent.includes('closed by')")

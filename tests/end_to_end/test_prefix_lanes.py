@@ -35,14 +35,14 @@ LAYOUTS = ["unified", "per-lane"]
 
 
 async def rows_of(running: Fleet) -> list[int]:
-    """Rows that each stage has computed so far."""
+    """The number of rows that each stage has computed."""
     stages = (await running.pipeline.describe())["stages"]
     assert isinstance(stages, list)
     return [stage["rows"] for stage in stages]
 
 
 def replays(running: Fleet) -> float | None:
-    """How many sessions have begun again after a fault: what went wrong would heal, and nobody would see it."""
+    """How many sessions were restarted after a fault: faults would heal unseen."""
     registry = running.pipeline._observer.metrics.registry
     return registry.get_sample_value(f"{names.METRIC_REPLAYS}_total", {names.LABEL_MODEL: ""})
 
@@ -95,7 +95,7 @@ async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 async def test_beginnings_that_windows_have_lost_are_read_anew(kv_layout: str, tmp_path: Path) -> None:
-    """Requests that share 40 tokens; others beside them take cells that no next row of a lane would read."""
+    """Requests that share 40 tokens; concurrent ones take cells that no next row of a lane would read."""
     model = make_tiny("gemma3:pattern", tmp_path / "model.gguf", n_layers=6, vocab=SHAPE.n_vocab)
     pipeline = split_model(model, tmp_path / "out", cuts=(2, 4))
     paths = [tmp_path / "out" / stage.file for stage in pipeline.stages]
@@ -110,7 +110,7 @@ async def test_beginnings_that_windows_have_lost_are_read_anew(kv_layout: str, t
                 for prompt, tokens in zip((alike, *others), outputs, strict=True):
                     logits = logits_along(whole, prompt, tokens)
                     behind = logits.max(axis=1) - logits[range(len(tokens)), tokens]
-                    assert behind.max() < 0.02 * logits.std(), "what was copied lacks something"
+                    assert behind.max() < 0.02 * logits.std(), "the copy lacks something"
                 await running.until_free()
             n_replays = replays(running)
     assert n_replays is not None
@@ -228,7 +228,7 @@ async def test_another_stream_reads_the_prompt_where_the_first_leaves(
         await streams[0].aclose()
         outputs = await asyncio.gather(*map(tokens_of, streams[1:]))
         n_rows = await rows_of(running)
-        assert replays(running) == 0, "what others copy is computed although who began it has left"
+        assert replays(running) == 0, "rows for copies are computed although their first reader has left"
     for prompt, tokens in zip(prompts[1:], outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert max(n_rows) <= 2 * (200 + 4 + 6) + 4 * (4 + 5)

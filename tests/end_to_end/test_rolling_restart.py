@@ -92,7 +92,7 @@ async def test_replicas_take_a_changed_manifest_one_after_the_other(tmp_path: Pa
                 assert [await context_of(session, name) for name in ("chat", "chat-2")] == [256, 256]
                 assert "house-chat-2: context.tokens: 512 -> 256: starts it again" in done.stdout
                 assert done.stdout.index("house-chat serves") < done.stdout.index("house-chat-2 serves")
-                # One that does not come up again ends it; the other one goes on as it is.
+                # A replica that does not come up again ends it; the other one stays as it is.
                 (tmp_path / "chat.yaml").write_text(manifest(1_048_576, lanes=255))
                 failed = await asyncio.to_thread(relayline, *again, timeout_s=150)
                 assert failed.returncode == 1

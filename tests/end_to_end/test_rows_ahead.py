@@ -45,7 +45,7 @@ def made_fixture(monkeypatch: pytest.MonkeyPatch) -> list[RunAhead]:
 async def test_streams_that_come_and_go(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]
 ) -> None:
-    """Prompts beside running streams, a client that leaves, kept prefixes, answers of one token."""
+    """Prompts during decode, a client that leaves, kept prefixes, answers of one token."""
     prompts = [prompt_of(1, 40) + prompt_of(10 + at, 3 * at + 1) for at in range(6)]
     async with fleet(artifacts([]), prefix_lanes=2, kv_layout=kv_layout, run_ahead="on") as running:
         leaving = running.pipeline.open(request(prompts[5], 200))
@@ -68,7 +68,7 @@ async def test_streams_that_come_and_go(
 async def test_a_cut_link_loses_and_doubles_nothing(
     artifacts: Artifacts, whole: ReferenceModel, made: list[RunAhead]
 ) -> None:
-    """The next epoch goes on from the stage's lanes, in which a row was that nobody had asked for."""
+    """The next epoch resumes from the stage's lanes, one of which had a row that was never asked for."""
     prompts = [prompt_of(20 + at, 9 + at) for at in range(3)]
     async with fleet(artifacts([]), proxied=True, run_ahead="on") as running:
         streams = [running.pipeline.open(request(prompt, 60)) for prompt in prompts]

@@ -56,7 +56,7 @@ async def test_streams_at_once_and_the_next_turn_of_a_chat(served: Served) -> No
     for prompt, tokens in zip(prompts, outputs, strict=True):
         assert_greedy(whole, prompt, tokens)
     assert_greedy(whole, history, answer)
-    assert n_read == [1 + 5 + 5] * len(paths), "only what is new is read"
+    assert n_read == [1 + 5 + 5] * len(paths), "only new text is read"
 
 
 async def test_a_lost_stage_is_a_pause_and_no_more(served: Served) -> None:

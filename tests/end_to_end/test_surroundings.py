@@ -38,7 +38,7 @@ class Echo(grpc.GenericRpcHandler):
 
 @pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "ALL_PROXY"])
 async def test_links_go_by_no_proxy(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nobody listens there
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nothing listens there
     for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     server = grpc.aio.server()
@@ -54,7 +54,7 @@ async def test_links_go_by_no_proxy(variable: str, monkeypatch: pytest.MonkeyPat
         await server.stop(0)
 
 
-# --- modules where the user stands ------------------------------------------------------------------------------------
+# --- modules in the user's directory ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

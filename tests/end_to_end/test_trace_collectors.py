@@ -115,7 +115,7 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
                         task.cancel()
                     await asyncio.gather(*asking, return_exceptions=True)
                     for task in done:
-                        task.result()  # raises what a client or the receiver ran into
+                        task.result()  # raises the exceptions of clients or the receiver
 
             asyncio.run(use())
             assert all(count == 0 for count in asyncio.run(dropped(traced)))
@@ -128,5 +128,5 @@ def test_links_survive_beyond_the_sdks_default(tmp_path: Path) -> None:
 
 
 def holds_a_wide_batch(spans: Sequence[StoredSpan]) -> bool:
-    """Whether some batch decoded more members than the SDK links unless it is told otherwise."""
+    """Whether some batch decoded more members than the SDK links by default."""
     return any(len(span.attributes[names.ATTR_MEMBER_SESSIONS]) > SDK_LINKS_DEFAULT for span in spans if is_batch(span))

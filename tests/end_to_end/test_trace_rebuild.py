@@ -31,7 +31,7 @@ N_TOKENS = 48  # over three stages more batches than the 128 links that the SDK 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proof:
-    """One run: what clients got, what the spans tell, what the stages say."""
+    """One run: the clients' answers, the spans, the stages' own records."""
 
     store: str
     answers: list[dict[str, Any]]

@@ -150,7 +150,7 @@ def test_a_second_of_passes_is_summed_up_at_its_root(run: Run) -> None:
         most = max(span.attributes[names.ATTR_PASS_STREAMS] for span in sent)
         assert root.name == names.sized(names.SPAN_PASSES, most)
         assert max(span.start_ns for span in sent) - root.start_ns <= WINDOW_NS
-        assert len(inside) <= WINDOW_SPANS_MAX + 1 + 8 * (N_STAGES + 2), "and what was under way when it closed"
+        assert len(inside) <= WINDOW_SPANS_MAX + 1 + 8 * (N_STAGES + 2), "and spans under way when it closed"
         assert len(root.attributes[names.ATTR_PASSES_BUSY]) == N_STAGES
         assert all(0 < share <= 1 for share in root.attributes[names.ATTR_PASSES_BUSY])
         assert 0 <= root.attributes[names.ATTR_PASSES_OVERLAP] <= 1
@@ -213,7 +213,7 @@ def test_gen_ai_stands_on_the_root_of_a_request_alone(run: Run) -> None:
 
 
 def test_a_clock_that_is_off_does_not_bend_the_diagonal(run: Run) -> None:
-    """A stage's row arrives after the batch that it comes from was ready, to within what is known of the clocks."""
+    """A stage's row arrives after its batch was ready, within the uncertainty of the clocks."""
     sure_ns = 0
     for index in range(N_STAGES):
         resources = [s.resource for s in run.spans if s.service == f"relayline-stage-{index}"]

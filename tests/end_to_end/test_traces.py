@@ -249,7 +249,7 @@ async def test_a_lost_stage_is_an_event_and_the_new_one_gets_the_level(
                 n_read += 1
                 if n_read == 5:
                     await world.stop(1)
-                    # The one that comes back is a new process, so it starts at the level of its own configuration.
+                    # The returning stage is a new process, so it starts at the level of its own configuration.
                     world.stage_kept[1] = Kept(Role.STAGE, Level.SUMMARY, name="1@test")
                     await world.start(1)
         await stream.aclose()

@@ -53,7 +53,7 @@ class OneEngine:
         return function()
 
     def hold(self, session_id: int, n_tokens: int, *, is_left: bool = True) -> None:
-        """Let a session have a lane; a cell tells layer, session and position."""
+        """Give a session a lane; a cell encodes layer, session and position."""
         lane = self.lanes.open(session_id, ROUTE)
         layers = self.engine._layers
         rows = [tuple(10_000 * layer + 100 * session_id + at for layer in layers) for at in range(n_tokens)]

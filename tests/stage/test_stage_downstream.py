@@ -95,7 +95,7 @@ async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None
         steps = counted_steps(stage)
         await old.configure(next_address=stuck.address)
         await old.upstream()
-        # The same chunk again and again is a retry each time, and each takes a step of its own.
+        # The same chunk again and again is a retry each time, and each takes a separate step.
         await old.send(control(1, Flag.OPEN), *(tokens_frame(1, 0, [1] * 32, PREFILL) for _ in range(40)))
         await counted(steps, OUTBOX_STEPS_MAX)
         sends = stage.service.outbound._sends

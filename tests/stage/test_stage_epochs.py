@@ -85,7 +85,7 @@ async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
             said |= {sample.session_id for sample in (await old.reply()).samples}
         before = (await stage.settled())[1]
         await new.start()
-        assert new.held == {1: 3, 2: 3}, "what had ended leaves nothing"
+        assert new.held == {1: 3, 2: 3}, "ended sessions leave nothing"
         n_steps = len(stage.engine.steps)
         rows = hidden(1, 7.0)
         await new.send(
@@ -133,7 +133,7 @@ async def test_a_stage_that_is_ended_reports_it() -> None:
         await stage.service.close()
         async with asyncio.timeout(20):
             error = await one.lost
-        assert isinstance(error, NotReadyError), "nobody is accused of this loss"
+        assert isinstance(error, NotReadyError), "no request is accused of this loss"
         assert "stage 1 was told to end" in error.message
 
 
@@ -165,7 +165,7 @@ async def test_a_coordinator_that_stops_reading_loses_its_route_and_its_lanes() 
         await one.send(*prompt(1))
         await one.reply()
         route = stage.service.epochs.routes[ROUTE]
-        listener = route.listen()  # nobody reads it
+        listener = route.listen()  # nothing reads it
         sample = RouteOutput(ROUTE, EPOCH, samples=[pb.Sampled(session_id=1)])
         while not route.ended.is_set():
             assert listener.queue.qsize() <= listener.queue.maxsize
@@ -250,7 +250,7 @@ async def test_coordinators_that_never_came_back_make_room_for_others() -> None:
 
 
 async def test_an_epoch_that_nobody_links_to_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own link would keep the next stage's route in use, whatever becomes of the coordinator."""
+    """Its own link would keep the next stage's route in use, whatever happens to the coordinator."""
     monkeypatch.setattr("relayline.stage.epochs.UNUSED_S", 0.0)
     async with served() as stage, Coordinator(stage) as one:
         await one.configure()
@@ -303,7 +303,7 @@ async def test_left_routes_are_forgotten_once_and_not_before_their_time() -> Non
     assert len(left._timers) == 2
     (first, second) = left._timers[1], left._timers[2]
     left.left(1, 2)
-    assert first.cancelled(), "left anew"
+    assert first.cancelled(), "left again"
     assert left._timers[1].when() > loop.time() + 900.0
     left._expired(2)
     assert (forgotten, list(left._timers)) == ([2], [1])

@@ -18,7 +18,7 @@ from tests.support.served_stage import served
 
 
 class SlowLink:
-    """Stands for a RelayLink: takes each envelope when it is let."""
+    """A fake RelayLink: takes each envelope when the test allows it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

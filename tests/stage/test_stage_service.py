@@ -45,7 +45,7 @@ from tests.support.stage_links import (
     token_after,
 )
 
-# --- what a stage says and takes --------------------------------------------------------------------------------------
+# --- answers and accepted requests ------------------------------------------------------------------------------------
 
 
 async def test_describe_status_and_one_token() -> None:
@@ -64,7 +64,7 @@ async def test_describe_status_and_one_token() -> None:
         assert status.kernels == ggml.kernels()
         await one.send(control(5, Flag.CLOSE))
         await one.send(*prompt(6))
-        while not (await one.reply()).samples:  # what is told of the close may come first
+        while not (await one.reply()).samples:  # the close's report may come first
             pass
         assert (await stage.settled())[0] == 1
 
@@ -72,7 +72,7 @@ async def test_describe_status_and_one_token() -> None:
 async def test_status_and_gauges_never_look_at_lanes_while_the_decode_thread_changes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They read what it published after its latest step."""
+    """They read the snapshot published after its latest step."""
 
     class Changing:
         n_lanes = 4
@@ -232,7 +232,7 @@ async def test_a_link_that_does_not_begin_with_a_handshake_is_refused(message: b
 
 @pytest.mark.parametrize("form", ["", "7", "0123456789abcdef-0000000g", "f" * 16 + "-" + "f" * 8])
 async def test_a_stream_that_names_no_route_of_ours_is_refused_unread(form: str) -> None:
-    """Whatever it holds: the refusal comes although nothing is ever sent."""
+    """For any content: the refusal comes although nothing is ever sent."""
     async with served() as stage, Coordinator(stage) as one:
         one.call = one.channel.stream_stream(rpc.method("Relay"))(metadata=(("relayline-route", form),) if form else ())
         error = await one.refusal()
@@ -377,7 +377,7 @@ async def test_a_faulty_session_hurts_only_itself() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:23\x1512", "127.0.0.1:99999", "127.0.0.1:3;512"])
 async def test_a_neighbour_at_no_address_is_one_line(address: str, caplog: pytest.LogCaptureFixture):
-    """gRPC says so; what looks for the reason afterwards must not stumble over it."""
+    """gRPC says so; the code that then looks for the reason must not fail."""
     async with served(0, 2) as stage, Coordinator(stage) as one:
         with pytest.raises(RelaylineError, match="cannot be reached"):
             await one.configure(next_address=address)

@@ -9,7 +9,7 @@ import grpc.aio
 
 
 class CutShort:
-    """A channel whose first calls end as they are written to: grpc.aio says so of a call refused in that moment."""
+    """A channel whose first calls end while they are written to: grpc.aio says so of a call refused at that moment."""
 
     def __init__(self, channel: grpc.aio.Channel, n_calls: int) -> None:
         self._channel, self.n_left = channel, n_calls

@@ -10,10 +10,10 @@ PIECE_BYTES = 16 * 1024
 
 
 class CuttingProxy:
-    """`held` is set when it has passed on its bytes and holds the rest; `address` is where it listens.
+    """`held` is set when it has passed on its bytes and holds the rest; `address` is its listening address.
 
-    The test says when to cut: bytes that a client's library has taken but not yet handed on are lost with a
-    connection, so how many have passed does not tell how many have arrived.
+    The test says when to cut: a connection loses bytes that a client's library has read but not yet delivered, so the
+    number of passed bytes is not the number of arrived ones.
     """
 
     def __init__(self, target: tuple[str, int], hold_after_bytes: int) -> None:

@@ -94,7 +94,7 @@ class DraftWorld:
         return np.full_like(logits, np.nan) if (lane[0][0], len(lane)) in self.nan_at else logits
 
     def begin(self, key: Key, history: list[int], n_said: int = 0) -> None:
-        """Open a session and read its history, of which the last n_said tokens were sampled."""
+        """Open a session and read its history, whose last n_said tokens were sampled."""
         self.history[key] = list(history)
         self.lost.discard(key)
         options = greedy(**self.options, said=history[len(history) - n_said :])
@@ -116,7 +116,7 @@ class DraftWorld:
         return result
 
     def _executed(self, frames: list[QueuedFrame]) -> StepResult:
-        """Run one step as the runner does, its parts as one result; then compute ahead whatever may be."""
+        """Run one step as the runner does, its parts as one result; then compute ahead as much as possible."""
         results = [self.ahead.execute(part) for part in self.ahead.parts(step_of(*frames))]
         results[-1].outputs = [output for result in results for output in result.outputs]
         if self.ahead.is_due and (step := self.ahead.next_step(0)) is not None:
@@ -195,7 +195,7 @@ class DraftWorld:
 
     @property
     def state(self) -> object:
-        """The table, the lanes without rows that nobody has asked for, and the samplers."""
+        """The table, the lanes without rows that were not asked for, and the samplers."""
         open_lanes = self.executor.lanes._by_session
         table = {key: (lane.index, lane.next_position) for key, lane in open_lanes.items()}
         rows = {key: list(self.engine.lanes[lane.index][: lane.next_position]) for key, lane in open_lanes.items()}

@@ -56,7 +56,7 @@ class FakeEngine:
         self.fail_next: BaseException | None = None
         self.failure_empties = False  # whether a failed step leaves its lanes empty, as with a recurrent state
         self.nan_lanes: set[int] = set()
-        self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, but for position 0
+        self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, except to position 0
         self.on_decode: Callable[[], None] = lambda: None
         self.make_logits = logits_of
         self.n_closed = 0
@@ -143,7 +143,7 @@ class BlockedDecode:
 
     def _hold(self) -> None:
         self.entered.set()
-        assert self._released.wait(30), "nobody released the engine"
+        assert self._released.wait(30), "the engine was not released"
 
     def release(self) -> None:
         self._released.set()

@@ -42,7 +42,7 @@ Script = Callable[[GenerationRequest], Iterable[Step]]
 
 
 class FakeStream:
-    """Plays one script. Counts what was taken, knows whether it was closed; `closing` delays the close."""
+    """Plays one script. Counts taken events, knows whether it was closed; `closing` delays the close."""
 
     def __init__(self, steps: Iterable[Step], closing: Gate | None = None) -> None:
         self._steps = iter(steps)

@@ -48,7 +48,7 @@ def unpacked(directory: Path) -> Path:
 
 
 def prefix(path: Path | None) -> list[str]:
-    """Return what a command needs in front to run from there; None: from the tree."""
+    """Return the prefix with which a command runs from there; None: from the tree."""
     return [] if path is None else ["env", f"PYTHONPATH={path}"]
 
 

@@ -75,7 +75,7 @@ def network(n_hosts: int, disks: Path) -> Iterator[list[Host]]:
             ip("netns", "add", host.namespace)
             stack.callback(ip, "netns", "delete", host.namespace)
             ip("link", "add", host.cable, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
-            # By itself: the kernel removes what is inside a namespace some time later, and the name stays taken.
+            # By itself the kernel removes a namespace's content some time later, and the name stays taken.
             stack.callback(ip, "link", "delete", host.cable)
             ip("link", "set", host.cable, "master", bridge, "up")
             for link in ("lo", "eth0"):

@@ -6,7 +6,7 @@ import ssl
 
 import openai
 
-# Of its own it reads the certificates of a hundred authorities: 50 ms of processor time, and it never meets TLS here.
+# By itself it reads the certificates of a hundred authorities: 50 ms of processor time, and TLS is never used here.
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 

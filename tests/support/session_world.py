@@ -134,7 +134,7 @@ class StagesModel:
                     break
         prompt = self.prompts[session_id]
         true = [*prompt, *(oracle(session_id, at) for at in range(len(prompt), n_good))]
-        assert held[:n_good] == true[:n_good], "what was sampled stood on another history"
+        assert held[:n_good] == true[:n_good], "the sample belonged to another history"
         if not (answer.samples and n_good == len(held)):
             answer.progress.append(pb.Progress(session_id=session_id, position=len(held)))
         self.say(answer)
@@ -252,7 +252,7 @@ class World:
         assert len(running) <= self.stages.n_lanes
         admission = self.pipeline.conductor.admission
         assert not admission.waiting or admission.running or admission.is_short, "nothing will bring them a lane"
-        assert not admission.is_short or self.pipeline._trying, "nobody tries for them"
+        assert not admission.is_short or self.pipeline._trying, "nothing is tried for them"
         if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
             assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
 
@@ -291,7 +291,7 @@ class World:
         readers = self.pipeline.conductor.readers
         assert (self.pipeline._audiences, readers._by_id, readers._by_key) == ({}, {}, {})
         kept = {kept.session.session_id: kept.tokens for kept in self.pipeline.conductor.prefixes._kept}
-        assert self.stages.rows == kept, "a lane was never given back, or is not what the coordinator believes"
+        assert self.stages.rows == kept, "a lane was never given back, or differs from the coordinator's view"
         assert len(kept) <= (self.pipeline.config.serving.prefix_lanes or 0)
         assert self.pipeline._idle.is_set()
 

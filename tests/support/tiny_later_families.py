@@ -36,7 +36,8 @@ from tests.support.tiny_shapes import (
 AXES: dict[str, Value] = {"rope.dimension_sections": [3, 3, 2, 0]}
 SMALL_EXPERTS: dict[str, Value] = {**MOE, "expert_feed_forward_length": 32}
 
-# gemma4: five layers with a window, then one without, whose heads are fewer and wider and have no values of their own.
+# gemma4: five layers with a window, then one without. The latter's heads are fewer and wider and have no separate
+# values.
 GEMMA4_WINDOWS = [layer % 6 < 5 for layer in range(12)]
 GEMMA4: dict[str, Value] = {
     **RMS,

@@ -189,7 +189,7 @@ def _muse_glimmer(_: int) -> Shapes:
     return shapes | head_norms() | {"attn_gate.weight": (N_HEADS * HEAD, N_EMBD)}
 
 
-# With a state beside their cells, or cells that are a state.
+# With a state next to their cells, or cells that are a state.
 WIDE_STATES: dict[str, Recipe] = {
     "deepseek4": Recipe("deepseek4", DEEPSEEK4, _deepseek4, tops=STREAMS_HEAD, n_layers=8, may_tie=False, gain=HOT),
     "deepseek4:hash": Recipe(

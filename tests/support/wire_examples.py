@@ -179,7 +179,7 @@ def reordered(message: pb.RelayRequest) -> bytes:
     return b"".join(reversed(parts))
 
 
-# Field 100 as a varint, as fixed64, and as bytes: what a later version may add.
+# Field 100 as a varint, as fixed64, and as bytes: as a later version may add it.
 UNKNOWN_FIELDS = (b"\xa0\x06\x05", b"\xa1\x06" + bytes(8), b"\xa2\x06\x03abc")
 
 

@@ -17,7 +17,7 @@ ASK = {"model": MODEL, "max_tokens": 256, "messages": [{"role": "user", "content
 
 
 class Answer(BaseModel):
-    """What is asked for."""
+    """The requested type."""
 
     count: Literal[1, 2]
     is_good: bool

@@ -25,7 +25,7 @@ set_tracing_disabled(True)
 
 
 class Answer(BaseModel):
-    """What a typed run returns."""
+    """The result of a typed run."""
 
     count: Literal[1, 2]
     is_good: bool

@@ -19,7 +19,7 @@ SETTINGS = {"max_tokens": 256, "temperature": 0.0}
 
 
 class Answer(BaseModel):
-    """What a typed run returns."""
+    """The result of a typed run."""
 
     count: Literal[1, 2]
     is_good: bool

@@ -91,9 +91,9 @@ STREAMED = {
 
 
 def _mend(node):
-    """Take OpenAI's description for what it says: it calls itself 3.1 and still has `nullable` of OpenAPI 3.0.
+    """Read OpenAI's description leniently: it calls itself 3.1 and still has `nullable` of OpenAPI 3.0.
 
-    A discriminator without a mapping names schemas; where it stands here, the values of its property name none.
+    A discriminator without a mapping names schemas; in this description the values of its property name none.
     """
     if isinstance(node, dict):
         if "mapping" not in (node.get("discriminator") or {"mapping": None}):
@@ -139,7 +139,7 @@ def _validator(vendor, component):
 
 
 def _faults(event, vendor, component):
-    """Yield where an event is not what the description says. Of a union the part counts that has the event's type."""
+    """Yield the deviations of an event from the description. In a union the part with the event's type counts."""
     parts = DOCUMENTS[vendor]["components"]["schemas"]
     union = parts[component].get("anyOf") or parts[component].get("oneOf") or []
     for name in [each["$ref"].rpartition("/")[2] for each in union]:
@@ -155,7 +155,7 @@ REFUSALS = {vendor: _validator(vendor, "ErrorResponse") for vendor in DOCUMENTS}
 
 
 def _checked(case, vendor, status=None):
-    """Send a request; check what comes back, a refusal too. `status`: what it has to be, if anything."""
+    """Send a request; check the response, also a refusal. `status`: the required one, if any."""
     response = case.call(headers=HEADERS[vendor])
     assert status in (None, response.status_code), response.text
     if response.status_code >= 400:

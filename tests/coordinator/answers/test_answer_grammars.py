@@ -242,7 +242,7 @@ def test_a_thought_that_was_begun_may_name_calls(marks: Mapping[str, int]) -> No
 
 @every_syntax
 def test_text_that_a_grammar_allows_is_read_as_a_call(syntax: Syntax) -> None:
-    """Whatever way through: here with the byte of highest number that fits, at each point."""
+    """On any path through it: here with the highest allowed byte at each point."""
     schema = {"properties": {"n": {"enum": [1, 22, 333]}, "on": {"type": "boolean"}}, "required": ["n", "on"]}
     parts = read_by(syntax, schema, led_by(syntax, schema))
     assert parts.text == ""

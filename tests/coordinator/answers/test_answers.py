@@ -135,7 +135,7 @@ def test_arguments_are_handed_on_while_they_are_written(syntax: Syntax) -> None:
 
 
 _NAMES = st.text("abcXYZ019_-", min_size=1, max_size=12)
-# Templates write strings between tags as they are: what would end one cannot stand in it.
+# Templates write strings between tags unescaped, so a string cannot contain its end tag.
 _STRINGS = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="<"), max_size=20)
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _STRINGS,
@@ -159,7 +159,7 @@ def test_any_calls_in_any_pieces(syntax: Syntax, tools: dict[str, dict[str, Any]
 @settings(max_examples=thinned(150))
 @given(st.sampled_from(SYNTAXES), st.lists(st.text('<>/{}[]":, \nabtoolcf_=', max_size=12), max_size=8), st.data())
 def test_any_text_comes_out_the_same_however_it_is_cut(syntax: Syntax, words: list[str], data: st.DataObject) -> None:
-    """Marks at random among brackets and letters: mostly no calls, and nothing may be lost, told twice, or raise."""
+    """Random marks among brackets and letters: mostly no calls. Nothing may be lost, sent twice, or raise."""
     marks = [syntax.trigger, syntax.open, syntax.close, syntax.end, "<think>", "</think>", '{"name": "other", ']
     text = "".join(part for word in words for part in (word, data.draw(st.sampled_from(marks))))
     reader_of = {"thinking": data.draw(st.sampled_from([None, THINKING[0]])), "calls": CALLS}

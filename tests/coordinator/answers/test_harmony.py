@@ -43,7 +43,7 @@ ARGUMENTS = '{"city": "Ro<m>e"}'
 AFTER = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}"
 AHEAD = f" to=functions.weather<|channel|>commentary json<|message|>{ARGUMENTS}"
 
-# What the reader makes of an answer: text, reasoning, calls.
+# The reader's result for an answer: text, reasoning, calls.
 Read = tuple[str, str, list[tuple[str, str]]]
 
 
@@ -132,7 +132,7 @@ def test_a_call_ends_the_turn() -> None:
     assert (reader.is_over, reader.n_calls, reader.has_cut_call, parts.text) == (True, 1, False, "")
     single = HarmonyReader(CallReading(syntax=HARMONY, types={"weather": {}}, is_parallel=False), splits_reasoning=True)
     single.push(AFTER)
-    assert single.is_over, "whatever would come is another call"
+    assert single.is_over, "anything that followed would be another call"
 
 
 def test_a_call_that_was_cut_is_known_as_such() -> None:

@@ -49,4 +49,4 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     assert balance.describe(now["ns"]) is not None, "another epoch of the same layers"
     moved = [SimpleNamespace(layer_start=0, layer_end=6), SimpleNamespace(layer_start=6, layer_end=8)]
     balance.refresh(scheduler, cast("PipelineFile", SimpleNamespace(stages=moved)))
-    assert balance.describe(now["ns"]) is None, "after a move it begins anew"
+    assert balance.describe(now["ns"]) is None, "after a move it starts again"

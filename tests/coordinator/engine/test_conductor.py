@@ -113,7 +113,7 @@ def test_a_recovery_replays_what_was_said_and_repeats_no_token() -> None:
     sample(conductor, 3, 7)
     before = conductor.epoch
     assert kinds(conductor.lost(StageLostError("stage 1 is gone"), 5)) == ["Log"]
-    assert conductor.dispatch(6) == [], "nothing leaves until the next epoch stands"
+    assert conductor.dispatch(6) == [], "nothing leaves until the next epoch begins"
     conductor.begin_epoch()
     late = pb.ReturnResponse(epoch=before)
     late.samples.add(session_id=1, position=4, token=8)
@@ -122,7 +122,7 @@ def test_a_recovery_replays_what_was_said_and_repeats_no_token() -> None:
     instructions = conductor.connected(dataclasses.replace(FACTS, held={1: 2, 9: 4}), 8)
     assert kinds(instructions) == ["Started", "Dispatch", "Log"]
     assert frames(conductor.dispatch(8)) == [
-        (9, 0, (), Flag.CLOSE),  # what is left of one that nobody knows
+        (9, 0, (), Flag.CLOSE),  # a left lane of an unknown session
         (1, 0, (), Flag.OPEN),
         (1, 2, (), Flag.TRIM),  # all stages hold its first two rows
         (1, 2, (3, 7), Flag.PREFILL | Flag.WANTS_SAMPLE),
@@ -232,7 +232,7 @@ def test_an_older_last_stage_gets_no_request_whose_options_it_would_pass_over(
         conductor.open(asked, 0)
     assert conductor.dispatch(0) == []
     conductor.open(request(), 0)
-    assert len(frames(conductor.dispatch(0))) == 2, "what it knows is served"
+    assert len(frames(conductor.dispatch(0))) == 2, "known lanes are served"
 
 
 def test_a_stream_ends_when_an_older_last_stage_cannot_go_on_with_it() -> None:

@@ -34,7 +34,7 @@ async def opened(addresses: list[str], heard: Any) -> None:
 async def test_a_stage_that_is_gone_silences_no_other() -> None:
     heard: list[int] = []
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # and nothing listens
         async with served() as stage:
             with pytest.raises(StageLostError):
                 await opened([f"127.0.0.1:{taken.getsockname()[1]}", stage.address], heard.append)
@@ -55,7 +55,7 @@ async def test_a_stage_that_hangs_silences_no_other(monkeypatch: pytest.MonkeyPa
         async with served() as stage, asyncio.timeout(WAIT_S):
             opening = asyncio.create_task(opened([f"127.0.0.1:{hung.getsockname()[1]}", stage.address], note))
             await thrice.wait()
-            assert not opening.done(), "it goes on asking the one that hangs"
+            assert not opening.done(), "it keeps asking the one that hangs"
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
     assert set(heard) == {1}

@@ -92,7 +92,7 @@ def test_the_same_process_takes_its_place_again_and_its_old_membership_means_not
     old = membership.join(stage(), 0)
     membership.serving(old, "10.0.0.7:1", "engine", 0)
     new = membership.join(stage(), 1)
-    assert membership.places[0].state is HostState.STARTING, "where it serves is to be said anew"
+    assert membership.places[0].state is HostState.STARTING, "its address must be reported again"
     assert membership.leave(old, 2) is None
     membership.serving(old, "10.0.0.7:9", "ghost", 2)
     membership.progress(old, HostState.FETCHING, 1, 2, 2)
@@ -157,7 +157,7 @@ def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple
         assert (membership.addresses() is None) == bool(membership.missing())
 
 
-# --- what the coordinator is told -------------------------------------------------------------------------------------
+# --- events for the coordinator ---------------------------------------------------------------------------------------
 
 
 def test_an_order_says_what_it_was_given() -> None:

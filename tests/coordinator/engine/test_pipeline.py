@@ -81,7 +81,7 @@ async def test_every_schedule_gives_the_same(mode: str, artifacts: Artifacts, wh
         assert_greedy(whole, prompt, tokens)
     assert isinstance(stages, list)
     assert [stage["kernels"] for stage in stages] == [ggml.kernels().split()] * 2
-    if mode == "fixed":  # one group is under way, so whoever comes back meets the others
+    if mode == "fixed":  # one group is under way, so a returning row meets the others
         for stage in stages:
             assert max(map(int, stage["steps_by_sessions"])) > 1, "no step held two sessions"
 
@@ -180,7 +180,7 @@ async def test_kept_prefixes_make_room_for_streams_of_another_coordinator(
         for prompt, tokens in zip(prompts, await asyncio.gather(*map(tokens_of, theirs)), strict=True):
             assert_greedy(whole, prompt, tokens)
         assert running.pipeline.conductor.prefixes.figures()["lanes"] == 2, "it does not know"
-        for end in (3, 4):  # what the first would copy is gone: it reads all, and the next copies from it
+        for end in (3, 4):  # the prefix to copy is gone: the first reads everything, and the next copies from it
             prompt = (*prompts[0][:36], end, end)
             assert_greedy(whole, prompt, await tokens_of(running.pipeline.open(request(prompt, 5))))
             await running.until_free()

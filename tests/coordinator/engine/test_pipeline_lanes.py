@@ -24,7 +24,7 @@ def states_of(world: World) -> list[State]:
 
 
 async def decoding(n_lanes: int, n_clients: int) -> World:
-    """A pipeline in which whoever has a lane has got its first token, and which was then lost."""
+    """A pipeline that is lost after each stream with a lane has its first token."""
     world = World(n_lanes)
     for n_prompt in range(3, 3 + n_clients):
         world.open(n_prompt, max_tokens=6)
@@ -241,7 +241,7 @@ async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others
 
 @pytest.mark.parametrize("n_behind", [0, 2])
 async def test_bursts_of_broken_connections_give_nobody_up(n_behind: int) -> None:
-    """No stage is started anew, and no stream gets a token in between."""
+    """No stage is restarted, and no stream gets a token in between."""
     world = World(n_lanes=3)
     world.stages.n_behind = n_behind
     for n_prompt in (4, 5, 6, 7):

@@ -45,7 +45,7 @@ def test_every_request_ends_once_with_its_tokens_in_order(
         world = World(n_lanes, mode, share, prefix_lanes, draft)
         for event in events:
             await play(world, event)
-            world.pipeline.dispatch()  # what the end of a turn of the loop does
+            world.pipeline.dispatch()  # as at the end of the event loop's turn
             world.check()
         world.finish()
 
@@ -105,7 +105,7 @@ async def test_the_next_rows_leave_before_the_answer_is_written() -> None:
 
 
 async def test_a_sample_that_meets_a_bug_costs_no_other_stream_its_token() -> None:
-    """A noted token is told, even if the rest of the message fails: a replay does not tell it again."""
+    """A noted token is delivered, even if the rest of the message fails: a replay does not deliver it again."""
     world = World(n_lanes=2)
     for n_prompt in (1, 2):
         world.open(n_prompt, 3)

@@ -29,7 +29,7 @@ NAMES = ("a", "b", "c")
 
 
 class World:
-    """Three stages of an eight-layer model, of which something is under way if the test says so."""
+    """Three stages of an eight-layer model, with flights under way if the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         config = ConductorConfig(ScheduleConfig(), NAMES, 100)
@@ -40,7 +40,7 @@ class World:
         self.moves = Moves(self.conductor, NAMES, 8, (3, 6))
 
     def prepared(self) -> list[object]:
-        """Bring a change so far that all have prepared."""
+        """Advance a change until all have prepared."""
         assert self.moves.begin((3, 5), 0) == [Cut(1, (3, 5))]
         assert self.moves.cut(1, (True, False, False), S) == [Prepare(1)]
         assert self.moves.prepared(1, 0, S) == self.moves.prepared(1, 2, S) == []

@@ -110,7 +110,7 @@ def test_a_failed_change_is_retried_later_or_when_something_changes(event: str) 
 def test_no_spare_takes_the_part_of_one_more_stage_that_is_still_to_come() -> None:
     one = pool(n_spares=1)
     one.add("new")
-    assert one.wanted(ABC, N_LAYERS, 999 * S) == (), "it has never been here, and the spare stands by"
+    assert one.wanted(ABC, N_LAYERS, 999 * S) == (), "it has never been here, and the spare is still free"
     one.came(4, 999 * S)
     assert one.wanted(ABC, N_LAYERS, 999 * S + STEADY - 1) == ()
     assert one.wanted(ABC, N_LAYERS, 999 * S + STEADY) == (0, 1, 2, 4)

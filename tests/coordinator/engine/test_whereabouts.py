@@ -12,7 +12,7 @@ from relayline.coordinator.engine.whereabouts import whereabouts
 from relayline.wire.links.security import PLAINTEXT
 from tests.support.served_stage import served
 
-ELSEWHERE = "127.0.0.77"  # an address of this machine where nobody listens
+ELSEWHERE = "127.0.0.77"  # an address of this machine where nothing listens
 
 
 @pytest.fixture(autouse=True)

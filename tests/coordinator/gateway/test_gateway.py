@@ -359,7 +359,7 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
                 assert answer.status == 401
             assert (await asked(session, "/v1/chat/completions", chat(), headers=bearer))[0] == 200
             assert (await asked(session, "/v1/chat/completions", chat(), headers={"X-Api-Key": KEY}))[0] == 200
-        async with gateway(served, key=OTHER_KEY) as session:  # open itself: it lends its key to nobody
+        async with gateway(served, key=OTHER_KEY) as session:  # open itself: it sends its key for no client
             assert (await asked(session, "/v1/chat/completions", chat()))[0] == 401
             theirs_given = {"Authorization": f"Bearer {OTHER_KEY}"}
             assert (await asked(session, "/v1/chat/completions", chat(), headers=theirs_given))[0] == 200

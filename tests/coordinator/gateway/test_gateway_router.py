@@ -193,7 +193,7 @@ TestEvents = Events.TestCase
 TestEvents.settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
-# --- what is read of a body ---
+# --- reading a body ---------------------------------------------------------------------------------------------------
 
 
 def test_each_turn_has_the_marks_of_the_turns_before_it() -> None:
@@ -201,7 +201,7 @@ def test_each_turn_has_the_marks_of_the_turns_before_it() -> None:
     assert second.chain[:2] == first.chain
     assert chat("a", "c").chain[0] == first.chain[0]
     assert chat("a", "c").chain[1] != first.chain[1]
-    assert chat("a", "b", tools=[{"type": "function"}]).chain[0] != first.chain[0], "tools stand in front"
+    assert chat("a", "b", tools=[{"type": "function"}]).chain[0] != first.chain[0], "tools come first"
     assert first.prompt_bytes == first.chain[-1].n_bytes > 0
 
 

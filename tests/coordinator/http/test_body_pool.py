@@ -47,7 +47,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def _templates_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endless ones take what they may, each time; honest ones are done in a few milliseconds."""
+    """Endless ones take all the time they may, each time; honest ones take a few milliseconds."""
     monkeypatch.setattr(body_pool, "TEMPLATE_CPU_S_MAX", 0.2)
 
 

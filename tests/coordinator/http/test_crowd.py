@@ -19,7 +19,7 @@ def crowd_of(*keys: str) -> Crowd[str]:
 
 def test_whoever_has_waited_longest_at_the_largest_address_goes() -> None:
     crowd = crowd_of("a1", "b1", "b2", "b3")
-    crowd.wait("b1")  # again: it had a request meanwhile
+    crowd.wait("b1")  # again: it had a request in between
     assert crowd.enter("a2", "a", 4, 0) == "b2"
     assert crowd.enter("a3", "a", 4, 0) == "a1"
     assert len(crowd) == 4

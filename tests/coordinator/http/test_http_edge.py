@@ -250,7 +250,7 @@ async def test_bodies_together_have_a_bound_that_short_ones_do_not_meet(tokenize
     async with serving(tokenizer, **bounds) as served, connected(served) as (_, holder):
         holder.write(head("/v1/completions", "Content-Length: 200000") + b" " * 100_500)
         long = b" " * 50_000 + PROMPT
-        while True:  # until what the holder sent has been read
+        while True:  # until the holder's bytes have been read
             async with connected(served) as (reader, writer):
                 writer.write(asked(long))
                 status, headers, body = await one(reader)
@@ -287,7 +287,7 @@ async def test_bodies_in_chunks_of_a_byte_do_not_keep_the_loop_busy(tokenizer: T
 
 
 class Layers:
-    """Nobody's layers: what asks for a change of them is refused for its body before."""
+    """Layers without a holder: an order to change them is refused earlier, for its body."""
 
     def move(self, cuts: tuple[int, ...]) -> None:
         raise AssertionError(cuts)
@@ -302,7 +302,7 @@ class Layers:
         return {}
 
 
-NO_BODY = {"/v1/responses/{id}", "/v1/responses/{id}/cancel"}  # what is asked for stands in the path
+NO_BODY = {"/v1/responses/{id}", "/v1/responses/{id}/cancel"}  # the path has the parameter
 
 
 async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_event_loop(
@@ -475,7 +475,7 @@ def test_a_process_raises_its_own_limit_of_open_files() -> None:
     assert done.stdout.splitlines() == [str((raised, hard)), "(80, 80)"]
 
 
-# --- how errors are told ----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

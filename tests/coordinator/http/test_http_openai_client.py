@@ -97,7 +97,7 @@ async def test_penalties_and_biases(tokenizer: Tokenizer) -> None:
 
 
 def follows(said: bytes) -> Script:
-    """Says so whatever is predicted, and tells what the prediction goes on with as the pipeline does."""
+    """Gives its script for any prediction, and marks predicted tokens as the pipeline does."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         at = 0
@@ -123,7 +123,7 @@ async def test_a_prediction_reaches_every_choice_and_is_counted(tokenizer: Token
             assert {request.prediction for request in served.generator.requests[-n:]} == {tuple(b"abxd")}
             details = reply.usage.completion_tokens_details
             assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2 * n, 2 * n)
-            assert reply.usage.completion_tokens == 5 * n, "what was rejected is not of the answer"
+            assert reply.usage.completion_tokens == 5 * n, "rejected tokens are no part of the answer"
             stream = await client.chat.completions.create(
                 **asked, messages=[USER], n=n, stream=True, stream_options={"include_usage": True}
             )
@@ -276,7 +276,7 @@ async def test_one_choice_may_stop_before_the_other(tokenizer: Tokenizer) -> Non
         asked = asyncio.create_task(client.completions.create(model=MODEL, prompt="x", n=2, seed=0, stop="X"))
         async with asyncio.timeout(WAIT_S):
             await gates[1].reached.wait()
-            await generator.streams[0].closed.wait()  # its lane is free while the other choice goes on
+            await generator.streams[0].closed.wait()  # its lane is free while the other choice continues
         gates[1].opened.set()
         assert [choice.text for choice in (await asked).choices] == ["a", "ab"]
 

@@ -91,7 +91,7 @@ def fault(cert: Path, key: Path) -> str:
 async def test_connections_count_and_end_amid_their_handshake(
     sent: bytes, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asyncio says nothing of them before, so no bound would hold; they make room for whoever comes next."""
+    """asyncio does not report them earlier, so no bound would hold; they make room for the next connection."""
     app = web.Application()
     app[LIMITS] = HttpLimits(connections_max=4)
     runner, port = await start_http(app, "127.0.0.1", 0, context=server_tls(pair))

@@ -101,7 +101,7 @@ async def test_a_request_has_one_server_span_by_convention(
     assert said.pop(names.ATTR_REQUEST_ID) == answer_id
     assert said.pop(names.GEN_AI_USAGE_INPUT_TOKENS) == len(served.generator.requests[0].prompt_tokens)
     for left_out in (names.GEN_AI_USAGE_OUTPUT_TOKENS, names.GEN_AI_RESPONSE_FINISH_REASONS):
-        said.pop(left_out)  # told by the pipeline, which is a fake here
+        said.pop(left_out)  # sent by the pipeline, which is a fake here
     assert said.pop("http.request.header.x-request-id") == "mine", "as the caller sent it"
     assert said == {
         "http.request.method": "POST", "http.route": route, "url.path": route, "url.scheme": "http",
@@ -293,10 +293,12 @@ async def test_the_level_is_changed_here_and_at_every_stage(tokenizer: Tokenizer
                 assert reply.status == 400, wrong
                 assert "\n" not in (await reply.json())["error"]["message"]
         async with session.put("/v1/telemetry", json={"level": "x" * 10_000}) as reply:
-            assert len((await reply.json())["error"]["message"]) < 200, "what was sent is not told back at its length"
+            assert len((await reply.json())["error"]["message"]) < 200, (
+                "the error does not repeat the value at its length"
+            )
         long = {"level": "off", "more": "x" * SMALL_BYTES_MAX}
         async with session.put("/v1/telemetry", json=long) as reply:
-            assert reply.status == 413, "it is decoded on the event loop, so that it has a bound of its own"
+            assert reply.status == 413, "it is decoded on the event loop, so it has its own bound"
         packed, gzipped = gzip.compress(json.dumps(long).encode()), {"Content-Encoding": "gzip"}
         async with session.put("/v1/telemetry", data=packed, headers=gzipped) as reply:
             assert reply.status == 413
@@ -305,7 +307,7 @@ async def test_the_level_is_changed_here_and_at_every_stage(tokenizer: Tokenizer
     assert world.observer.tracing.sampler_ratio == 1.0
     late = FakeStage()
     await greet([late], world.observer.pushed_level)
-    assert late.level is Level.FRAMES  # a stage that connects later is told the level that holds now
+    assert late.level is Level.FRAMES  # a stage that connects later gets the present level
 
 
 async def test_stages_keep_their_own_level_until_somebody_says_otherwise() -> None:

@@ -352,7 +352,7 @@ def test_token_ids_outside_the_vocabulary(bad: int) -> None:
         validation.check_tokens([0, bad], N_VOCAB, "prompt")
 
 
-# --- whatever comes, no 500 -------------------------------------------------------------------------------------------
+# --- no body causes a 500 ---------------------------------------------------------------------------------------------
 
 Post = Callable[[str, bytes], tuple[int, dict[str, Any]]]
 

@@ -77,5 +77,7 @@ async def test_a_stage_that_is_lost_and_comes_back(artifacts: Artifacts, monkeyp
         back = await look(feed, lost["look"])
         assert back["state"]["loss"] is None
         assert {step[0] for each in back["looks"] for step in each[4]} == {0, 1}
-        assert min(step[1] for each in back["looks"] for step in each[4] if step[0] == 1) == 1, "it counts anew"
+        assert min(step[1] for each in back["looks"] for step in each[4] if step[0] == 1) == 1, (
+            "its counters start again"
+        )
         await feed.close()

@@ -33,7 +33,7 @@ async def test_events_of_all_streams_are_handed_over_together_and_in_order() -> 
     audiences[0].put(event(2))  # before it forwards
     async with Merge(streams, backlog_events_max=4) as merge:
         n_tasks = len(asyncio.all_tasks())
-        assert n_tasks == 1, "no task stands between"
+        assert n_tasks == 1, "no task is in between"
         audiences[1].put(event(3))
         audiences[0].put(event(4, is_last=True))
         found = await merge.next(None)

@@ -86,7 +86,9 @@ def test_the_page_fits_its_bound_and_asks_nobody_else() -> None:
     files = read_files()
     assert sum(len(file.body) for file in files.values()) < FILES_BYTES_MAX
     html = files["/"].body.decode()
-    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*\ssrc=)", html), "what the policy would refuse"
+    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*\ssrc=)", html), (
+        "content that the policy would refuse"
+    )
     asked = {f"/{path}" for path in re.findall(r'(?:src|href)="(page/[^"]*)"', html)}
     assert not re.search(r'(?:src|href)="/', html), "behind a gateway the page is below /pipelines/NAME/"
     for path, file in files.items():

@@ -137,7 +137,9 @@ def test_a_grammar_that_would_crash_its_process_is_refused(
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         grammar_of(Shape("grammar", kind, (text,)))
-    assert fits(vocabulary, grammar_of(Shape("grammar", "grammar", (GBNF,))), "aab"), "the next one is tried anew"
+    assert fits(vocabulary, grammar_of(Shape("grammar", "grammar", (GBNF,))), "aab"), (
+        "the next grammar is tried in a new process"
+    )
 
 
 LETTER = "/[a-z ]/"
@@ -171,7 +173,7 @@ def test_a_grammar_that_can_be_followed_in_some_way_is_accepted() -> None:
     expression = 'root ::= (e "=" t "\\n")+\ne ::= t ([-+*/] t)*\nt ::= [a-z]+ | [0-9]+ | "(" e ")"'
     grammar_of(Shape("grammar", "grammar", (expression,)))
     named = GrammarChecker()
-    assert named.check("start: <|no_token_of_these_bytes|> /a/")[1] == "", "what only a model's tokens tell, stages say"
+    assert named.check("start: <|no_token_of_these_bytes|> /a/")[1] == "", "only a stage knows the model's tokens"
     named.close()
 
 
@@ -183,7 +185,7 @@ def test_grammars_are_tried_by_one_process_from_many_threads() -> None:
     worker = checker._worker
     assert worker is not None
     checker.close()
-    assert worker.poll() == 0, "it leaves when it is told to, as it does when its coordinator has gone"
+    assert worker.poll() == 0, "it exits on request, as it does after its coordinator's end"
 
 
 def test_a_process_with_many_open_files_can_try_grammars() -> None:

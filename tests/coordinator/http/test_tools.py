@@ -64,7 +64,7 @@ def offered(**fields: Any) -> Offered | None:
     return offered_by(body_of(**fields))
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_offers_its_tools() -> None:
@@ -185,7 +185,7 @@ def test_schemas_that_refer_to_each_other_many_times_are_looked_at_once() -> Non
     assert (types["a"], types["c"]) == (frozenset({"integer"}), frozenset())
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +474,7 @@ async def test_a_stream_that_holds_text_back_for_long_shows_life(monkeypatch: py
         now_s[0] += seconds
         assert writer.send_at_once(events)
         left_s.append(round(writer.silent_in_s(), 1))
-    assert left_s == [0.1, 0.0, 15.0, 0.1, 0.0], "only what is written counts"
+    assert left_s == [0.1, 0.0, 15.0, 0.1, 0.0], "only the written text counts"
     assert transport.write.mock_calls == [mock.call(b"a\r\ndata: {}\n\n\r\n")]
 
 

@@ -225,7 +225,7 @@ async def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(port:
 
     monkeypatch.setattr(Enrolment, "enrol", cut_once)
     monkeypatch.setattr(client, "RETRY_FIRST_S", 0.001)
-    # The routes are bound when the application is made: a port of its own for the cut one.
+    # The routes are bound when the application is made, so the cut one gets its own port.
     security = load_security(port.ca / "coordinator", environment={})
     async with serve_enrolment(EnrolConfig(SigningAuthority(port.ca), "127.0.0.1", 0), security, "x:7000") as address:
         cutting = Port(port.ca, port.disk, address)

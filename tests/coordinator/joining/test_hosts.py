@@ -86,7 +86,7 @@ async def test_a_change_without_room_is_refused_in_one_line(monkeypatch: pytest.
 async def test_a_spare_takes_its_place_and_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 12, spare=True)
     await world.hosts.drain("b", is_drained=True)
-    assert world.begun == [((3, 6), (0, 3, 2))], "nobody else moves anything"
+    assert world.begun == [((3, 6), (0, 3, 2))], "no other stage moves anything"
     world.moves.failed(1, "the disk is full", S)
     assert world.moves.latest is not None
     world.hosts.failed(world.moves.latest)
@@ -103,7 +103,7 @@ async def test_nobody_takes_over_by_itself_what_is_not_known_to_fit(
     assert world.begun == []
     assert "an unknown amount" in caplog.text
     await world.hosts.drain("b", is_drained=True)
-    assert world.begun == [((4,), (0, 2))], "somebody who asks for it decides"
+    assert world.begun == [((4,), (0, 2))], "an operator who asks for it decides"
 
 
 async def test_an_impossible_order_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ async def test_a_member_fetches_once_at_a_time_and_all_together_a_few_at_a_time(
             await read_all(one)
         both = {asyncio.create_task(read_all(other)) for _ in range(2)}
         (refused,), (waiting,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        assert isinstance(refused.exception(), NotReadyError)  # so the other one stands in line by now
+        assert isinstance(refused.exception(), NotReadyError)  # so the other one is in line by now
         assert opened == ["stage-0.gguf"]
         go_on.set()
         assert first.data + b"".join([chunk.data async for chunk in slow]) == content(0)
@@ -234,7 +234,7 @@ async def test_a_file_that_changed_behind_the_coordinator_is_not_sent(
     await member.close()
 
 
-# --- what no stage of ours would send ---------------------------------------------------------------------------------
+# --- requests that no stage of ours would send ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

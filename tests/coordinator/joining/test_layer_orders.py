@@ -91,9 +91,9 @@ async def test_members_get_the_next_artifact_while_the_order_still_holds(port: C
     assert (keeps.change.keeps, changed.change.keeps) == (True, False)
     assert (changed.pipeline_id, changed.stage_index, changed.artifact.size_bytes) == ("next", 1, len(NEXT))
     assert await fetched(two, changed.artifact.sha256) == NEXT
-    assert await fetched(two, "") != NEXT, "what the order of before names can still be had"
+    assert await fetched(two, "") != NEXT, "artifacts of the order before can still be fetched"
     again = await port.join("box1", "p1")
-    assert again.order.pipeline_id == "a-pipeline", "who joins before the switch gets what holds"
+    assert again.order.pipeline_id == "a-pipeline", "a stage that joins before the switch gets the present order"
     assert await port.heard.lines.get() == ("left", 0)
     for member in (one, two, again):
         await member.close()
@@ -163,7 +163,7 @@ async def test_a_spare_gets_layers_and_a_freed_stage_stands_by(tmp_path: Path) -
         assert roster.holders == (0, 2)
         assert [entry["state"] for entry in roster.describe_idle()] == ["spare"]
         await serving(two, "late")
-        assert roster.missing() == ["box1", "spare"], "what the freed one says of itself does not count"
+        assert roster.missing() == ["box1", "spare"], "the freed stage's own report does not count"
         assert service.unmovable((0, 1)) == []
         for member in (one, two, spare):
             await member.close()

@@ -29,7 +29,7 @@ FOUND = Imbalance(1, ((0, 6), (6, 8)), 0.5, 0)
 
 
 class Placed:
-    """A mover of two stages with 4 layers each; the split fails if the test says so."""
+    """A mover of two stages with 4 layers each; splitting fails if the test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         conductor = Conductor(

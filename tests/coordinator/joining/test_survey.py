@@ -75,14 +75,14 @@ async def test_a_survey_is_complete_when_every_host_has_reported() -> None:
     for member in (known, unknown):
         assert isinstance(await asyncio.wait_for(member.lost, 10), NotReadyError), "they join again, for their layers"
         await member.close()
-    assert port.states == [], "nobody is told that stages were lost"
+    assert port.states == [], "no stage is reported as lost"
 
 
 async def test_a_spare_is_let_in_and_not_waited_for() -> None:
     async with surveyed() as port:
         spare = await port.join("spare")
         assert spare.order.HasField("survey")
-        assert not spare.order.stands_by, "it measures its link, and stands by once there is a plan"
+        assert not spare.order.stands_by, "it measures its link, and is a spare once there is a plan"
         await spare.report(measured=pb.HostMeasured(round_trip_ns=5, bytes_per_s=1e6))
         unknown = await port.join("box1")
         await unknown.report(measured=pb.HostMeasured(slices=[costs((1, 1_000))]))

@@ -102,9 +102,9 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
 def test_a_copied_beginning_is_worth_what_the_original_is(
     name: str, kv_layout: str, ctx_tokens: int, tmp_path: Path
 ) -> None:
-    """What goes on after the first 12 of 16 cells of another lane, and the lane that they were copied from.
+    """A lane that copies the first 12 of 16 cells of another lane and continues, and its source.
 
-    Of 64 cells of a lane's own the 16 in use are copied, of 32 all.
+    Of 64 per-lane cells the 16 used ones are copied, of 32 all.
     """
     # Without flash attention, which grok never has, scores are rounded to f16: one may go the other way in other cells.
     error_max = 1e-3 if name == "grok" else 1e-4
@@ -124,7 +124,7 @@ def test_a_copied_beginning_is_worth_what_the_original_is(
 
         decode(2, 0, 12)
         expected = decode(2, 12, 1)
-        assert np.abs(decode(1, 12, 1) - expected).max() > 1e-2, "what stands before would not matter"
+        assert np.abs(decode(1, 12, 1) - expected).max() > 1e-2, "rows before it would not matter"
         engine.clear(1)
         decode(0, 0, 16)
         engine.copy_prefix(0, 1, 12)
@@ -246,7 +246,7 @@ def test_a_family_with_values_derived_from_the_whole_file_is_refused(
     assert not facts.supported
     assert facts.refusal is not None
     assert reason in facts.refusal
-    for experimental in (False, True):  # what is known to come out wrong is nothing to try
+    for experimental in (False, True):  # a family known to compute wrongly cannot be tried
         with pytest.raises(UnsupportedArchitectureError, match=rf"cannot be split: .*{reason}") as caught:
             split_model(tmp_path / "model.gguf", tmp_path / "out", cuts=(4,), experimental=experimental)
         assert "--experimental" not in caught.value.message
@@ -295,7 +295,7 @@ def test_gemma2_undoes_what_the_next_graph_will_do_to_its_rows(tmp_path: Path) -
 
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 def test_llama4_attends_within_chunks_of_8192_positions(kv_layout: str, tmp_path: Path) -> None:
-    """A number of llama.cpp's own, as the distances are by which it scales queries: so rows here stand around it."""
+    """llama.cpp's own constant, as are the distances by which it scales queries: so the rows here are around it."""
     model = make_tiny("llama4", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (4, 8)
     n_vocab = inspect_model(model).n_vocab
@@ -376,7 +376,7 @@ def test_per_layer_arrays_are_sliced(tmp_path: Path) -> None:
 
 
 def test_head_is_stored_once(tmp_path: Path) -> None:
-    """Where the family falls back to token_embd, the last stage has the head there; else beside a tiny stand-in."""
+    """Where the family falls back to token_embd, the last stage has the head there; otherwise a stand-in is added."""
     for name, cheap in (("llama", False), ("internlm2", True)):
         model = make_tiny(name, tmp_path / f"{name}.gguf", vocab=4096)
         split_model(model, tmp_path / name, cuts=(2,))

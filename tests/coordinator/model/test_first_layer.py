@@ -56,7 +56,7 @@ def test_layers_that_do_not_differ_in_it_are_cut_anywhere(name: str, values: dic
 
 
 def test_no_slice_begins_with_a_layer_that_attends_to_what_another_has_chosen(tmp_path: Path) -> None:
-    """And each is told which of its layers choose, since a file that does not say is judged by its length."""
+    """Each slice also states which of its layers choose, since llama.cpp judges a silent file by its length."""
     model = make_tiny("glm-dsa:5.2", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (1, 2, 6)
     with pytest.raises(CutError, match=r"cut 3 .* tokens that the previous layer has chosen; legal cuts: 1,2,6"):

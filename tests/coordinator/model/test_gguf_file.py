@@ -90,7 +90,7 @@ def test_written_headers_read_back(tmp_path: Path) -> None:
     header = encode_header([*kept, *added], slots)
     assert len(header) % 32 == 0
     (tmp_path / "n.gguf").write_bytes(header + bytes(32 + 64))
-    reader = gguf.GGUFReader(tmp_path / "n.gguf")  # somebody else's reader agrees
+    reader = gguf.GGUFReader(tmp_path / "n.gguf")  # an independent reader agrees
     assert reader.get_field("a.words").contents() == ["x", "", "yz"]
     assert reader.get_field("b.list").contents() == [4, 5]
     assert [(tensor.name, tensor.n_bytes) for tensor in reader.tensors] == [("x", 12), ("y", 36)]

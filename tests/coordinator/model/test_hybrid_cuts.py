@@ -47,7 +47,7 @@ def test_kinds_of_layers(name: str, kinds: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HYBRIDS if ":" not in name])
 def test_the_bytes_of_a_state_are_those_that_llama_cpp_writes(name: str, tmp_path: Path) -> None:
-    """Beside them it writes a head, and a few numbers for each layer."""
+    """It also writes a head, and a few numbers for each layer."""
     model = make_tiny(name, tmp_path / "model.gguf")
     facts = inspect_model(model)
     with ReferenceModel(model, n_ctx=256, n_seq_max=1) as reference:

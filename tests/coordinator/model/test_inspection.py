@@ -36,7 +36,7 @@ def test_facts(tmp_path: Path) -> None:
 
 
 def test_kv_bytes_with_latent_attention(tmp_path: Path) -> None:
-    """Latent attention caches one row of rank + rope values, and no values beside it."""
+    """Latent attention caches one row of rank + rope values, and no separate values."""
     latent = inspect_model(make_tiny("deepseek2", tmp_path / "m.gguf"))
     assert latent.kv_bytes_per_token == ((32 + 16) * 2,) * 5
     legacy = inspect_model(make_tiny("deepseek2:legacy", tmp_path / "l.gguf"))

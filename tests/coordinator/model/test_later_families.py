@@ -85,7 +85,7 @@ def test_stages_take_rows_without_image_features(name: str, tmp_path: Path) -> N
 
 
 def test_minicpm_says_what_follows_from_the_number_of_layers(tmp_path: Path) -> None:
-    """What the file says itself stays."""
+    """Values that the file states stay."""
     for stage in stages_of(make_tiny("minicpm", tmp_path / "model.gguf"), (2,)):
         assert stage.value("minicpm.residual_scale") == pytest.approx(1.4 / 5**0.5, rel=1e-7)
         assert stage.value("minicpm.logit_scale") == 256 / N_EMBD

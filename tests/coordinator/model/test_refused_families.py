@@ -21,7 +21,7 @@ from tests.support.families_page import PAGE, page
 
 
 def write(path: Path, architecture: str, *, kind: str = "", is_whole: bool = True) -> Path:
-    """Write what a header needs to be read as a model of some architecture."""
+    """Write a header that is read as a model of some architecture."""
     writer = gguf.GGUFWriter(path, architecture)
     if kind:
         writer.add_type(kind)

@@ -206,7 +206,7 @@ def test_changed_source_or_cuts_or_lost_artifact_split_again(tmp_path: Path) -> 
 
 
 class Stop(Exception):
-    """What the interrupted tests raise."""
+    """The exception of the interrupted tests."""
 
 
 @pytest.mark.parametrize("moment", [1, 5, 40])
@@ -390,7 +390,7 @@ def test_experimental_reports_an_abort_of_llama_cpp(untried: Path, tmp_path: Pat
 
 
 def test_experimental_keeps_to_windows_that_a_file_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slice is planned that llama.cpp would abort on; each is told its own windows."""
+    """No slice is planned that llama.cpp would abort on; each states its own windows."""
     monkeypatch.delitem(FAMILIES, "granite_swa")
     model = make_tiny("granite_swa", tmp_path / "m.gguf")
     with pytest.raises(CutError, match="only together with one that has a window; legal cuts: 1-6"):
@@ -485,7 +485,7 @@ def sparse_model(path: Path, tensor_bytes: int, n_layers: int) -> Path:
 
 @pytest.mark.slow
 def test_memory_does_not_depend_on_the_model(tmp_path: Path) -> None:
-    """640 MiB in two tensors, split in a process of its own that reports its peak memory."""
+    """640 MiB in two tensors, split in a child process that reports its peak memory."""
     model = sparse_model(tmp_path / "m.gguf", 320 << 20, 2)
     script = (
         "import re, sys; from pathlib import Path; from relayline.coordinator.model.split import split_model\n"

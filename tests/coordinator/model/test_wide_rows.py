@@ -32,7 +32,7 @@ from tests.support.tiny_models import make_tiny
 from tests.support.tiny_shapes import N_EMBD
 from tests.support.tiny_wide import STREAMS
 
-LONG = 150  # tokens: more than one compressed cell stands for
+LONG = 150  # tokens: more than one compressed cell represents
 
 
 def test_splitter_and_stages_name_the_same_families() -> None:

@@ -44,7 +44,7 @@ class Opened:
 
 
 class World:
-    """An observer with a clock of its own and timers that a test lets run out."""
+    """An observer with its own clock, and timers that a test fires."""
 
     def __init__(self, level: Level = Level.BATCHES, *, sampler_ratio: float = 1.0) -> None:
         self.kept = Kept(level=level)
@@ -182,7 +182,7 @@ def test_the_ring_keeps_no_ended_span_and_later_spans_still_find_their_parent() 
     world.observer.left(record.streams[0], 3_400)
     world.observer.answered(record, 3_500)
     assert world.observer.log.last() is record
-    assert not hasattr(record.span, "attributes"), "what the span said stays in memory with the record"
+    assert not hasattr(record.span, "attributes"), "the span's content stays in memory with the record"
     world.run(session)
     world.observer.close()
     (root,) = [span for span in world.kept.spans() if span.name == "POST /v1/completions"]
@@ -295,7 +295,7 @@ def test_an_untraced_request_makes_no_span_and_carries_zeros(
     world.observer.left(record.streams[0], 9_000)
     world.observer.answered(record, 9_000)
     world.observer.close()
-    # Seconds of passes are sampled by themselves, whatever a caller decided of a request.
+    # Seconds of passes are sampled independently, whatever a caller decided for a request.
     assert [span for span in world.kept.spans() if span.name not in names.PASSES_NAMES] == []
     assert record.trace_id == ""
     assert len(world.observer.log) == (0 if level is Level.OFF else 1)
@@ -360,7 +360,7 @@ def test_a_silent_stage_delays_the_span_once_and_not_its_end() -> None:
     decode = world.kept.one(names.SPAN_DECODE)
     assert times_of(decode) == (3_100, 3_300)
     assert attributes_of(decode)[names.ATTR_STAGES_REPORTED] == (0,)
-    world.summary(session, 1)  # after the fact: nobody is there any more
+    world.summary(session, 1)  # afterwards: no client is there any more
     assert len(world.kept.spans(names.SPAN_DECODE)) == 1
 
 

@@ -57,7 +57,7 @@ def test_overlap_since_says_from_when_every_stage_knows_its_steps() -> None:
     # What one stage has forgotten, no stage is counted with: the other would pass for alone.
     assert overlap_since([whole, late], 90, 1_000) == {"overlap": alike, "overlap_since_ns": 200}
     assert overlap_since([whole, late], 250, 1_000) == {"overlap": alike, "overlap_since_ns": 250}
-    # A stage that was started anew knows nothing of its life before.
+    # A restarted stage knows nothing of its life before.
     young = status((300, 310), uptime_ns=750)
     assert overlap_since([whole, young], 90, 1_000) == {"overlap": alike, "overlap_since_ns": 250}
     assert overlap_since([whole, None], 90, 1_000) == {"overlap": {}, "overlap_since_ns": 90}

@@ -24,7 +24,7 @@ MS = 1_000_000
 
 
 class World:
-    """Windows of a pipeline of three stages; `sampled` is what is drawn for each new one."""
+    """Windows of a pipeline of three stages; `sampled`: the decision for each new one."""
 
     def __init__(self, *, sampled: bool = True) -> None:
         self.done: list[Window] = []
@@ -88,7 +88,7 @@ def test_an_idle_pipeline_closes_its_second_by_itself() -> None:
     world.passes.look(WINDOW_NS - 1)
     assert world.done == []
     world.passes.look(WINDOW_NS)
-    assert [window.last_ns for window in world.done] == [MS], "it ends with what was last seen of it"
+    assert [window.last_ns for window in world.done] == [MS], "it ends with its last seen state"
     assert not world.passes.is_busy
 
 

@@ -50,12 +50,12 @@ def test_a_step_is_shown_in_one_look_and_asked_for_once() -> None:
     assert (first.from_us, first.to_us, first.n_skipped) == (0, 20_000, 0)
     assert looks.after(0, "a") == 2
     assert looks.after(1, "a") == 1
-    assert looks.after(0, "b") == 0, "a stage that was started anew counts from one"
+    assert looks.after(0, "b") == 0, "a restarted stage counts from one"
     second = looks.look([response_of(batch(3, 21, [5])), None], 30 * MS)
     assert numbers(second.steps) == [(0, 3)]
     assert (second.from_us, second.to_us) == (20_000, 30_000)
     assert looks.after(1, "a") == 1, "no answer forgets nothing"
-    # While one look was on its way a step ended that only the next one is told of.
+    # A step ended while one look was on its way, so only the next look has it.
     third = looks.look([response_of(batch(4, 25, [5], took_ms=4)), response_of(batch(2, 26, [5]))], 40 * MS)
     assert numbers(third.steps) == [(0, 4), (1, 2)]
     assert third.n_skipped == 0

@@ -15,7 +15,7 @@ EDGES = ((0, 10), (10, 20))
 
 
 def cost(step_ms: float) -> StageCost:
-    """Return the cost of a stage of which eight rows take so long, and others in proportion."""
+    """Return the cost of a stage whose step of eight rows takes so long, and others in proportion."""
     curve = CostCurve([(rows, step_ms * MS * rows / 8) for rows in (1, 2, 4, 8, 16, 32)])
     return StageCost(curve, curve, 32)
 
@@ -73,7 +73,7 @@ def test_it_is_over_when_the_neighbour_is_quiet_again() -> None:
     looks.take(100, 10, 30)
     looks.take(1, 10, 10)
     assert looks.watch.reported is None
-    assert looks.take(59, 10, 30) == [], "and the minute starts anew"
+    assert looks.take(59, 10, 30) == [], "and the minute starts again"
 
 
 def test_a_gain_about_the_bound_does_not_come_and_go() -> None:
@@ -83,7 +83,7 @@ def test_a_gain_about_the_bound_does_not_come_and_go() -> None:
     # From 12.2 ms to 11 ms: a gain of less than GAIN_MIN, and more than GAIN_KEPT.
     assert looks.take(100, 10, 12.3) == []
     assert looks.watch.reported is not None
-    assert Looks().take(100, 10, 12.3) == [], "not worth telling by itself"
+    assert Looks().take(100, 10, 12.3) == [], "not worth a report by itself"
 
 
 def test_a_short_burst_and_a_time_without_measurements_tell_nothing() -> None:

@@ -111,7 +111,7 @@ def test_a_day_of_quiet_forgets_which_way_layers_went() -> None:
     assert rebalancer.wait_ns((16,), 2 * S + 7 * EVERY_NS) == EVERY_NS, "2 turns, this the third: eight times as long"
     assert rebalancer.wanted(found(12), (16,), 2 * S + DAY_NS) == (12,)
     rebalancer.moved((16,), (12,), 3 * S + DAY_NS, is_own=True)
-    assert rebalancer.wanted(found(16), (12,), 3 * S + DAY_NS + 2 * EVERY_NS) == (16,), "counted anew"
+    assert rebalancer.wanted(found(16), (12,), 3 * S + DAY_NS + 2 * EVERY_NS) == (16,), "counted from the start again"
 
 
 def test_a_move_that_fails_is_tried_again_ever_later_and_another_one_in_time() -> None:

@@ -62,5 +62,5 @@ def test_more_lanes_help_only_streams_that_would_wait_and_full_lanes_cost() -> N
     assert as_is.tokens_per_s[1] == as_is.tokens_per_s[2], "with 8 lanes the other 8 streams wait"
     assert lanes.tokens_per_s[:2] == as_is.tokens_per_s[:2]
     assert lanes.tokens_per_s[2] > as_is.tokens_per_s[2]
-    # A row reads 2,048 tokens for 1 us each: 2.05 ms beside its own 1.06 ms.
+    # A row reads 2,048 tokens for 1 us each: 2.05 ms on top of its own 1.06 ms.
     assert full.tokens_per_s[0] == pytest.approx(1_000 / (1 + 1 / 16 + 2.048), rel=0.05)

@@ -20,7 +20,7 @@ def any_cut(_start: int, _end: int) -> bool:
 
 def test_a_spare_takes_exactly_what_another_held() -> None:
     holders = [Holder("a", held=(0, 7)), Holder("s"), Holder("c", held=(8, 12))]
-    assert share_out(holders, N, need, any_cut, same=(7, 8)) == (7, 8), "uneven as it is, nobody else moves anything"
+    assert share_out(holders, N, need, any_cut, same=(7, 8)) == (7, 8), "uneven as it is, no other stage moves anything"
 
 
 def test_a_spare_with_too_little_room_gets_what_fits() -> None:

@@ -124,7 +124,7 @@ def test_stages_that_would_stand_idle_get_guesses_until_they_are_busy() -> None:
     assert shapes(scheduler.take(2))[0] == [(5, 1, False)], "the right row behind a wrong guess waits for nothing"
     for position in (6, 7, 8):
         scheduler.passed(1, position, 3)
-    assert scheduler._flights.answered(1, 6) is not None, "what was guessed wrong has come back, the right row has not"
+    assert scheduler._flights.answered(1, 6) is not None, "the wrong guess has come back, the right row has not"
 
 
 def test_a_tile_of_guesses_follows_a_tile() -> None:
@@ -150,7 +150,7 @@ def test_nothing_is_drafted_while_prompts_are_read_or_where_stages_cannot_forget
 
 @pytest.mark.parametrize("draft", [DRAFT_AUTO, 31])
 def test_of_recurrent_states_guesses_go_with_rows_while_few_streams_meet(draft: int) -> None:
-    """As many as stages can take back; and none in flights of their own, behind which they could not be."""
+    """As many as stages can rewind; and none in flights of their own, behind which they could not rewind."""
     for n_streams, n_rows in ((1, 5), (2, 5), (3, 1)):
         config = ScheduleConfig(draft=draft)
         scheduler = Scheduler(config, planner(smooth(), 4), may_draft=False, rewind_rows=4)

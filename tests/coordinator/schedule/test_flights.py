@@ -62,7 +62,7 @@ def test_a_decode_flight_that_only_prompt_rows_are_left_of_is_one_of_prompt_rows
     assert (flights.count(Kind.DECODE), flights.count(Kind.PREFILL)) == (1, 1)
     assert [flight.is_whole for flight in flights.forget(2)] == [False]
     assert (flights.count(Kind.DECODE), flights.count(Kind.PREFILL), flights.n_ridden) == (0, 2, 2)
-    assert flights.answered(9, 12) is None, "it was told of already"
+    assert flights.answered(9, 12) is None, "it was reported already"
     assert flights.forget(8) == []
     assert (flights.count(Kind.PREFILL), flights.n_with_chunks, flights.n_ridden) == (0, 0, 0)
 

@@ -77,7 +77,7 @@ def test_a_prompts_rows_read_a_lane_of_their_own_once() -> None:
     made = GroupPlanner([StageCost(curve, curve, 512, 12_000, 3_000, is_per_lane=True)] * 2)
     view, prompt_ns = made.at(1_024, 2_048), 2_048 * (12_000 + 63 * 3_000)
     assert view.chunk_ns(64) == pytest.approx(curve.cost_ns(64) + prompt_ns)
-    assert view.step_ns(80) == pytest.approx(curve.cost_ns(80) + 80 * 1_024 * 12_000), "nobody shares anything"
+    assert view.step_ns(80) == pytest.approx(curve.cost_ns(80) + 80 * 1_024 * 12_000), "no stages share a device"
     assert view.mixed_ns(4, 64) == pytest.approx(view.step_ns(4) + view.chunk_ns(64))
 
 
@@ -194,7 +194,10 @@ def test_link_delay_wants_more_flights() -> None:
 
 @pytest.mark.parametrize(("dearer", "rows"), [(1.0, 8), (1.05, 8), (1.3, 7)])
 def test_one_flight_leaves_no_stream_out_for_a_small_gain(dearer: float, rows: int) -> None:
-    """Who is left out waits for a whole step more. On a GPU flights of 7 rows for 8 streams cost an eighth once."""
+    """A stream that is left out waits for a whole extra step.
+
+    On a GPU flights of 7 rows for 8 streams cost an eighth once.
+    """
     curve = CostCurve([(1, 3.6 * MS), (7, 6.2 * MS), (8, dearer * 6.2 * MS * 8 / 7), (16, 8 * dearer * 6.2 * MS / 3)])
     made = GroupPlanner([StageCost(curve, curve, 512, device=device) for device in (0, 0)])
     assert shape(made, 8) == (1, rows)

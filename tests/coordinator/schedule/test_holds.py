@@ -16,7 +16,7 @@ def test_a_row_is_held_for_as_long_as_is_predicted_and_no_longer() -> None:
         scheduler.decode(row(session_id))
         assert scheduler.take(now_ns) == []
     assert scheduler.take(1_009) == []
-    assert ids(scheduler.take(1_010)) == [[2, 3]], "who came later than the oldest goes with it"
+    assert ids(scheduler.take(1_010)) == [[2, 3]], "a row that came after the oldest goes with it"
     assert scheduler.take(1_599) == []
     assert ids(scheduler.take(1_600)) == [[4]]
 
@@ -44,7 +44,7 @@ def test_while_no_curve_is_known_rows_are_held_for_as_long_as_the_slowest_flight
     scheduler.decode(row(1))
     (first,) = scheduler.take(0)
     scheduler.decode(row(2))
-    assert scheduler.take(10**12) == [], "nothing has landed, so nothing tells how long a flight takes"
+    assert scheduler.take(10**12) == [], "nothing has landed, so the time of a flight is unknown"
     answer(scheduler, first, now_ns=10**12 + 1_000)
     assert ids(scheduler.take(10**12 + 1_000)) == [[2]]
     for session_id, now_ns in ((3, 0), (4, 10**12), (5, 10**12)):
@@ -56,7 +56,7 @@ def test_while_no_curve_is_known_rows_are_held_for_as_long_as_the_slowest_flight
 
 
 def test_a_row_that_was_held_for_too_long_leaves_before_the_largest_block() -> None:
-    """Where lanes have cells of their own flights take neighbours, and the largest block first."""
+    """With per-lane cells flights take neighbours, and the largest block first."""
     scheduler = Scheduler(ScheduleConfig(), Fixed(1, 3, is_per_lane=True, hold_max_ns=1_000.0))
     frames = {lane: row(lane) for lane in (1, 3, 4, 5, 6, 7, 8, 30)}
     for lane, frame in frames.items():
@@ -102,7 +102,7 @@ def test_a_flight_that_took_very_long_lets_rows_be_held_for_some_times_the_predi
 
 
 def test_two_rows_of_one_stream_are_held_each_for_itself() -> None:
-    """As when answers from before a fault come after its history was sent anew."""
+    """As when answers from before a fault arrive after its history was sent again."""
     scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
     scheduler.decode(row(9))
     scheduler.take(0)

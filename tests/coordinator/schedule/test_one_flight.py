@@ -84,7 +84,7 @@ def test_a_number_of_flights_that_became_faster_is_found() -> None:
     ("shares_host", "n_streams", "n_stages"), [(False, 2, 2), (True, 8, 2), (True, 1, 2), (True, 2, 1)]
 )
 def test_nothing_is_tried_where_it_promises_nothing(shares_host: bool, n_streams: int, n_stages: int) -> None:
-    """Hosts of their own; streams enough for curves to be clear; and where there is no other way."""
+    """Separate hosts; enough streams for clear curves; and only one possible plan."""
     plans = planner(shares_host=shares_host, n_stages=n_stages)
     assert not may_be_better(plans, n_streams)
     left = run(Scheduler(ScheduleConfig(), plans), n_streams, 300, lambda _, n_rows: 44 * MS)

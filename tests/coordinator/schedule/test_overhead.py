@@ -27,7 +27,7 @@ class Pipeline:
         self.stages = [Held(1_000, 7), Held(2_000, 9)]  # other epochs were before
 
     def window(self, overhead_ms: float, n_flights: int = ROUND_TRIPS_MIN) -> None:
-        """Land flights, then let the stages say what they have counted."""
+        """Land flights, then let the stages report their counters."""
         held_ms = STEP_MS + WAIT_MS
         for _ in range(n_flights):
             self.overhead.landed(4, round((2 * held_ms + overhead_ms) * MS))
@@ -40,7 +40,7 @@ class Pipeline:
 
 @pytest.fixture
 def pipeline() -> Pipeline:
-    """One that has said once what it has counted."""
+    """A stage that has reported its counters once."""
     made = Pipeline()
     made.overhead.stages_held(made.stages)
     return made
@@ -89,7 +89,7 @@ def test_small_moves_are_noise(pipeline: Pipeline) -> None:
 
 
 def test_stages_that_count_nothing_leave_the_bounds() -> None:
-    """As of an older version: every flight had 40 ms of work ahead of it beside its own 100."""
+    """As in an older version: every flight had 40 ms of work ahead of it in addition to its own 100."""
     overhead = Overhead()
     for _ in range(2 * WINDOWS_MIN * ROUND_TRIPS_MIN):
         overhead.landed(4, 160 * MS)

@@ -66,7 +66,7 @@ def test_whose_rows_others_wait_for_is_as_urgent_as_they() -> None:
     assert [frame.session for frame in line.next_chunks(30)] == [leader]
     assert line.upcoming() is leader
     assert [frame.session for frame in line.next_chunks(30)] == [leader]
-    assert line.upcoming() is other, "what the follower waits for has left"
+    assert line.upcoming() is other, "the rows that the follower waits for have left"
     assert [(f.session, f.flags, f.argument) for f in line.catch_up()] == [(follower, Flag.COPY_PREFIX, 1)]
     assert line.upcoming() is follower
 
@@ -89,7 +89,7 @@ def test_a_line_of_those_who_wait_for_others_sends_nothing() -> None:
 
 
 class OneStage:
-    """What a stage holds; refuses what a stage would refuse."""
+    """A stage's content; refuses what a real stage would refuse."""
 
     def __init__(self) -> None:
         self.held: dict[int, list[int]] = {}
@@ -113,7 +113,7 @@ class OneStage:
 
 @dataclasses.dataclass
 class World:
-    """Scheduler and prefixes as the pipeline drives them, over one stage that answers when it is told to."""
+    """Scheduler and prefixes as the pipeline drives them, over one stage that answers on request."""
 
     scheduler: Scheduler
     stage: OneStage
@@ -163,7 +163,7 @@ class World:
         self.scheduler.control(frames)
 
     def begin_again(self, session: Session) -> None:
-        """After a fault of its own."""
+        """After its own fault."""
         self.scheduler.forget(session.session_id, 0)
         session.replays += 1
         self.start(session)
@@ -266,7 +266,9 @@ def test_nobody_waits_for_who_waits_for_it() -> None:
     assert third.leader is first
     world.end(first, first.cancel())
     world.start(second)
-    assert second.leader is None, "third is left behind itself: who waited for it would stand at the end of a chain"
+    assert second.leader is None, (
+        "third is an orphan itself: a session that waited for it would be at the end of a chain"
+    )
     world.send()
     assert (third.leader, second.n_sent) == (second, 8)
 
@@ -324,12 +326,12 @@ def test_a_running_answer_is_copied_up_to_its_last_token() -> None:
 
 
 def test_nobody_waits_for_what_a_restarted_stream_says() -> None:
-    """It keeps what it was started again with: what it has said since is in its history and may not be waited for."""
+    """It keeps the history of its restart: later tokens are in its history, but no session may wait for them."""
     world = World.of("auto", 60)
     first = session_of(1, SYSTEM, max_tokens=99)
     world.start(first)
     world.send()
-    world.start(first)  # after a fault of its own, within the epoch
+    world.start(first)  # after its own fault, within the epoch
     assert first.is_restarted
     while first.n_generated < 40:
         world.send()
@@ -340,7 +342,7 @@ def test_nobody_waits_for_what_a_restarted_stream_says() -> None:
     world.start(second)
     world.send()
     assert second.leader is None
-    assert second.prefill_left == 0, "nobody else reads, so all of it has left"
+    assert second.prefill_left == 0, "no other session reads, so all of it has left"
 
 
 def test_a_session_that_sent_no_row_expects_no_old_answer() -> None:

@@ -134,7 +134,7 @@ def test_prompt_rows_ride_in_decode_flights() -> None:
     )
     scheduler.decode(row(4))
     answer(scheduler, first[:2])
-    assert ids(scheduler.take(0)) == [[4]], "nobody waits for prompt rows that stages left behind, nor adds to them"
+    assert ids(scheduler.take(0)) == [[4]], "no stream waits for prompt rows left in stages, or adds to them"
     answer(scheduler, first[2:])
     answer(scheduler, second)
     scheduler.decode(row(5))
@@ -170,7 +170,7 @@ def test_rows_that_pay_for_the_longest_of_their_lanes_are_planned_as_such(furthe
 
 
 def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> None:
-    """Four streams, 8 ms apart at every one of four stages, meet a prompt: each ride delays whoever comes next."""
+    """Four streams, 8 ms apart at every one of four stages, meet a prompt: each ride delays the next stream."""
     every_row_counts = CostCurve([(1, 8_000_000), (512, 85_000_000)])
     stage = StageCost(every_row_counts, every_row_counts, 512)
 
@@ -189,7 +189,7 @@ def test_a_flight_behind_others_that_became_longer_takes_fewer_rows_along() -> N
     assert found[0] == planned
     assert planned / 2 <= found[3] < planned
     planned, found = rides(10**9)
-    assert found == [planned] * 4, "nobody is in the way"
+    assert found == [planned] * 4, "nothing is in the way"
 
 
 def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_that_goes_next() -> None:
@@ -242,7 +242,7 @@ def test_a_train_is_planned_for_the_contexts_that_its_rows_will_have() -> None:
     assert asked[-1] == 10, "that of the prompt that goes next"
     scheduler.decode(row(3))
     scheduler.plan()
-    assert asked[-1] == 0, "beside others its next rows alone"
+    assert asked[-1] == 0, "among others only its next rows"
 
 
 def test_a_flight_that_left_before_anything_was_known_lands_after_curves_have_come() -> None:
@@ -375,7 +375,7 @@ def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
 
 
 def test_queueing_is_not_taken_for_overhead() -> None:
-    """Four flights on one stage: each takes four steps, three of which it waits."""
+    """Four flights on one stage: each takes four steps, three of them waiting."""
     planner = GroupPlanner([StageCost(CostCurve([(1, 1e6)]), CostCurve([(1, 1e6)]), 64)])
     scheduler = Scheduler(ScheduleConfig("fixed", n_groups=4, group_rows=1), planner)
     for session_id in range(4):

@@ -25,7 +25,7 @@ from tests.support.scheduling import Fixed, new_session, row, start
 
 
 class Machine:
-    """Drives a scheduler with random events and holds it against books of its own."""
+    """Drives a scheduler with random events and compares it with separate books."""
 
     def __init__(self, mode: str, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -148,11 +148,11 @@ def test_prompts_of_a_burst_count_twice_until_all_are_read() -> None:
         scheduler.forget(session.session_id, 0)  # as if read: it runs now
         scheduler.decode(row(session.session_id))
     scheduler.plan()
-    assert planner.said.pop() == BURST_PRESSURE, "three run and one waits, which came when two did beside one"
+    assert planner.said.pop() == BURST_PRESSURE, "three run and one waits; it came when two ran"
     scheduler.forget(4, 0)
     start(scheduler, new_session(5))
     scheduler.plan()
-    assert planner.said.pop() == 0, "who comes alone is no burst"
+    assert planner.said.pop() == 0, "a single arrival is no burst"
 
 
 def test_prompts_that_take_long_to_read_are_no_burst() -> None:
@@ -178,10 +178,10 @@ def test_paused_streams_count_until_all_of_them_go_on() -> None:
     scheduler.forget(2, 0)  # as if read: it runs now
     scheduler.decode(row(2))
     scheduler.plan()
-    assert planner.said.pop() == 0, "whoever comes anew is no replay"
+    assert planner.said.pop() == 0, "a new arrival is no replay"
     failed = new_session(4, n_prompt=400)
     failed.history.append(7)
     failed.replays = 1
     start(scheduler, failed)
     scheduler.plan()
-    assert planner.said.pop() == 0, "a fault of its own slows nobody else"
+    assert planner.said.pop() == 0, "one session's own fault slows no other"

@@ -42,7 +42,7 @@ def read(sessions: list[Session], rule: TileRule, rows_max: int, n_decode: int =
         n_rows = sum(len(chunk.tokens) for chunk in chunks)
         assert n_rows <= rows_max
         if rule.is_per_lane and max(len(chunk.tokens) for chunk in chunks) >= TILE and not n_decode:
-            assert len(chunks) == 1, "rows of neighbouring lanes would go along with some of its own"
+            assert len(chunks) == 1, "rows of neighbouring lanes would join some of its own"
         for chunk in chunks:
             n_together = len(chunk.tokens) if rule.is_per_lane else n_rows + n_decode
             for position in range(chunk.position, chunk.position + len(chunk.tokens)):

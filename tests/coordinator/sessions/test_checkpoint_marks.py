@@ -53,7 +53,7 @@ def test_chunks_end_where_messages_do_and_before_the_last_token() -> None:
     assert session.checkpoints == [51, 82, 83]
     short = session_of(2, range(10, 10 + STOP_TOKENS_MIN))
     world().start(short)
-    assert read(short) == [(STOP_TOKENS_MIN, 0)], "what is short is read again in no time"
+    assert read(short) == [(STOP_TOKENS_MIN, 0)], "short text is read again in no time"
 
 
 def test_chunks_are_cut_by_rows_as_well() -> None:
@@ -108,7 +108,7 @@ def test_a_chats_turns_read_only_what_is_new() -> None:
 
 
 def test_a_turn_whose_template_rewrites_the_answer_goes_on_from_the_last_message() -> None:
-    """As templates do that leave out what was thought."""
+    """As with templates that leave out the reasoning."""
     prefixes = world()
     first = session_of(1, [*SYSTEM, *range(200, 230), END, 7])
     prefixes.start(first)

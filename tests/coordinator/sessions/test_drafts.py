@@ -45,7 +45,7 @@ def test_drafts_go_on_with_the_text() -> None:
     assert drafts.tokens(0, 3) == [3, 4, 5]
     assert after(drafts, 3).tokens(0, 3) == [4, 5, 6]
     assert drafts.tokens(2, 2) == [6, 1], "behind two that are under way"
-    assert after(drafts, 9).tokens(0, 3) == [], "nothing like it stood anywhere"
+    assert after(drafts, 9).tokens(0, 3) == [], "nothing like it occurred"
     assert after(drafts, 5, 6).tokens(0, 2) == [1, 2]
 
 
@@ -84,7 +84,7 @@ def test_an_answer_may_differ_from_its_prediction(answer: tuple[int, ...], expec
 def test_a_prediction_says_nothing_of_what_stands_behind_it_or_before() -> None:
     drafts = drafter([1, 2, 20, 21], [30, 31, 1, 2])
     after(drafts, 30, 31, 1, 2)
-    assert drafts.tokens(0, 2) == [20, 21], "behind the prediction stands the answer in the text, which never followed"
+    assert drafts.tokens(0, 2) == [20, 21], "in the text, the answer follows the prediction, which never occurred there"
     assert after(drafter([5, 6], [30, 31]), 8, 5, 6).tokens(0, 2) == [], "nor did the prediction follow the prompt"
 
 
@@ -133,7 +133,7 @@ def test_unlikely_guesses_are_not_looked_at() -> None:
 
 
 def test_a_search_among_lookalikes_ends() -> None:
-    """Every byte looks like the middle of what is looked for, and it stands at the end of all that."""
+    """Every byte looks like the middle of the searched text, which is at the very end."""
     drafts = drafter([1, 2], [0x01000000] * 4_000)
     assert drafts.take(7) is False
     assert after(drafts, 256, 1, 256, 1).tokens(0, 1) in ([], [256])
@@ -172,7 +172,7 @@ def test_any_text(history: list[int], prediction: list[int], answer: list[int], 
 
 
 def test_an_edit_of_a_text_is_drafted_well() -> None:
-    """Of a text that is said again with every twentieth token changed nine in ten tokens are drafted rightly."""
+    """In a text repeated with every twentieth token changed, nine in ten tokens are drafted correctly."""
     rng = random.Random(1)
     text = [rng.randrange(5_000) for _ in range(600)]
     answer = [rng.randrange(5_000) if rng.random() < 0.05 else token for token in text]

@@ -188,7 +188,7 @@ def test_no_row_is_penalised_or_guessed() -> None:
     one.start()
     chunks_of(one, 64)
     one.sampled(8, 1)
-    one.sampled(9, 2)  # like the beginning, behind which the image stands
+    one.sampled(9, 2)  # like the beginning, which the image follows
     assert one.chances(4) == []
 
 

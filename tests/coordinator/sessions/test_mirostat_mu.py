@@ -18,7 +18,7 @@ def test_a_session_is_opened_with_its_latest_mu() -> None:
     session.sampled(4, 52, mirostat_mu=1.0)  # an echo
     session.start()
     assert dict(session.opening().sampling.numbers) == {"mirostat": 2.0, "mirostat_mu": 9.25}
-    # Before all rows are there again, the last stage will pick this one anew.
+    # Until all rows are there again, the last stage will sample this one again.
     assert session.sampled(5, 53, mirostat_mu=8.0) == (None, [])
     session.next_chunk(8)
     session.sampled(5, 53, mirostat_mu=8.5)

@@ -88,7 +88,7 @@ def test_chunks_are_answered_by_their_end_and_bounded() -> None:
     session.prompt.sent(16, 24, 11)
     session.prompt.answered(16, 20)
     session.prompt.answered(16, 25)  # an echo
-    session.prompt.answered(17, 26)  # of nobody
+    session.prompt.answered(17, 26)  # of no session
     assert [chunk.answered_ns for chunk in session.prompt.chunks] == [20, 0]
     session.token(40, 30)  # the first token answers the last chunk
     assert [chunk.answered_ns for chunk in session.prompt.chunks] == [20, 30]

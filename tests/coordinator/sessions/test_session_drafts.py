@@ -94,7 +94,7 @@ def test_a_restarted_session_has_no_drafts_under_way() -> None:
     assert (session.chances(3), session.guess(3)) == ([], None), "while its history is read"
     chunks_of(session, 64)
     frame = extended(session, session.sampled(5, 52)[1], 2)
-    assert frame.tokens == (52, 53, 54), "what was learned of its text stays"
+    assert frame.tokens == (52, 53, 54), "the statistics of its text stay"
 
 
 def test_behind_a_replay_within_an_epoch_nothing_is_guessed() -> None:
@@ -118,7 +118,7 @@ def test_of_an_answer_that_waits_behind_another_nothing_is_guessed() -> None:
     session = drafting((51, 52, 53, 54, 55))
     (waiting,) = session.sampled(3, 50)[1]
     later = session.sampled(4, 51)[1]
-    assert extended(session, [waiting], 2).tokens == (50,), "its successor has a frame of its own"
+    assert extended(session, [waiting], 2).tokens == (50,), "its successor has its own frame"
     assert extended(session, later, 2).tokens == (51, 52, 53)
 
 

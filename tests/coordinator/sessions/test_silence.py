@@ -35,7 +35,7 @@ S = 1_000_000_000
 
 
 def idle(n_stages: int = 2, sent: int = 5, **changes: Any) -> list[Work]:
-    """Stages that have done all that was sent, but for what is changed at the last."""
+    """Stages that have done everything that was sent, except for given changes."""
     works = [Work(sent, sent, 3, 3, False, frozenset()) for _ in range(n_stages)]
     last = {"envelopes_in": sent, "envelopes_out": 0, "returned": 3, "received": 3, "is_busy": False}
     return [*works[:-1], Work(**(last | {"session_ids": frozenset()} | changes))]
@@ -89,7 +89,7 @@ def test_a_sign_of_life_begins_the_time_anew() -> None:
     for at in range(100):
         assert not silence.silent({7: (at // 5, 1), 8: (3, at // 9)}, at * S)
     assert silence.silent({7: (19, 1), 8: (3, 11)}, 200 * S) == {7, 8}
-    assert silence.silent({8: (3, 11)}, 201 * S) == {8}, "who has ended is forgotten"
+    assert silence.silent({8: (3, 11)}, 201 * S) == {8}, "an ended session is forgotten"
     assert not silence.silent({7: (19, 1)}, 202 * S)
 
 
@@ -117,7 +117,7 @@ def test_a_slow_link_on_which_anything_comes_is_not_broken() -> None:
         came = at // 50  # one in 50 s
         assert silence.broken_way(came + 9, idle(sent=came), at * S) is None
     assert silence.broken_way(20, idle(sent=20), 2_000 * S) is None
-    assert silence.broken_way(29, idle(sent=20), 3_000 * S) is None, "what is late counts from when it was late"
+    assert silence.broken_way(29, idle(sent=20), 3_000 * S) is None, "a late answer counts from its own time"
 
 
 # --- one fault on a standing link -------------------------------------------------------------------------------------

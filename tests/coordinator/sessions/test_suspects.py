@@ -83,7 +83,7 @@ def test_broken_connections_accuse_nobody_and_clear_nobody() -> None:
     ("error", "n_guilty"), [(NotReadyError("stage 1 was told to end"), 0), (StageLostError("it is gone"), 2)]
 )
 def test_stages_that_are_restarted_in_order_accuse_nobody(error: RelaylineError, n_guilty: int) -> None:
-    """All stages one after the other, as an update does it, before anybody has got a token in between."""
+    """All stages one after the other, as in an update, before any stream gets a token in between."""
     suspects, running = Suspects(), sessions(2)
     guilty: list[Session] = []
     for turn in range(LOSSES_MAX + 1):
@@ -135,7 +135,7 @@ def test_a_suspect_that_gets_a_lane_again_is_tried_at_once_when_no_other_is() ->
     assert suspects.starting([]) == []
     assert suspects.joining(first) == [first]
     assert suspects.joining(second) == []
-    assert suspects.starting([first, second]) == [first], "a new epoch begins with nobody in line"
+    assert suspects.starting([first, second]) == [first], "a new epoch begins with an empty line"
     assert suspects.cleared(first) == [second]
     assert suspects.cleared(second) == []
 

@@ -58,7 +58,7 @@ def test_before_any_lane_was_given_back_the_running_requests_are_foreseen() -> N
     turnover, running = Turnover(), [Holding(S, 12.0 * S), Holding(S, 20.0 * S)]
     assert turnover.wait_s(3, 2, running) == 32, "32 s for four at two lanes of 16 s"
     turnover.left(2 * S)
-    assert turnover.wait_s(3, 2, running) == 4, "answers end before their limit: what was measured counts"
+    assert turnover.wait_s(3, 2, running) == 4, "answers end before their limit: the measured length counts"
 
 
 def test_the_forecast_uses_a_requests_own_pace_else_the_plans() -> None:

@@ -75,7 +75,7 @@ def processes_over(directory: Path) -> list[str]:
         try:
             text = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it had ended before
         if str(directory) in text and "relayline.deploy.cli" in text:
             found.append(text)
     return found
@@ -130,7 +130,7 @@ def test_f16_reports_how_far_it_agrees(tmp_path: Path, scratch: Path) -> None:
 
 
 def corrupt(directory: Path, stage: int, tensor: str) -> None:
-    """Change one byte of a tensor so that nobody's checksum notices."""
+    """Change one byte of a tensor so that no checksum notices."""
     pipeline = load_pipeline(directory)
     path = directory / pipeline.stages[stage].file
     (found,) = [each for each in read_header(path).tensors if each.name == tensor]
@@ -190,7 +190,7 @@ def test_a_kept_artifact_that_was_altered_is_made_anew(tmp_path: Path, scratch: 
 
 
 def test_a_native_abort_is_named_as_such(tmp_path: Path, scratch: Path) -> None:
-    """llama.cpp aborts on a slice of granite_swa that is told of no layer with a sliding window."""
+    """llama.cpp aborts on a slice of granite_swa that states no layer with a sliding window."""
     model = make_tiny("granite_swa", tmp_path / "model.gguf")
     keep = tmp_path / "keep"
     pipeline = split_model(model, keep / "cuts-4", cuts=(4,))

@@ -166,7 +166,7 @@ def test_f16_fails_only_on_a_flip_across_a_margin(noise: float, margin: float) -
         assert not fails or "another top token" in str(reason)
 
 
-# --- what is fed ------------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_seeds_give_the_same_scripts_and_other_seeds_others() -> None:

@@ -116,7 +116,7 @@ def test_a_model_that_does_not_fit_is_refused_with_remedies(model: Path, tmp_pat
     assert done.returncode == 2
     assert "GiB are missing" in done.stderr
     assert "context of " in done.stderr
-    assert "lanes: " not in done.stderr, "even one lane of its own cells has scores that do not fit"
+    assert "lanes: " not in done.stderr, "even one lane with per-lane cells has scores that do not fit"
     assert "Traceback" not in done.stderr
     path.write_text(path.read_text().replace("lanes: 32", "lanes: 32, kvLayout: unified"))
     assert "lanes: " in relayline("plan", path).stderr
@@ -190,7 +190,7 @@ def test_measuring_is_remembered_and_used(model: Path) -> None:
     assert known_speed(model, n_threads=77, gpu_layers=0, kv_type="f16") is None
     n_threads = threads_of(manifest)[0]
     found = [known_speed(model, n_threads=n_threads, gpu_layers=0, kv_type="f16", n_at_once=n) for n in range(1, 9)]
-    assert sum(speed is not None for speed in found) == 1, "it holds for as many neighbours as it was measured beside"
+    assert sum(speed is not None for speed in found) == 1, "it holds for as many neighbours as it was measured with"
 
 
 def status_of(plan: Any, busy_ns: int, rows: int = 10, generated: int = 10, running: int = 1) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def shown(pid: int) -> list[str]:
 
 
 def answers(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a worker of grammars has judged one, so that it has become what it was to be."""
+    """Whether a grammar worker has judged one, so that it has become a worker."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b'{"text": "start: \\"a\\"", "is_gbnf": false}\n')
@@ -89,7 +89,7 @@ def test_other_commands_take_a_process_of_their_own() -> None:
 
 
 def test_a_fork_of_a_test_starts_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent of a fork is the owner of the server, so nobody else could wait for it."""
+    """The parent of a fork owns the server, so no other process could wait for it."""
     zygote = Zygote()
     assert zygote.fits([*COMMAND, "status"], os.environ)
     monkeypatch.setattr(os, "getpid", lambda: -1)

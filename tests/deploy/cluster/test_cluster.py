@@ -102,7 +102,7 @@ def test_nothing_is_computed_again_when_layers_move(cuts: tuple[int, ...], n_oth
 def test_a_stage_that_dies_while_lanes_change_hands_costs_no_token(
     victim: int, n_messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives, or takes, or both: whatever has come by then, the rest is read again."""
+    """It gives, or takes, or both: the rows that have not arrived by then are read again."""
     cluster, n_come = Cluster(LONG), itertools.count(1)
     mover = cluster.coordinators[0].mover
     assert mover is not None

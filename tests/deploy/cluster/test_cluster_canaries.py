@@ -38,7 +38,7 @@ POISONED = dataclasses.replace(CALM, wishes=(dataclasses.replace(CALM.wishes[0],
 
 
 def takes_any_token(patch: pytest.MonkeyPatch) -> None:
-    """Whatever position it is for: an echo becomes a token."""
+    """At any position: an echo becomes a token."""
     sampled = Session.sampled
     patch.setattr(Session, "sampled", lambda self, at, *rest: sampled(self, len(self.history), *rest))
 
@@ -73,7 +73,7 @@ def keeps_rows_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_any_row_ahead(patch: pytest.MonkeyPatch) -> None:
-    """Whatever the coordinator asks for: the rows of a draft have one answer, a repeated row another's."""
+    """Whatever the coordinator asks for: a draft's rows have one answer, a repeated row has another's."""
     patch.setattr(RunAhead, "_is_same", lambda self, frame, ahead: True)
 
 
@@ -101,7 +101,7 @@ def keeps_cells(patch: pytest.MonkeyPatch) -> None:
 
 
 def does_not_forget_rows(patch: pytest.MonkeyPatch) -> None:
-    """A row that is repeated, or was guessed wrong, goes behind what it is to replace."""
+    """A repeated row, or a wrong guess, is put behind the row that it should replace."""
     place = LaneTable.place
     patch.setattr(LaneTable, "place", lambda self, *arguments: (place(self, *arguments)[0], None))
 
@@ -111,7 +111,7 @@ def starts_nobody_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def leaves_lanes_empty(patch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for the lane of one that ends does not get it."""
+    """A session that waits for the lane of an ending one does not get it."""
 
     def leave(self: Admission, session: Session) -> list[Session]:
         self.running.pop(session.session_id, None)
@@ -158,7 +158,7 @@ def loses_a_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_rows_of_other_layers(patch: pytest.MonkeyPatch) -> None:
-    """A stage that takes up other layers goes on with what its lanes held."""
+    """A stage that takes up other layers continues with its lanes' old content."""
     load = node.Node._load
 
     def keeps(self: node.Node, n_lanes: int) -> None:
@@ -193,7 +193,7 @@ def takes_lanes_of_other_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_no_lane_back(patch: pytest.MonkeyPatch) -> None:
-    """A lane that one stage has and another has not is nobody's, and stays."""
+    """A lane that one stage has and another lacks belongs to no session, and stays."""
     patch.setattr(Prefixes, "left_behind", lambda self, going_on: [])
 
 

@@ -23,7 +23,7 @@ def wish(at_ns: int, prompt: tuple[int, ...]) -> Wish:
 
 
 def chats(*, tier_bytes: int = 1_000_000, survives: bool = False, troubles: tuple[Trouble, ...] = ()) -> Plan:
-    """Three chats on one lane, one after the other, and each goes on seconds later."""
+    """Three chats on one lane, one after the other, and each continues seconds later."""
     first = [wish(50 * MS + number * S, prompt) for number, prompt in enumerate(LONG)]
     later = [wish(6 * S + number * S, (*prompt, 7, 8, 9)) for number, prompt in enumerate(LONG)]
     return dataclasses.replace(

@@ -56,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port with a listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -146,7 +146,7 @@ def test_a_library_for_another_cpu() -> None:
 
 
 def test_a_library_that_loads_but_whose_kernels_end_the_process() -> None:
-    """Such as AMX kernels by a GCC whose ldtilecfg reads what nobody wrote."""
+    """Such as AMX kernels by a GCC whose ldtilecfg reads unwritten memory."""
     program = native._PROGRAM.replace("code = llama_cpp.llama_decode", f"os.kill(os.getpid(), {int(signal.SIGSEGV)})")
     assert program != native._PROGRAM
     found = one(native.look_native(wants_gpu=False, program=program.replace("(context, ", "#")))

@@ -136,7 +136,7 @@ MODELS = [
 def test_rows_of_many_lanes_read_the_cells_of_their_own(model: Model, n_threads: int) -> None:
     need_own_cells()
     lanes = np.concatenate([np.full(37, 2), np.arange(400) % 5, np.full(70, 4)])  # a prompt, steps of five, a prompt
-    cache, row_lanes = cache_of(model, lanes), np.array([0, 4, 2, 2, 1, 3, 9])  # nobody has cells in the last one
+    cache, row_lanes = cache_of(model, lanes), np.array([0, 4, 2, 2, 1, 3, 9])  # no lane has cells in the last one
     queries = queries_of(model, len(row_lanes))
     found = attend(model, queries, cache, row_lanes, n_threads=n_threads)
     wanted = exact(model, queries, cache, row_lanes)

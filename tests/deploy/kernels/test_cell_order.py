@@ -160,7 +160,7 @@ def test_a_row_has_the_same_bits_wherever_the_cells_of_its_lane_lie(model: Model
 
 
 def attend_alone(model: Model, query: Rows, rows: list[Rows], order: list[int]) -> Rows:
-    """Return what a lane's row has in a cache of its own, its cells written in this order. (heads, width)"""
+    """Return the result of a lane's row in a separate cache, its cells written in this order. (heads, width)"""
     with SharedCache(model) as cache:
         cache.write(np.stack([rows[at] for at in order], 1), list(range(len(order))), [0] * len(order))
         return cache.attend(query, [0])[0]

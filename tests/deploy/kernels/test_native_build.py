@@ -59,11 +59,11 @@ endif()
 """.replace("$NAME", "${{NAME}}").replace("$OPTION", "${{OPTION}}"),
 }
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
-OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those of which copies are compiled
+OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those whose copies are compiled
 SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
 # Of the three, at the pinned version: what lies around each place that llama.cpp.patch changes.
 EXCERPTS = {name: ROOT / "tests" / "golden" / "llama_cpp" / f"{Path(name).name}.txt" for name in OTHERS}
-# Says of this machine's processor what a test wants to hear, and is g++ else.
+# Describes this machine's processor as a test wants it, and is g++ otherwise.
 COMPILER = """#!/bin/sh
 case "$*" in *"-march=native"*" -dM "*) echo "{macros}"; exit;; esac
 exec g++ "$@"
@@ -86,7 +86,7 @@ def test_gcc_writes_the_whole_tile_configuration() -> None:
     with_header = [*command[:1], "-include", str(KERNELS / "amx_tile_config.h"), *command[1:]]
     made = subprocess.run(with_header, input=KERNEL, capture_output=True, text=True, check=True).stdout
     assert "ldtilecfg" in made
-    assert re.search(r"%dil\b|%edi\b", made), "the argument is never stored: the compiler thinks that nobody reads it"
+    assert re.search(r"%dil\b|%edi\b", made), "the argument is never stored: the compiler thinks that nothing reads it"
     with_header[with_header.index("-S")] = "-E"
     read = subprocess.run(with_header, input=KERNEL, capture_output=True, text=True, check=True).stdout
     assert "[64])(config)" in read.rpartition("config[63]")[2], "mended compilers need no header, and show nothing"
@@ -228,7 +228,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         assert any(source.endswith(name) for source in commands) == is_ours
     copies = {path.name: path for path in tmp_path.glob("build/**/relayline/ggml-cpu/*.c*") if path.suffix != ".orig"}
     assert set(copies) == ({Path(name).name for name in OTHERS} if is_ours else set())
-    assert all((name in commands) != is_ours for name in OTHERS)  # copies stand in for them
+    assert all((name in commands) != is_ours for name in OTHERS)  # copies take their place
     if is_ours:
         assert {str(path) for path in copies.values()} <= set(commands)
         repacked, attention, stored = (copies[Path(name).name].read_text() for name in OTHERS)
@@ -379,7 +379,7 @@ def test_the_image_states_what_processors_it_is_for_and_needs_the_kernels() -> N
 
 
 def pieces(excerpt: str) -> list[str]:
-    """Return the parts of an excerpt, each of which stands in the whole file as it is."""
+    """Return the parts of an excerpt, each of which is in the whole file unchanged."""
     return [piece for piece in re.split(r"^// \.\.\. \(to line \d+\)\n", excerpt, flags=re.MULTILINE) if piece.strip()]
 
 
@@ -397,7 +397,7 @@ def apply_patch(directory: Path, files: dict[str, str]) -> dict[str, str]:
 
 
 def renamed_by(commands: dict[str, str], suffix: str) -> dict[str, set[str]]:
-    """Return of which of llama.cpp's functions each file's get this suffix."""
+    """Return which of llama.cpp's functions in each file get this suffix."""
     return {name: set(re.findall(rf"-D(ggml_\w+)=\1_{suffix}", command)) for name, command in commands.items()}
 
 
@@ -496,7 +496,7 @@ def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n
     weights = generator.integers(0, 256, (n_columns // 8, n_blocks, weights_bytes), dtype=np.uint8)
 
     def products(function: str, rows: npt.NDArray[np.uint8], n_rows: int) -> npt.NDArray[np.float32]:
-        out = np.full((n_rows, n_columns + 8), 7, np.float32)  # nothing may be written beside the products
+        out = np.full((n_rows, n_columns + 8), 7, np.float32)  # nothing may be written outside the products
         places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
         repacked_product(function)(n_values, *places, n_rows, n_columns)
         return out
@@ -534,7 +534,7 @@ def test_a_row_by_q4_k_has_the_same_bits_alone_as_among_others(n_columns: int, n
         out, rows = np.full((count, n_columns + 8), 7, np.float32), np.ascontiguousarray(rows)
         places = (out.ctypes.data, n_columns + 8, weights.ctypes.data, rows.ctypes.data)
         repacked_product(kind)(n_values, *places, count, n_columns)
-        assert (out[:, n_columns:] == 7).all(), "nothing may be written beside the products"
+        assert (out[:, n_columns:] == 7).all(), "nothing may be written outside the products"
         return out[:, :n_columns]
 
     alone = np.concatenate([products(f"gemv_{name}_llama", row, 1) for row in apart])
@@ -574,7 +574,7 @@ def repacked_product(name: str) -> Callable[..., None]:
 
 
 def set_scales(product: str, weights: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]) -> None:
-    """Put finite scales where random bytes might be none: half floats, or what stands for them."""
+    """Put finite scales where random bytes might be none: half floats, or their stand-ins."""
 
     def halves(blocks: npt.NDArray[np.uint8], begin: int, count: int) -> None:
         some = np.random.default_rng(7).uniform(0.01, 0.1, (*blocks.shape[:2], count)).astype(np.float16)

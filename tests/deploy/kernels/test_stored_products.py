@@ -95,7 +95,7 @@ def one_by_one(stored: Type, weights: Bytes, rows: Rows) -> Rows:
 
 
 def exact(stored: Type, weights: Bytes, rows: Rows) -> npt.NDArray[np.float64]:
-    """Return (rows, columns) in double precision, by ggml's own reading of what blocks stand for."""
+    """Return (rows, columns) in double precision, by ggml's own reading of the blocks."""
     values = np.empty((len(weights), rows.shape[1]), np.float32)
     read = function(f"dequantize_row_{stored.name}", None, POINTER, POINTER, LONG)
     read(weights.ctypes.data, values.ctypes.data, values.size)

@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def house(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes a gateway's manifest, and inner.yaml beside it."""
+    """Writes a gateway's manifest, and inner.yaml next to it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 

@@ -190,7 +190,7 @@ def test_lists_of_others_and_nonsense_revoke_nothing(ca: Path, tmp_path: Path):
     assert not known.offer((ca / "crl.pem").read_bytes()), "nothing new"
     (ca / "alpha" / "crl.pem").unlink()
     known.look()
-    assert known.number == 1, "what was revoked stays revoked"
+    assert known.number == 1, "revoked certificates stay revoked"
 
 
 def test_show_fails_for_what_has_expired_or_does_not_fit(tmp_path: Path):

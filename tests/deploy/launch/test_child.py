@@ -10,7 +10,7 @@ import pytest
 
 from relayline.deploy.launch.child import Child
 
-# Far more than a pipe and the reader's buffer hold, with an event that nobody can take amid them.
+# Far more than a pipe and the reader's buffer hold, with an unreadable event in the middle.
 CHATTY = """
 import sys
 print('{"event": "ready"}', flush=True)

@@ -24,7 +24,7 @@ def named(*layers: Any) -> list[dict[str, Any]]:
 
 
 def against(running: Manifest, wanted: Manifest, *cuts: int) -> Difference:
-    """Compare with what runs since `up`, cut at `cuts` now; it was launched with layers of its own."""
+    """Compare with the pipeline running since `up`, now cut at `cuts`; it was launched with its own layers."""
     edges = (0, *range(1, len(cuts) + 1), N_LAYERS)
     ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
     return difference(settled(running, Path("/models/m.gguf"), ranges), wanted, cuts, N_LAYERS)

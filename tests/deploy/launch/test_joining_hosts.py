@@ -66,7 +66,7 @@ def test_a_coordinator_without_a_host_takes_the_address_that_faces_the_others(tm
     assert (manifest.spec.coordinator.host, asked) == ("10.0.0.9", ["10.0.0.2"])
     assert manifest.directory == tmp_path
     kept = at_home(manifest_of(tmp_path, "host: 127.0.0.1"), lambda host: False, way)
-    assert kept.spec.coordinator.host == "127.0.0.1", "somebody wrote it"
+    assert kept.spec.coordinator.host == "127.0.0.1", "the user wrote it"
 
 
 def test_spares_are_hosts_like_others(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
         fresh_line(Launched(directory, ended), "old")
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0) -> list[str]:

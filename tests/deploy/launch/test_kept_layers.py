@@ -33,7 +33,7 @@ def test_moved_layers_are_served_again(base: Path, tmp_path: Path) -> None:
     assert (load_pipeline(directory).cuts, known) == ((5,), state), "made again: nothing was in the cache"
     assert kept_split(kept, base, None) == (base, None), "the model is not known"
     other = split_for(DEMO, None, (2,), tmp_path / "other")
-    assert kept_split(kept, other, DEMO) == (other, None), "told to serve something else"
+    assert kept_split(kept, other, DEMO) == (other, None), "started to serve something else"
     assert [path.name for path in kept.parent.iterdir()] == ["layers.json"]
 
 

@@ -81,7 +81,7 @@ def test_flags_win_over_the_manifest(tmp_path: Path) -> None:
 
 
 def draft_of_serve(*arguments: str | Path) -> int:
-    """What the coordinator's schedule is told when `relayline serve` is called so."""
+    """The coordinator's schedule settings for such a call of `relayline serve`."""
     return schedule_config(serve_command.make_context("serve", [*map(str, arguments)]).params).draft
 
 
@@ -260,7 +260,7 @@ def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path)
         stages = for_each_stage(join, manifest, given_settings(context.params))
     assert stages is not None
     assert [place.engine.gpu_layers for place in stages.stages] == [5, 5, 5], "in place of 0, 0 and -1"
-    assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0], "nobody gave that by flag"
+    assert [place.engine.n_threads for place in stages.stages] == [3, 0, 0], "not given by a flag"
     assert {place.telemetry.level for place in stages.stages} == {"off"}
 
 
@@ -391,7 +391,7 @@ def test_lines_for_people() -> None:
 
 
 async def test_restarts_of_a_stage_on_another_host_are_counted(tmp_path: Path) -> None:
-    """Also over a restart of the coordinator, which has seen nobody before; the same process anew is no restart."""
+    """Also over a restart of the coordinator, which has seen no stage before; the same process again is no restart."""
     directory = StateDir(tmp_path / "state")
     with directory.locked("four"):
         plan = arrange(manifest_of(FOUR, tmp_path), tmp_path / "four.yaml", tmp_path / "settled.json")

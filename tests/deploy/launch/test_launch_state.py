@@ -71,7 +71,7 @@ def test_three_deaths_of_an_artifact_that_is_damaged_are_enough_however_the_firs
     history = RestartHistory(RestartPolicy(deaths_max=9, starts_max=3))
     delays = [history.died(ready_for_s, 1, is_damaged=True) for ready_for_s in (5.0, 0.0, 0.0)]
     assert [delay is None for delay in delays] == [False, False, True]
-    assert history.died(0.0, 1) is not None, "it was made anew"
+    assert history.died(0.0, 1) is not None, "it was made again"
 
 
 # --- which process ----------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ async def test_a_log_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """A coordinator that says what the test wants: by path, a status and JSON."""
+    """A coordinator with scripted answers: by path, a status and JSON."""
 
     said: ClassVar[dict[str, tuple[int, dict[str, object]]]] = {}
 
@@ -342,7 +342,7 @@ def coordinator() -> Iterator[str]:
 
 
 def described(tmp_path: Path, url: str) -> dict[str, Any]:
-    """What `status` tells of a pipeline whose supervisor sees nothing wrong."""
+    """The output of `status` for a pipeline whose supervisor sees nothing wrong."""
     directory = StateDir(tmp_path / "small")
     directory.path.mkdir(exist_ok=True)
     board = board_of(directory, me())

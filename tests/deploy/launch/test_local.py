@@ -32,7 +32,7 @@ from relayline.wire.links.security import read_token
 QUICK = ("--version",)  # a child that ends by itself
 
 
-# --- what children are told -------------------------------------------------------------------------------------------
+# --- arguments of children --------------------------------------------------------------------------------------------
 
 
 def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_children_inherit_everything_but_flags(monkeypatch: pytest.MonkeyPatch) 
     assert {name: environment.get(name) for name in kept} == kept
     assert not environment.keys() & set(flags)
     assert environment["PATH"]
-    assert "RELAYLINE_TOKEN" not in environment, "every child has one of its own"
+    assert "RELAYLINE_TOKEN" not in environment, "every child has its own"
     assert child_environment("a-token")["RELAYLINE_TOKEN"] == "a-token"
 
 
@@ -81,7 +81,7 @@ def test_variables_are_flags_of_up_and_not_of_its_children(tmp_path: Path, monke
 
 
 class Ending(Child):
-    """A child that ends at once, again and again. `told` is set when somebody has asked why."""
+    """A child that ends at once, again and again. `was_asked` is set when its cause of death has been asked for."""
 
     def __init__(self) -> None:
         super().__init__("stage-0", QUICK, lambda *_: None)
@@ -99,7 +99,7 @@ class Ending(Child):
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    """Make the supervisor of two stages here, of which nothing has been started."""
+    """Make the supervisor of two stages here, none of which has been started."""
     directory = StateDir(tmp_path / "state")
     made: list[Supervisor] = []
 
@@ -284,7 +284,7 @@ def test_a_coordinator_that_is_killed_comes_back_at_its_port(tmp_path: Path) -> 
 
 
 def test_a_coordinators_token_of_the_caller_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benches ask the stages of a pipeline themselves; every other one has a token that nobody else knows."""
+    """Benches ask a pipeline's stages themselves; every other pipeline has a token that no other process knows."""
     root = role_tokens.new_root()
     for text, expected in ((root, root), ("", ""), ("something", ""), ("coordinator/", "")):
         monkeypatch.setenv("RELAYLINE_TOKEN", text)

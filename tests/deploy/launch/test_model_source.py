@@ -42,7 +42,7 @@ def hub() -> Iterator[Hub]:
 
 
 def load(hub_url: str, home: Path, *arguments: str, program: str = PROGRAM, **environment: str) -> tuple[int, str]:
-    """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, what it printed)."""
+    """Resolve in a fresh process with an empty hub cache under `home`; returns (exit code, output)."""
     unset = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
                 "HF_HUB_DISABLE_PROGRESS_BARS": "1", "XDG_CACHE_HOME": str(home / "cache")}  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_repository_is_enough(hub: Hub, tmp_path: Path) -> None:
     assert (code, text) == (3, "ModelFileError: hf://org/many: it has no Q2_K; name one of Q4_K_M, Q8_0 after a colon")
     assert "it holds safetensors and no GGUF; take a repository" in load(hub.url, tmp_path, "org/hf")[1]
     assert "no such repository" in load(hub.url, tmp_path, "org/none")[1]
-    # Without the network what is here is enough.
+    # Without the network the cached files are enough.
     assert load(hub.url, tmp_path, "org/many:Q4_K_M", HF_HUB_OFFLINE="1") == (0, usual)
     assert "the hub cannot be reached" in load(hub.url, tmp_path / "empty", "org/many", HF_HUB_OFFLINE="1")[1]
 

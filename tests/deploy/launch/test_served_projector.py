@@ -62,4 +62,4 @@ def test_without_one_a_line_says_what_to_do(files: Path) -> None:
 def test_a_named_file_stays(files: Path) -> None:
     named = ServingSettings(mmproj="p.gguf")
     assert served_projector(named, {}) is named
-    assert chosen(files) == "auto"  # what is missing is said by others
+    assert chosen(files) == "auto"  # others report what is missing

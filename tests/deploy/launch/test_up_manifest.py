@@ -442,7 +442,7 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
         words += ["--listen", "127.0.0.2:0", "--advertise", "127.0.0.2", "--metrics", "127.0.0.2:0"]
         words += ["--state", str(home / "there"), "--cache", str(home / "there")]
         assert status("apart")["phase"] in ("starting", "loading")
-        assert remote["command"] in relayline("status", "apart").stdout, "for whoever has closed that terminal"
+        assert remote["command"] in relayline("status", "apart").stdout, "for a user who has closed that terminal"
         with subprocess.Popen([*COMMAND, *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stage:
             try:
                 said = running.wait_for(lambda event: event["event"] == "waiting" and not event["missing"])

@@ -31,7 +31,7 @@ def test_states_of_all_lanes_are_bounded_where_nobody_says() -> None:
 
 @pytest.fixture(name="model")
 def large_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hybrid of which five lanes are as much as states may take."""
+    """A hybrid whose states take the allowed memory with five lanes."""
     path = make_tiny("qwen35", tmp_path / "model.gguf", tokenizer=True)
     monkeypatch.setattr(memory, "LANE_STATES_BYTES", 5 * sum(inspect_model(path).state_bytes_per_lane))
     return path

@@ -73,7 +73,7 @@ def test_launchd_gets_the_command_word_by_word() -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host that has joined once, on a system whose systemctl only writes down what it is asked."""
+    """A host that has joined once, on a system whose systemctl only records its calls."""
     home, programs = tmp_path / "home", tmp_path / "programs"
     directory = home / ".local" / "state" / "relayline" / ".joined" / "old-1234"
     directory.mkdir(parents=True)

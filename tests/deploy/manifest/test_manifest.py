@@ -52,7 +52,7 @@ def refusal(text: str | bytes) -> list[str]:
 
 
 def complaints(data: bytes) -> list[str]:
-    """What is wrong with some text; empty for a manifest. Lets every other exception through."""
+    """The mistakes in some text; empty for a manifest. Lets every other exception through."""
     try:
         parse_manifest(data, "m.yaml")
     except ManifestError as error:
@@ -60,7 +60,7 @@ def complaints(data: bytes) -> list[str]:
     return []
 
 
-# --- what a manifest says ---------------------------------------------------------------------------------------------
+# --- values of a manifest ---------------------------------------------------------------------------------------------
 
 
 def test_the_smallest_manifest_is_five_lines_and_has_every_default() -> None:
@@ -111,7 +111,7 @@ def test_only_loopback_is_local(host: str, local: bool) -> None:
 @pytest.mark.parametrize("hf", ["hf://org/repo/m.gguf", "hf://org/repo/Q4/m-00001-of-00002.gguf@refs/pr/1"])
 def test_a_reference_to_the_hub(hf: str) -> None:
     assert parsed(HEAD + f"spec:\n  model: {{hf: '{hf}'}}\n").spec.model.hf == hf
-    assert parse_reference(hf).repo == "org/repo", "what a manifest may say the loader understands"
+    assert parse_reference(hf).repo == "org/repo", "the loader understands everything that a manifest may say"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_anchors_are_fine_in_moderation() -> None:
     assert [stage.labels for stage in parsed(text).stages] == [{"rack": "one"}] * 2
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_the_published_schema_is_in_step() -> None:
 
 
 def check_jsonschema(*arguments: str | Path) -> Result:
-    """What the command `check-jsonschema` does, without a process that imports it anew."""
+    """Does the work of the command `check-jsonschema`, without a process that imports it again."""
     return CliRunner().invoke(check_jsonschema_command, [*map(str, arguments)])
 
 

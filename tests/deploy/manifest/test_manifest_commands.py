@@ -205,7 +205,7 @@ def _secrets_of(value: object) -> list[tuple[str, set[str]]]:
     return [found for part in value for found in _secrets_of(part)] if isinstance(value, list) else []
 
 
-# --- what is written about manifests ----------------------------------------------------------------------------------
+# --- documents about manifests ----------------------------------------------------------------------------------------
 
 
 def samples() -> list[tuple[str, str]]:

@@ -101,7 +101,7 @@ def test_links_of_the_ui_search_for_the_tag_they_stand_on() -> None:
     for pattern in json.loads((HERE / "jaeger" / "ui.json").read_text())["linkPatterns"]:
         assert pattern["key"] in known
         query = urllib.parse.parse_qs(urllib.parse.urlsplit(pattern["url"].replace("#{", "%23%7B")).query)
-        by_stage = f"relayline-stage-#{{{names.ATTR_STAGE_INDEX}}}"  # of the span that the tag stands on
+        by_stage = f"relayline-stage-#{{{names.ATTR_STAGE_INDEX}}}"  # of the span that has the tag
         assert query["service"][0] in ("relayline-coordinator", "relayline-stage-0", by_stage)
         assert json.loads(query["tags"][0]) == {pattern["key"]: f"#{{{pattern['key']}}}"}
 
@@ -304,7 +304,7 @@ def test_pictures_and_files_that_the_page_shows_are_there() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """What a person types into Jaeger's search form."""
+    """The text that a person types into Jaeger's search form."""
 
     service: str
     operation: str

@@ -39,7 +39,7 @@ def test_others_are_unknown(description: str) -> None:
 
 
 def test_the_estimate_of_the_card_that_was_measured() -> None:
-    """One H200, 8B Q4_0 (docs/results/gpu.md): 3.1 ms for one row, 13.3 ms for 64; a factor of two is what is meant."""
+    """One H200, 8B Q4_0 (docs/results/gpu.md): 3.1 ms for one row, 13.3 ms for 64; right within a factor of two."""
     speed = speed_of("NVIDIA H200")
     assert speed is not None
     n_bytes, bytes_per_weight = 4.2e9, 4.5 / 8

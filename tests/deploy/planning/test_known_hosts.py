@@ -76,7 +76,7 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_shown() -> None:
     assert [host.threads for host in instance.hosts] == [4, 16], "each host's own cores"
     assert [host.machine.memory_bytes for host in instance.hosts] == [8 * GIB] * 2
     assert {host.speed.source for host in instance.hosts} == {"measured"}
-    assert [host.speed.in_service for host in instance.hosts] == [1.0, 1.0], "what they saw, and no guess"
+    assert [host.speed.in_service for host in instance.hosts] == [1.0, 1.0], "measurements, not guesses"
     assert {host.link for host in instance.hosts} == {Link(CALL_NS, 1e8)}
     best = best_for(instance)
     (first, second) = (end - start for start, end in best.edges)
@@ -112,7 +112,7 @@ def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
     ("laptop", "server", "cores", "counts"),
     [
         (1.0, 1.5, 4, 1.5),  # within the bound it is believed
-        (100.0, 1_000.0, 4, 2.0),  # both busy: beside the quicker one
+        (100.0, 1_000.0, 4, 2.0),  # both busy: relative to the quicker one
         (1.0, 1_000.0, 1, 4 * 2.0),  # a quarter of the cores
     ],
 )
@@ -195,7 +195,7 @@ def test_measurements_with_real_layers_improve_the_next_plan() -> None:
     before = known_hosts(manifest(), DEMO_MODEL)["laptop"].speed
     refine_hosts(manifest(), DEMO_MODEL, {name: Sample(layer_bytes, 0, twice) for name in ("laptop", "server")})
     known = known_hosts(manifest(), DEMO_MODEL)
-    assert list(known) == ["laptop"], "a host that nobody surveyed stays unknown"
+    assert list(known) == ["laptop"], "a host without a survey stays unknown"
     after = known["laptop"].speed
     assert before is not None
     assert after is not None

@@ -166,7 +166,7 @@ def test_the_models_volume_is_filled_once(files: dict[str, str], replicas: dict[
     (writable,) = (mount for mount in first["volumeMounts"] if mount["name"] == "models")
     (readable,) = (mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "models")
     assert ("readOnly" in writable, readable["readOnly"]) == (False, True)
-    assert not objects(files, "Job"), "the volume is on one node: a pod of its own could wait for ever"
+    assert not objects(files, "Job"), "the volume is on one node: a separate pod could wait for ever"
     (job,) = objects(replicas, "Job")
     assert job["spec"]["template"]["spec"]["containers"][0]["args"][0] == "pull"
     (group,) = objects(replicas, "LeaderWorkerSet")

@@ -44,7 +44,7 @@ def flag(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-# --- what they say ----------------------------------------------------------------------------------------------------
+# --- content of the files ---------------------------------------------------------------------------------------------
 
 
 def test_every_host_has_a_file_with_its_own_processes() -> None:

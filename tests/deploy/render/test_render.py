@@ -141,7 +141,7 @@ def test_any_manifest_renders_validly_or_is_refused(manifest: Manifest) -> None:
             check_kubernetes(files)
 
 
-# --- what they say ----------------------------------------------------------------------------------------------------
+# --- content of the files ---------------------------------------------------------------------------------------------
 
 
 def contained_manifest(files: dict[str, str]) -> Manifest:
@@ -165,7 +165,7 @@ def test_the_coordinator_gets_a_manifest_of_its_own(target: str) -> None:
     flags = flag_defaults(contained)
     assert flags["http"] == ("0.0.0.0", inside.HTTP_PORT)
     assert flags["tls_dir"] == Path(inside.TLS_DIR)
-    assert "token_file" not in flags, "each process's own is beside its certificate"
+    assert "token_file" not in flags, "each process's own key is next to its certificate"
     clear = contained_manifest(render(parsed(SMALLEST + "  wire: {tls: {mode: off}}\n"), target))
     assert flag_defaults(clear)["token_file"] == Path(inside.TOKEN_FILE)
 
@@ -356,7 +356,7 @@ def test_a_leader_worker_set_has_one_pod_per_process() -> None:
     template = group["spec"]["leaderWorkerTemplate"]
     assert template["size"] == 3
     worker = template["workerTemplate"]["spec"]["containers"][0]
-    assert worker["resources"]["requests"] == {"cpu": "8", "memory": "16384Mi"}, "what the greediest stage needs"
+    assert worker["resources"]["requests"] == {"cpu": "8", "memory": "16384Mi"}, "the need of the greediest stage"
     names = [stage.name for stage in contained_manifest(rendered("replicas", "leaderworkerset")).stages]
     assert names == ["stage-1", "stage-2"]
     assert worker["args"][worker["args"].index("--name") + 1] == "stage-$(LWS_WORKER_INDEX)"

@@ -26,7 +26,7 @@ STAGES = "stages: [{name: low, threads: 1, device: gpu}, {name: high, threads: 1
 
 
 def written(directory: Path, spec: str, *inner: str, **more: str) -> Path:
-    """A gateway's manifest, inner.yaml beside it, and one file for each of `more`."""
+    """A gateway's manifest with inner.yaml next to it, and one file for each of `more`."""
     texts = {"inner": "\n  ".join(("model: {path: m.gguf}", *(inner or (STAGES,)))), **more}
     for name, text in texts.items():
         (directory / f"{name}.yaml").write_text(f"{HEAD.format(kind='Pipeline', name=name)}  {text}\n")
@@ -44,7 +44,7 @@ def of_gateway(files: dict[str, str], kind: str) -> dict[str, Any]:
 
 
 def read_inside(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> GatewayConfig:
-    """What the gateway's container makes of its manifest, with its paths below `directory`."""
+    """The gateway's manifest as its container reads it, with its paths below `directory`."""
     for path in (front.BACKENDS_DIR, inside.API_KEYS_DIR):
         text = text.replace(path, f"{directory}{path}")
     (directory / "inside.yaml").write_text(text)

@@ -33,7 +33,7 @@ PORTS = {
 
 
 class Machine:
-    """Stands in for Compose: gives every service its files and moves paths, ports and names to this machine."""
+    """A fake Compose: gives every service its files and moves paths, ports and names to this machine."""
 
     def __init__(self, text: str, root: Path) -> None:
         self.text, self.root = text, root
@@ -65,7 +65,7 @@ class Machine:
                 (models / "demo.gguf").symlink_to(DEMO)
 
     def configure(self, name: str, config: dict[str, str], **addresses: str) -> None:
-        """Write a service's configuration; `told` replaces what stands for addresses."""
+        """Write a service's configuration; `addresses` replaces the placeholders."""
         content = self.compose["configs"][config["source"]]["content"].replace("$$", "$")
         for placeholder, address in addresses.items():
             content = content.replace(f"{placeholder}-coordinator:8080", address)
@@ -136,7 +136,7 @@ def test_a_rendered_pipeline_serves(pipeline: tuple[Running, list[Running]]) -> 
     assert ask(f"{url}/live")[0] == 200
     assert ask(f"{url}/health")[0] == 200
     for stage in stages:
-        assert ask(f"http://{stage.event['metrics']}/metrics")[0] == 200, "what the probes ask for"
+        assert ask(f"http://{stage.event['metrics']}/metrics")[0] == 200, "the probes' path"
     assert ask(f"{url}/v1/models")[0] == 401
     body = {"model": event["model"], "prompt": "The", "max_tokens": 3}
     status, answer = ask(f"{url}/v1/completions", body, KEY)
@@ -173,7 +173,7 @@ def test_a_rendered_gateway_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         gateway = stack.enter_context(running(*machine.command("gateway"), "--http", "127.0.0.1:0"))
         url = gateway.event["url"]
         assert gateway.event["pipelines"] == ["chat", "chat-2"]
-        assert ask(f"{url}/health")[0] == 200, "what the probes ask for"
+        assert ask(f"{url}/health")[0] == 200, "the probes' path"
         body = {"model": model, "prompt": "The", "max_tokens": 3}
         assert ask(f"{url}/v1/completions", body)[0] == 401
         status, answer = ask(f"{url}/v1/completions", body, KEY)

@@ -53,14 +53,14 @@ def churning(seed: int, n_requests: int = 50) -> World:
 def test_invariants_hold_while_requests_come_and_go(setup: str, seed: int) -> None:
     simulation = Simulation(churning(seed), SETUPS[setup]).run()
     assert len(simulation.audit.ends) == 50
-    assert any(simulation.audit.ends.values()), "somebody gave up"
+    assert any(simulation.audit.ends.values()), "some client gave up"
     assert not all(simulation.audit.ends.values())
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_invariants_hold_where_stages_crowd_each_other(seed: int) -> None:
-    """There one flight of all streams is tried beside the planned ones, while requests come and go."""
+    """One flight of all streams is tried as well as the planned ones there, while requests come and go."""
     simulation = Simulation(dataclasses.replace(churning(seed), crowding=1.6)).run()
     assert len(simulation.audit.ends) == 50
 
@@ -152,13 +152,13 @@ def test_decode_flights_behind_a_flight_of_prompt_rows_keep_their_pace_on_many_s
 
 
 def test_prompt_rows_suit_flights_that_were_chosen_by_hand() -> None:
-    """Automatically four streams would meet beside a prompt, with more of its rows riding than single rows can take."""
+    """By itself the planner would put four streams together, with more riding prompt rows than single rows can take."""
     assert prompt_during_decode(equal_stages(2, "matrix"), 4, 1_000, setup=fixed(4, 1)).itl_p99_ratio <= 2.0
 
 
 @pytest.mark.parametrize(("factor", "link_ms", "most_ms"), [(1.05, 0, 12), (1.15, 0, 24), (1.0, 10, 38)])
 def test_steps_slower_than_predicted_are_not_taken_for_overhead(factor: float, link_ms: int, most_ms: float) -> None:
-    """A plan that believes in an overhead sends many small flights, behind which nobody can see that there is none."""
+    """A plan that believes in an overhead sends many small flights, and these hide that there is none."""
     stages = equal_stages(2, "staircase", host_ns=600_000)
     slower = tuple(Disturbance(1, stage, factor) for stage in range(2))
     requests = streams(16, 120, n_prompt=8)
@@ -211,9 +211,9 @@ def test_after_a_loss_nobody_is_paused_much_longer_than_reading_takes(
 def test_rows_of_a_growing_context_are_known_to_be_dearer(
     n_streams: int, context_tiled_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 2,000 tokens a row costs twice what it did: fewer of them ride, and running streams keep their pace.
+    """At 2,000 tokens a row costs twice as much: fewer prompt rows ride, and running streams keep their pace.
 
-    Quiet streams are young; those beside the prompt have grown by some hundred tokens, which alone makes their steps
+    Quiet streams are young. Those during the prompt have grown by some hundred tokens, which alone makes their steps
     dearer by a fifth.
     """
     stages = equal_stages(2, "arithmetic", context_ns=13_000, context_tiled_ns=context_tiled_ns)
@@ -231,7 +231,7 @@ def first_token_ns(n_prompt: int, context_tiled_ns: float, setup: Setup = AUTO) 
 
 
 def test_a_long_prompt_alone_is_read_in_tiles_of_attention() -> None:
-    """64 rows read 4,000 tokens for a quarter of what it costs them one by one: quicker than in smaller chunks."""
+    """64 rows read 4,000 tokens for a quarter of their cost one by one: quicker than in smaller chunks."""
     by_hand = Setup(ScheduleConfig(chunk_rows=16))
     assert first_token_ns(4_000, 3_000) < 0.72 * first_token_ns(4_000, 3_000, by_hand)
     assert first_token_ns(2_000, 3_000) < 0.85 * first_token_ns(2_000, 3_000, by_hand)
@@ -291,7 +291,7 @@ def test_a_row_is_held_only_where_the_plan_says_so_and_no_longer_than_it_predict
     longest_ns = max(held_ns for when_ns, held_ns in simulation.audit.holds if from_ns <= when_ns <= to_ns)
     plan = simulation.planner.plan(n_streams, n_prompts=0)
     assert (longest_ns > 0) == is_held == (plan.n_groups * plan.group_rows < n_streams)
-    assert longest_ns <= 0.5 * plan.period_ns, "half of what a token of every stream takes by the curves"
+    assert longest_ns <= 0.5 * plan.period_ns, "by the curves, half of a token's time of every stream"
 
 
 @pytest.mark.sampled(1)

@@ -92,7 +92,7 @@ class PilesUp(Scheduler):
 
 
 class HastyTiles(TilePace):
-    """Lets every tile leave beside streams as soon as no other flight of prompt rows is under way."""
+    """Lets every tile leave during decode as soon as no other flight of prompt rows is under way."""
 
     def save(self, n_rows: float) -> None:
         super().save(ATTENTION_TILE_ROWS)
@@ -125,7 +125,7 @@ def test_too_many_flights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_that_are_held_for_too_long_are_caught_although_no_curve_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage stalls; what else is answered meanwhile lets go of rows that have waited for as long as flights take."""
+    """A stage stalls; answers to other flights release rows that have waited as long as flights take."""
     early = tuple(Request(7 * MS * index, 4, 60) for index in range(5))
     late = tuple(Request((56 + 100 * index) * MS, 4, 4) for index in range(1, 12))
     stall = Disturbance(168 * MS, 0, stall_ns=2_000 * MS)

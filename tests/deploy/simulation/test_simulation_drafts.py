@@ -148,7 +148,7 @@ def predicted_world() -> World:
 
 
 def test_a_lane_that_keeps_what_was_guessed_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coordinator goes on behind its guesses in place of the true row."""
+    """The coordinator continues behind its guesses in place of the true row."""
     sampled = Session.sampled
 
     def goes_on(self: Session, *arguments: object, **named: object) -> object:

@@ -41,7 +41,7 @@ def test_churn_breaks_no_rule(seed: int, prices: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize(("n_streams", "ratio_max"), [(4, 2.0), (16, 2.2)])
 def test_a_long_prompt_leaves_running_streams_their_pace(n_streams: int, ratio_max: float) -> None:
-    """With many streams the blocks are cut anew when the prompt comes, and some streams wait for theirs once."""
+    """With many streams the blocks are divided again when the prompt comes, and some streams wait for theirs once."""
     seen = prompt_during_decode(per_lane(2, "arithmetic"), n_streams, 1_000)
     assert seen.itl_p99_ratio <= ratio_max
     assert seen.ttft_ms <= 4.5 * seen.ttft_alone_ms

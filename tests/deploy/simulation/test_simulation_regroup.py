@@ -17,7 +17,7 @@ from relayline.deploy.testing.simulation.world import (
 )
 
 S = 1_000 * MS
-TOKEN_NS = 45_000  # of the coordinator, as beside a GPU (docs/results/gpu.md)
+TOKEN_NS = 45_000  # of the coordinator, as with a GPU (docs/results/gpu.md)
 
 
 def one_gpu(requests: tuple[Request, ...], *, slow_links: tuple[SlowLinks, ...] = (), seed: int = 1) -> World:
@@ -50,7 +50,7 @@ def decoding(simulation: Simulation) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("n_before", "n_after"), [(64, 8), (32, 4), (64, 24)])
 def test_fewer_streams_than_before_share_their_steps(n_before: int, n_after: int) -> None:
-    """What a round trip of many rows takes says little about one of few: two small flights once came of it."""
+    """The round trip of many rows says little about one of few rows: two small flights once resulted from it."""
     many = tuple(Request(0, 32, 400) for _ in range(n_before))
     begins_ns = 30 * S
     few = tuple(Request(begins_ns, 32, 300) for _ in range(n_after))

@@ -24,7 +24,7 @@ _GET = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
 
 
 def run(n_bytes: int, **changes: int) -> tuple[Any, bool, np.ndarray]:
-    """Let one tensor of so many bytes be computed; returns the state, whether the graph goes on, and the array."""
+    """Compute one tensor of so many bytes; returns the state, whether the graph continues, and the array."""
     facts = {"element_bytes": 4, "contiguous": 1, "row_floats": 3, "written": 0, "capacity": ROOM, "stop": 0} | changes
     array = np.full(BEFORE + ROOM + 5, -1, np.float32)
 

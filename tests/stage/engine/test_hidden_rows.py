@@ -100,7 +100,7 @@ def test_they_are_those_of_the_whole_model(chain: Chain, pooling: int) -> None:
             pool.add(39, hidden.rows(20, 1))
     hidden.want(wanted=False)
     assert cosine(pool.take(), reference(pooling)) > 0.9995
-    # What the stream beside it computes is the same without an embedding in its steps.
+    # The concurrent stream computes the same without an embedding in its steps.
     chain_alone = []
     for engine in chain.engines:
         engine.drop_from(1, 10)
@@ -117,7 +117,7 @@ def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:
     assert hidden is not None
     for engine in chain.engines:
         engine.clear(0)
-    through(chain, [(PROMPT[:3], 0, 0, [0, 0, 1])])  # nobody asked for any
+    through(chain, [(PROMPT[:3], 0, 0, [0, 0, 1])])  # none was asked for
     with pytest.raises(NativeError, match="no tensor result_norm"):
         hidden.rows(2, 1)
     hidden.want(wanted=True)
@@ -129,7 +129,7 @@ def test_rows_that_did_not_come_are_an_error(chain: Chain) -> None:
 
 
 def test_rows_stand_as_they_were_computed() -> None:
-    """Lanes with cells of their own are computed lane by lane; a graph may keep rows that nobody wants."""
+    """Lanes with separate cells are computed lane by lane; a graph may keep unwanted rows."""
     hidden = HiddenRows(8, 4, ())
     order = cut(np.array([1, 0, 0, 0], np.int32))
     wants = np.array([1, 0, 1, 1], np.int8)

@@ -14,7 +14,7 @@ from relayline.stage.engine.kv_state import multiplied
 def cache(
     n_cells: int, n_streams: int, n_layers: int, *, transposed: bool, n_owners: int = 1, more: bytes = b""
 ) -> bytes:
-    """What llama_kv_cache::state_write writes; a cell's values tell which it is."""
+    """The format of llama_kv_cache::state_write; a cell's values identify it."""
     text = struct.pack("<I", n_streams) + struct.pack("<I", 0) * (n_streams - 1) + struct.pack("<I", n_cells)
     if not n_cells:
         return text

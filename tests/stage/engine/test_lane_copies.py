@@ -48,7 +48,7 @@ def windows_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """What lanes hold, and hidden rows that stand for tokens."""
+    """The content of lanes, and hidden rows in place of tokens."""
 
     def __init__(self, engine: NativeEngine, seed: int) -> None:
         self.engine, self.rng = engine, random.Random(seed)
@@ -65,7 +65,7 @@ class World:
         return engine.logits(n_rows - 1).copy()
 
     def go_on(self, lane: int) -> None:
-        """Decode more rows of a lane, and hold them against all that it should hold, computed anew."""
+        """Decode more rows of a lane, and compare them with its expected content, computed again."""
         held = self.held[lane]
         more = [self.rng.randrange(len(self.rows)) for _ in range(self.rng.choice((1, 3, 12)))]
         if len(held) + len(more) > CTX_TOKENS:
@@ -118,7 +118,7 @@ def test_lanes_hold_what_was_copied_to_them(engine: NativeEngine, seed: int) -> 
 
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 def test_lanes_with_windows_hold_what_was_copied_or_refuse(kv_layout: str, windows: Path) -> None:
-    """Of cells of its own a lane never loses one, shared ones it may: then it says so, and is never wrong."""
+    """With separate cells a lane never loses one; with shared ones it may: then it says so, and is never wrong."""
     config = engine_config(windows, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout)
     n_refused = 0
     for seed in range(12):

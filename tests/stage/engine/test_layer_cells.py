@@ -135,7 +135,7 @@ SHAPE = Shape(b"magi\3\0\0\0", 4, True, (FORM, FORM))
 
 
 def lane(n_tokens: int, form: tuple[Tensor, ...] = FORM) -> LayerCells:
-    """Cells whose every byte tells the position."""
+    """Cells whose every byte encodes the position."""
     marks = np.arange(n_tokens, dtype=np.uint8)[None, :, None]
     return LayerCells(form, tuple(np.tile(marks, (each.n_groups, 1, each.n_bytes)) for each in form))
 

@@ -130,12 +130,12 @@ def test_a_file_is_hashed_no_further_and_not_taken_for_an_altered_one(
     load = StoppedAt(lambda work, share: share > 0.5)
     with pytest.raises(LoadStoppedError):
         slot.is_complete(load)
-    assert slot.path.exists(), "nobody knows that it is another file"
+    assert slot.path.exists(), "it is not known that it is another file"
     assert [work for work, _ in load.seen] == [CHECKING] * 2
     slot.path.rename(slot.partial)
     with pytest.raises(LoadStoppedError):
         Writer(slot, StoppedAt(lambda work, share: share > 0.5))
-    assert slot.partial_bytes() == 3 * MIB, "what is there is kept for the next attempt"
+    assert slot.partial_bytes() == 3 * MIB, "the hash so far is kept for the next attempt"
     assert not has_content(slot.partial, artifact, Load())
 
 

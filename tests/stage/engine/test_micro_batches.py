@@ -95,6 +95,6 @@ def test_a_step_like_the_one_before_is_not_worked_out_again() -> None:
     assert cut(lanes, sequential=False) is not first
     with pytest.raises(ValueError, match="read-only"):
         first.given[0] = 1
-    lanes[:] = (0, 1, 2)  # the caller's array is filled anew for each step
+    lanes[:] = (0, 1, 2)  # the caller's array is filled again for each step
     assert cut(lanes).computed.tolist() == [0, 1, 2]
     assert first.computed.tolist() == [1, 2, 0]

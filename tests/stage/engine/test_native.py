@@ -311,7 +311,7 @@ def test_a_steady_step_allocates_nothing_payload_sized(chain: Chain) -> None:
 
 
 def longest_gap_over_step(engine: NativeEngine) -> float:
-    """The longest time this thread stood still while another ran a step, as a share of that step."""
+    """The longest time that this thread was blocked while another ran a step, as a share of that step."""
     took_s: list[float] = []
 
     def decode() -> None:
@@ -339,7 +339,7 @@ def test_the_step_runs_without_the_gil(tmp_path: Path) -> None:
 
 
 def test_a_step_ends_when_it_has_been_computed(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU computes on after llama_decode has returned: here that is until somebody waits for it."""
+    """A GPU still computes after llama_decode has returned: here until some call waits for it."""
     is_computed = True
     decode, synchronize = llama.llama_decode, llama.llama_synchronize
 
@@ -380,7 +380,7 @@ def test_a_full_cache_is_a_lane_limit_and_leaves_lanes_as_they_were(
 
 def test_a_refused_step_drops_its_rows_and_no_others(chain: Chain) -> None:
     chain.decode(Rows(0, 0, tokens_of(54, 8)), Rows(1, 0, tokens_of(55, 8)), Rows(2, 0, tokens_of(56, 8)))
-    with pytest.raises(NativeError, match="consecutive"):  # lane 0 goes on; lane 1 leaves a gap
+    with pytest.raises(NativeError, match="consecutive"):  # lane 0 continues; lane 1 leaves a gap
         chain.decode(Rows(0, 8, [1, 2]), Rows(1, 12, [3]))
     first = chain.engines[0]
     assert [first.lane_tokens(lane) for lane in (0, 1, 2)] == [8, 8, 8]

@@ -25,7 +25,7 @@ from tests.support.tiny_models import make_tiny
 
 N_LANES, CTX_TOKENS, WINDOW, ALONE = 2, 256, 8, 2  # lanes of 256 cells, which llama.cpp does not round up
 OTHER_SHAPE = 3e-2  # as in test_native.py
-Part = tuple[int, int, list[int]]  # lane, position, what stands for its tokens
+Part = tuple[int, int, list[int]]  # lane, position, stand-ins for its tokens
 
 
 @pytest.fixture(scope="module", name="paths")
@@ -51,7 +51,7 @@ class Stages:
         self.n_refused = self.n_full = self.n_failed = 0
 
     def step(self, parts: list[Part]) -> np.ndarray:
-        """One step, of which all rows want logits: f32 [rows, n_vocab]."""
+        """One step, all of whose rows want logits: f32 [rows, n_vocab]."""
         at = 0
         first, last = self.engines
         for lane, position, tokens in parts:
@@ -68,7 +68,7 @@ class Stages:
         return np.stack([last.logits(row) for row in range(at)])
 
     def read_anew(self, tokens: list[int], n_last: int) -> np.ndarray:
-        """What the last rows give where each is a step of its own."""
+        """The last rows' logits if each is a separate step."""
         for engine in self.engines:
             engine.clear(ALONE)
         n_before = len(tokens) - n_last
@@ -113,7 +113,7 @@ class Stages:
         self.n_failed += 1
 
     def part(self, lane: int) -> Part | None:
-        """Guesses behind what the lane holds, or behind a part of it."""
+        """Guesses behind the lane's content, or behind a part of it."""
         held = self.held[lane]
         position = len(held)
         if position and self.rng.random() < 0.6:
@@ -161,7 +161,7 @@ def kv_layout_fixture(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3:pattern", "olmo2:windows"])
 def test_rows_of_guesses_give_what_single_rows_do(name: str, kv_layout: str, paths: dict[str, list[Path]]) -> None:
-    """And lanes are refused nothing where a stage says that it rewinds; else what they are refused is all there is."""
+    """And no rewind is refused where a stage says that it rewinds; otherwise only rewinds are refused."""
     n_refused = n_full = n_failed = 0
     for seed in range(2):
         stages = Stages(paths[name], kv_layout, seed)

@@ -67,7 +67,7 @@ def test_a_host_without_a_boot_id_has_a_name_too(monkeypatch: pytest.MonkeyPatch
     assert ggml.bus_id(ggml.list_devices()[0]) == ""  # this machine's own processor sits on no bus
 
 
-# --- what a manifest says ---------------------------------------------------------------------------------------------
+# --- manifests --------------------------------------------------------------------------------------------------------
 
 
 def manifest_of(*stages: str) -> Manifest:

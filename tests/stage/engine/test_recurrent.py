@@ -30,10 +30,10 @@ from tests.support.tiny_wide import WIDE_STATES
 pytestmark = pytest.mark.kernels
 
 N_LANES, CTX, MAX_ROWS = 4, 64, 64
-# How far rows of a lane may differ in deviations, where other rows or cells lie beside them. llama.cpp's own flash
+# How far rows of a lane may differ in deviations, depending on other rows or cells in the step. llama.cpp's own flash
 # attention adds up in half precision and in the order of the cells: a row that lies before its lane's others differs by
-# up to 2.6e-3. With ours the order of sums over a state is left: 3.1e-4 at most, seen with AVX-512. One wrong row among
-# twenty that were read moves the rows after it by 1e-2 and more.
+# up to 2.6e-3. With our kernels the order of sums over a state remains: 3.1e-4 at most, seen with AVX-512. One wrong
+# row among twenty read ones moves the rows after it by 1e-2 and more.
 CLOSE = 5e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
 CASES = [
     (name, kv_layout)
@@ -75,7 +75,7 @@ class Lanes:
         return list(rows)
 
     def expected(self, text: int, edges: Sequence[int]) -> np.ndarray:
-        """What a fresh lane says of a text that is read in steps that end at these positions; the last step's rows."""
+        """The last step's rows of a fresh lane that reads a text in steps ending at these positions."""
         self.engine.clear(3)
         for first, end in zip((0, *edges), edges, strict=False):
             found = self.decode((3, text, first, end))[0]
@@ -124,7 +124,7 @@ def load(name: str, kv_layout: str, directory: Path, rewind_rows: int = 0) -> La
 
 
 def far(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, in deviations of what is expected."""
+    """The largest difference, in deviations of the expected values."""
     return float(np.abs(found - expected).max() / expected.std())
 
 
@@ -170,7 +170,7 @@ def test_a_lane_cannot_be_taken_back_to_where_it_has_no_checkpoint(few: Lanes) -
 
 
 def test_copies_are_exact_whole_and_from_a_checkpoint(lanes: Lanes) -> None:
-    """Also where the source goes on before the copy does, and from a copy of a copy."""
+    """Also if the source continues before the copy does, and from a copy of a copy."""
     whole, beginning = lanes.expected(0, (20, 30, 31)), lanes.expected(0, (20, 21))
     lanes.decode((0, 0, 0, 20))
     lanes.engine.checkpoint(0)
@@ -228,7 +228,7 @@ def test_a_step_without_room_changes_nothing(few: Lanes) -> None:
     few.engine.positions[0], few.engine.seq_ids[0] = 7, 0  # which the lane holds already
     with pytest.raises(NativeError, match="code -1"):
         few.engine.decode(1)
-    assert few.engine.lane_tokens(0) == 0, "whose state may have moved: it is read anew"
+    assert few.engine.lane_tokens(0) == 0, "whose state may have moved: it is read again"
 
 
 def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen35", "llama"])
 def test_a_stage_reports_its_state_and_pads_no_step_with_one(name: str, tmp_path: Path) -> None:
-    """Drafts follow from what it says; scratch rows would be computed apart, and cost more than they save."""
+    """Drafts need no logits; scratch rows would be computed separately, and cost more than they save."""
     model = make_tiny(name, tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
     facts, executor = load_stage(

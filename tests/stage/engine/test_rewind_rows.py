@@ -89,7 +89,7 @@ def test_a_step_of_several_others_moves_what_a_lane_could_be_taken_back_to(
     lanes.decode((0, 0, 20, 21), (2, 2, 21, 22))
     with pytest.raises(PositionGapError):
         lanes.engine.check_rewind(1, 21)
-    # The planted fault: llama.cpp does it, and what it says then is another lane's.
+    # The planted fault: llama.cpp does it, and the result is another lane's.
     assert llama.llama_memory_seq_rm(lanes.engine._memory, 1, 21, -1)
     assert far(lanes.decode((1, 1, 21, 22))[0], lanes.expected(1, (20, 21, 22))) > 0.05
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_of_a_lane_that_was_taken_back_is_that_of_its_end(few: Lane
 
 @pytest.mark.parametrize("seed", range(2))
 def test_lanes_in_mixed_steps_say_what_each_says_alone(seed: int, few: Lanes) -> None:
-    """Guesses of random length, some wrong; lanes that cannot be taken back begin anew."""
+    """Guesses of random length, some wrong; lanes that cannot be rewound start again."""
     rng, engine = random.Random(seed), few.engine
     n_right = [0, 0, 0]  # tokens of each lane, whose text is its number
     n_taken_back = n_refused = 0

@@ -70,7 +70,7 @@ def test_a_lane_goes_on_in_another_as_if_it_had_not_been_away(engine: NativeEngi
     saved = engine.saved.save(0)
     expected = feed(engine, 0, N_HELD, N_HELD + N_MORE)
     engine.clear(0)
-    engine.input_rows[:3] = 1.0  # another stream has the lane meanwhile
+    engine.input_rows[:3] = 1.0  # another stream has had the lane in between
     engine.seq_ids[:3], engine.positions[:3] = 0, range(3)
     engine.decode(3)
     assert engine.saved.restore(2, saved) == N_HELD

@@ -26,7 +26,7 @@ def state(value: int, n_bytes: int = 1_000) -> np.ndarray:
 
 
 def brought_back(tier: Tier, key: int) -> tuple[int, int] | None:
-    """Read a state as a stage does: from the disk beforehand. Returns its tokens and what it was filled with."""
+    """Read a state as a stage does, from the disk first. Returns its tokens and its fill value."""
     if (reading := tier.begin(key)) is not None:
         reading.result(10)
     found = tier.fetch(key)
@@ -48,7 +48,7 @@ def test_the_least_recently_used_goes_first() -> None:
     counts = tier.figures()
     assert (counts.memory_bytes, counts.n_states, counts.n_hits, counts.n_misses) == (2_000, 2, 1, 1)
     tier.store(4, 40, state(4, 3_000))
-    assert tier.stored() == {1: 10, 3: 30}, "what is larger than the bound takes nobody's place"
+    assert tier.stored() == {1: 10, 3: 30}, "a state larger than the bound displaces none"
     tier.forget(1)
     assert tier.figures().memory_bytes == 1_000
 
@@ -91,7 +91,7 @@ def test_a_host_keeps_a_quarter_of_its_memory_free(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(open_tier_module, "available_memory_bytes", lambda: 1_000)
     assert spare_memory_bytes() == -3_000
     monkeypatch.setattr(open_tier_module, "available_memory_bytes", lambda: None)
-    assert open_tier(EngineSettings(), ARTIFACT) is None, "nobody knows whether there is room"
+    assert open_tier(EngineSettings(), ARTIFACT) is None, "it is unknown whether there is room"
 
 
 def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
     first.close()
     second = Tier(1_500, disk(tmp_path))
     assert second.stored() == {1: 10, 2: 20}
-    assert second.fetch(1) is None, "nobody reads a disk in the decode thread"
+    assert second.fetch(1) is None, "the decode thread reads no disk"
     assert brought_back(second, 1) == (10, 1)
     assert second.figures().disk_bytes > 2_000
     second.close()

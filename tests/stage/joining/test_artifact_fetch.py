@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Reads:
-    """Stands in for the coordinator's reading of artifacts: notes every offset, and lets a test spoil a fetch."""
+    """A fake reader of the coordinator's artifacts: records every offset, and lets a test spoil a fetch."""
 
     def __init__(self) -> None:
         self.offsets: list[int] = []

@@ -48,7 +48,7 @@ async def _nothing_to_drop() -> None:
 
 
 class Engines:
-    """Stands in for stage.process.serve_changing: notes what was loaded, and can crash."""
+    """A fake stage.process.serve_changing: records loads, and can crash."""
 
     def __init__(self) -> None:
         self.loaded: list[StageConfig] = []
@@ -246,7 +246,7 @@ async def test_a_place_that_stays_taken_is_given_up(
         holder = await port.join()
         with pytest.raises(PlaceTakenError, match="already here"):
             await Living(port.address, tmp_path).task
-        assert caplog.text.count("cannot join yet") == 1, "the same reason is said once"
+        assert caplog.text.count("cannot join yet") == 1, "the same reason is logged once"
         await holder.close()
 
 
@@ -363,7 +363,7 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
         assert port.roster.describe()[0]["state"] == "waiting"
         allowed = Living(port.address, tmp_path, host="0.0.0.0", security=LinkSecurity(insecure=True))
         await serves(port, engines)
-        assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is told as it is seen"
+        assert port.roster.addresses()[0].startswith("127.0.0.1:"), "a wildcard is reported as the address that is seen"
         await allowed.stop()
 
 

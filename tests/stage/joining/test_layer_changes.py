@@ -17,7 +17,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 
 class FakeMember:
-    """A membership of which the test holds the other end."""
+    """A membership whose other end the test holds."""
 
     def __init__(self) -> None:
         self.peer = "the coordinator"
@@ -34,7 +34,7 @@ class FakeMember:
 
 
 class FakeServed:
-    """Notes what is done to it; `error` is what preparing meets."""
+    """Records its calls; `error` is raised by preparing."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.done: list[str] = []

@@ -21,7 +21,7 @@ PREPARE, SWITCH, DROP = pb.LAYER_CHANGE_STEP_PREPARE, pb.LAYER_CHANGE_STEP_SWITC
 
 
 class FakeMember:
-    """A membership of which the test holds the other end."""
+    """A membership whose other end the test holds."""
 
     def __init__(self) -> None:
         self.peer, self.order = "the coordinator", pb.JoinResponse(stands_by=True)
@@ -41,11 +41,11 @@ class FakeServed(str):
     """What is served, by the name of its configuration."""
 
     def expect(self, hand_over: HandOver | None) -> None:
-        assert hand_over is None, "nothing was said of lanes"
+        assert hand_over is None, "lanes are not mentioned"
 
 
 class World:
-    """One member that stands by; what it serves is noted, and loading lasts for as long as the test says."""
+    """One spare member; its services are recorded, and loading lasts as long as the test says."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None, *, is_slow: bool = False
@@ -77,7 +77,7 @@ class World:
         self.standing = StandBy(member, self.stop, config_of, Path("cache"), always_fetch=False)
 
     async def served(self) -> Any:
-        """What it serves in the end, None for nothing."""
+        """The layers that it serves in the end, None for none."""
         async with asyncio.timeout(20), self.standing.layers() as served:
             return served
 
@@ -115,7 +115,7 @@ async def test_a_load_is_given_up_as_soon_as_the_change_is_off(monkeypatch: pyte
     world.member.tell(DROP)
     world.member.lost.set_result(StageLostError("gone"))
     assert await serving is None
-    assert world.member.reports.empty(), "nobody is told of what nobody wants any more"
+    assert world.member.reports.empty(), "an unwanted result is not reported"
 
 
 @pytest.mark.parametrize(

@@ -340,7 +340,7 @@ async def test_the_level_changes_while_serving_and_a_new_epoch_leaves_it() -> No
             await one.configure(epoch=EPOCH + 1)
             assert await level(stage, pb.SetTelemetryRequest()) is Level.FRAMES
             assert await level(stage, pb.SetTelemetryRequest(level=Level.OFF.to_wire())) is Level.OFF
-            assert len((await batches(stage)).batches) == 2, "what is in the ring stays to be looked at"
+            assert len((await batches(stage)).batches) == 2, "the ring's content stays for later reading"
         span = store.batch()
     assert dict(span.attributes or {})[names.ATTR_BATCH_ID] == "1:2"
 

@@ -91,7 +91,7 @@ def test_histograms_are_cumulative_and_add_up(worked: StageStats) -> None:
 
 
 def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> None:
-    """Waiting for their step and in its native decode; rows of prompts stand for themselves."""
+    """Waiting for their step and in its native decode; prompt rows are counted separately."""
     executor, stats = new_executor(FakeEngine()), StageStats()
     executor.execute(step_of(control(5, Flag.OPEN), control(6, Flag.OPEN)))
     chunk, row = rows_frame(5, 0, 3, flags=Flag.PREFILL), rows_frame(6, 0)
@@ -104,7 +104,7 @@ def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> N
 
 def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageStats) -> None:
     before, executor = worked.message(with_recent=True), new_executor(FakeEngine())
-    result = executor.execute(step_of(rows_frame(9, 4), taken_ns=1_000))  # nobody has opened session 9
+    result = executor.execute(step_of(rows_frame(9, 4), taken_ns=1_000))  # session 9 was never opened
     assert [fault.label for output in result.outputs for fault in output.faults] == ["bad_session"]
     worked.step_done(result)
     after = worked.message(with_recent=True)
@@ -164,7 +164,7 @@ def test_every_documented_metric_of_a_stage_is_there(worked: StageStats) -> None
 
 
 def test_a_new_figure_is_an_entry_and_its_count(worked: StageStats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is exposed with its help and unit, and stands on the page of metrics, without anything else."""
+    """It is exposed with its help and unit, and is on the page of metrics, without anything else."""
     flux = figures.Figure("relayline_flux_seconds", "Time in flux", "flux_ns", figures.SECONDS)
     kinds = figures.Figure("relayline_flux_kinds", "Fluxes by kind", "flux_by_kind", label="kind")
     monkeypatch.setattr(figures, "COUNTERS", (*figures.COUNTERS, flux, kinds))
@@ -182,7 +182,7 @@ def test_no_two_figures_have_one_name_and_every_field_is_there(worked: StageStat
     everything = [*counted, *held, *figures.TELEMETRY_COUNTERS, *figures.TELEMETRY_GAUGES]
     assert len({figure.name for figure in everything}) == len(everything)
     assert all(hasattr(worked, figure.field) for figure in counted)
-    fields = {field.name for field in dataclasses.fields(Gauges)} - {"tier"}  # which is told in two figures of its own
+    fields = {field.name for field in dataclasses.fields(Gauges)} - {"tier"}  # which has two figures of its own
     assert {figure.field for figure in held} == fields | {"tier_bytes", "tier_states"}
 
 
@@ -207,7 +207,9 @@ async def test_metrics_over_http(tmp_path: Path) -> None:
         status = await client.status(with_recent=False)
         await client.close()
         assert status is not None
-        assert (status.metrics_address, status.metrics_tls) == (facts.metrics_address, False), "others are told where"
+        assert (status.metrics_address, status.metrics_tls) == (facts.metrics_address, False), (
+            "others get the right path"
+        )
         url = f"http://{facts.metrics_address}"
         async with http.get(f"{url}/metrics") as reply:
             assert reply.status == 200
@@ -318,7 +320,7 @@ async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path)
 
 
 def test_a_wait_leads_to_the_second_of_passes_that_it_was_in() -> None:
-    """Only who asks for OpenMetrics is shown exemplars; Prometheus does."""
+    """Only clients that ask for OpenMetrics get exemplars, as Prometheus does."""
     executor, stats = new_executor(FakeEngine()), StageStats()
     passes = trace_context.new_root()
     executor.mark = lambda members: trace_context.new_below(passes)

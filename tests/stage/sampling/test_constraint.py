@@ -118,7 +118,7 @@ def test_vocabularies_of_sentencepiece_can_say_it_too(adds_blank: bool, tmp_path
 
 
 def test_text_without_a_choice_is_not_spelt_out(vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a grammar asks for it: a kilobyte can stand for megabytes, at each token."""
+    """In any notation: a kilobyte can mean megabytes, at each token."""
     monkeypatch.setattr("relayline.stage.sampling.constraint._Pieces.__call__", None)
     for grammar in ('start: "hello"', '%llguidance {"no_forcing": false}\nstart: "hello"', HELLO_JSON):
         constraint, said = Constraint(vocabulary, grammar, []), b"hello"
@@ -244,7 +244,7 @@ def test_a_grammar_has_a_bound_of_work_for_all_tokens_that_may_come_next() -> No
     constraint = Constraint(
         LLTokenizer(TokenizerWrapper(Runs())), "\n".join(["start: a0", *parts, "a12: /[a-z ]/?"]), ()
     )
-    constraint._start.exception()  # made ready, in a thread of its own
+    constraint._start.exception()  # compiled in a separate thread
     with pytest.raises(InvalidRequestError, match=rf"Too many items \(limit {bounds.GRAMMAR_STEP_ITEMS_MAX}"):
         constraint.apply(0, np.zeros(len(Runs.tokens), np.float32))
 
@@ -266,7 +266,7 @@ def test_one_expression_is_followed_in_a_large_vocabulary_while_other_grammars_k
         Constraint(vocabulary, f"start: (/{text}/)", ()),
     )
     for constraint in (one, another):
-        constraint._start.exception()  # made ready, in a thread of its own
+        constraint._start.exception()  # compiled in a separate thread
     logits = np.zeros(len(Words.tokens), np.float32)
     one.apply(0, logits)
     assert np.flatnonzero(np.isfinite(logits)).tolist() == [*b" abcdefghijklmnopqrstuvwxyz"]
@@ -310,7 +310,7 @@ def test_an_open_tells_all_that_was_said() -> None:
     sampling = SamplingParams(grammar=session.request.sampling.grammar, logit_bias=((1 << 20, 1.0),) * 300)
     session.request = request((1, 2, 3), 9, sampling)
     size_bytes = _options(session.start()[0].leave()).ByteSize()
-    # Beside it there is room for the lists of tokens that this session does not have.
+    # There is also room for the lists of tokens that this session does not have.
     assert bounds.OPTIONS_BYTES_MAX - bounds.LISTS_BYTES_MAX - 15_000 < size_bytes <= bounds.OPTIONS_BYTES_MAX
 
 

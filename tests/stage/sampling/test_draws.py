@@ -81,7 +81,7 @@ def test_the_draw_is_the_plain_definition_in_any_order(
         others = rng.permutation(np.delete(np.arange(N_VOCAB), [wanted]))[:n_others]
         tokens = rng.permutation([wanted, *others]).astype(np.int32)
         least = float(logits[tokens].max())
-        assert draws.draw(logits[tokens], least, temperature, keys, tokens) == wanted, "whoever is left out"
+        assert draws.draw(logits[tokens], least, temperature, keys, tokens) == wanted, "whichever token is left out"
 
 
 @pytest.mark.parametrize("n_vocab", [500, BLOCKS_FROM + 100])

@@ -55,7 +55,7 @@ class Reference:
 
 
 def text_of(random: np.random.Generator, n_tokens: int) -> list[int]:
-    """A text of a few bytes, much of which it has said before."""
+    """A text of a few bytes with many repetitions."""
     text: list[int] = []
     letters = [ord(letter) for letter in "abc:\n*xy"]
     while len(text) < n_tokens:
@@ -93,7 +93,7 @@ def test_it_is_llama_cpps(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> No
 
 
 def test_a_text_that_repeats_itself_breaks_off(tokenizer: Tokenizer) -> None:
-    """Over the prompt and the answer together; also where a session is opened anew in the middle of its answer."""
+    """Over the prompt and the answer together; also if a session is opened again in the middle of its answer."""
     text = [ord(letter) for letter in "abcdefg" * 3]
     logits = np.zeros(tokenizer.n_vocab, np.float32)
     logits[ord("a")] = 1.0  # what repeating would say next

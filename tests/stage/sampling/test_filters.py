@@ -72,7 +72,7 @@ def test_a_winner_that_is_not_kept_gives_way_to_the_first_kept_one() -> None:
     kept, _ = kept_by(logits, 0, 0.05, 0.0)
     picks = [FILTERED.draw(logits, float(logits.max()), 1e6, noise_keys(1, at), top_p=0.05) for at in range(400)]
     assert set(picks) == set(kept.tolist())
-    assert np.bincount(picks)[kept].min() > 0.3 * 400 / kept.size, "an even draw over what is kept"
+    assert np.bincount(picks)[kept].min() > 0.3 * 400 / kept.size, "an even draw over the kept tokens"
 
 
 @pytest.mark.parametrize("n", [1, 3, 7, 8])

@@ -130,7 +130,7 @@ def test_so_many_are_kept_ready(vocabulary: LLTokenizer, made: list[str], monkey
 
 
 class Reader:
-    """A matcher that tells who has it read how many tokens."""
+    """A matcher that records which thread has read how many tokens."""
 
     def __init__(self, log: list[tuple[str, int]]) -> None:
         self.log = log
@@ -151,7 +151,7 @@ class Reader:
 def test_earlier_tokens_are_read_off_the_decode_thread(
     vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a loss every session opens anew and tells all it has said: thousands of tokens take a tenth of a second."""
+    """After a loss every session is opened again with all its tokens: thousands of them take a tenth of a second."""
     read: list[tuple[str, int]] = []
     monkeypatch.setattr("relayline.stage.sampling.grammars.LLMatcher", lambda *_, **options: Reader(read))
     monkeypatch.setattr("relayline.stage.sampling.constraint.grammars", Grammars())
@@ -159,12 +159,12 @@ def test_earlier_tokens_are_read_off_the_decode_thread(
     begin(vocabulary, "start: /a*/", said).result()
     constraint = Constraint(vocabulary, "start: /a*/", said)
     assert read == [("grammar", 5_000), ("MainThread", 0)]
-    constraint._go_to(5_010)  # the first pick tells where the session is
+    constraint._go_to(5_010)  # the first sample fixes the session's position
     constraint.said(97)
     assert constraint._restarted() is not None
     assert read[2:] == [("MainThread", 1)], "what came since"
     constraint._go_to(4_010)
-    assert read[3:] == [("MainThread", 4_000)], "before what it had read: from the beginning"
+    assert read[3:] == [("MainThread", 4_000)], "before its earlier tokens: from the beginning"
 
 
 async def test_the_grammar_maker_gets_the_earlier_tokens() -> None:

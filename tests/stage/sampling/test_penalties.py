@@ -83,7 +83,7 @@ def test_only_the_latest_tokens_count() -> None:
     assert sampler.sample(first, 0).token == 7
     for position in range(1, n_said):
         assert sampler.sample(rest, position).token == 8
-    assert sampler.sample(first, n_said).token != 7, "said so many tokens ago"
+    assert sampler.sample(first, n_said).token != 7, "generated so many tokens ago"
     sampler = sampler_of(sampling)
     assert sampler.sample(first, 0).token == 7
     for position in range(1, 2 * n_said + 1):

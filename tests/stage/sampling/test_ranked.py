@@ -103,7 +103,7 @@ def test_a_pick_is_the_keyed_draw_among_what_is_kept(numbers: dict[str, float]) 
         kept = filters.kept(logits)
         expected = draws.draw(logits[kept], float(logits[kept].max()), 0.8, noise_keys(11, position), kept)
         assert sampler.sample(logits, position).token == expected
-        assert SessionSampler(options, N_VOCAB).sample(logits, position).token == expected, "whoever picks it anew"
+        assert SessionSampler(options, N_VOCAB).sample(logits, position).token == expected, "whichever samples it again"
     assert "xtc_probability" not in numbers or 15 < n_acted < 45
 
 

@@ -31,7 +31,7 @@ def artifacts(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture(params=["on", "off", "q8_0"])
 def lane_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NativeEngine]:
-    """Lanes with cells of their own, with flash attention (that of quantised cells, too) and without."""
+    """Lanes with separate cells, with flash attention (also over quantised cells) and without."""
     artifacts = write_pipeline(tmp_path, TinyShape(n_heads=2, n_kv_heads=1), [2])
     kind = {"kv_type": "q8_0"} if request.param == "q8_0" else {"flash_attn": request.param}
     config = engine_config(artifacts[1], n_lanes=5, ctx_tokens=256, max_rows=32, kv_layout="per-lane", **kind)
@@ -53,7 +53,7 @@ def test_both_curves_cover_what_fits_and_no_lane_keeps_anything(engine: NativeEn
     assert all(ns > 0 for _, ns in curves.decode.points() + curves.prefill.points())
     prefill_rows = [rows for rows, _ in curves.prefill.points()]
     few = set(range(1, 9))
-    assert few <= set(prefill_rows), "what the head costs few rows is what they cost without it less"
+    assert few <= set(prefill_rows), "the head's cost for few rows is the difference to their cost without it"
     assert max(prefill_rows) == (16 if engine.is_last else 32), "a lane has room for 16"
     assert [engine.lane_tokens(lane) for lane in range(5)] == [0] * 5
 
@@ -153,7 +153,7 @@ def test_programs_that_have_the_cores_meanwhile_do_not_bend_the_curve(
 
 
 class PricedMachine:
-    """Clocks on which a row takes what is said, and each of the 1,024 tokens before it more: less in steps of tiles."""
+    """Clocks on which a row takes the given time, plus some for each of 1,024 earlier tokens: less in tiles."""
 
     CONTEXT_NS = 20_000
 
@@ -172,7 +172,7 @@ class PricedMachine:
         self._decode(n_rows)
 
     def context_ns(self, n_rows: int) -> int:
-        """Return what a step of rows of the long lane takes longer."""
+        """Return the extra time of a step of the long lane's rows."""
         return n_rows * 1_024 * (self.tiled_ns if n_rows >= ATTENTION_TILE_ROWS else self.CONTEXT_NS)
 
 
@@ -189,15 +189,13 @@ def test_the_cost_of_context_for_tiled_rows_is_measured_apart(
     curves = calibrate(roomy)
     assert curves.context_ns == pytest.approx(20_000)
     assert curves.context_tiled_ns == pytest.approx(5_000)
-    assert (64, 64 * 20 * MS) in curves.prefill.points(), (
-        "no ladder comes so far in its time; this step was long enough"
-    )
+    assert (64, 64 * 20 * MS) in curves.prefill.points(), "no ladder gets so far in its time; this step was long enough"
     assert machine.now_ns < 12_000 * MS
     assert [roomy.lane_tokens(lane) for lane in range(3)] == [0] * 3
 
 
 class LaneMachine(PricedMachine):
-    """Where lanes have cells of their own: each frame reads its lane once, and each row multiplies with it."""
+    """With per-lane cells each frame reads its lane once, and each row multiplies with it."""
 
     LANE_NS, ROW_NS = 15_000, 3_000
 
@@ -259,7 +257,7 @@ def test_a_tile_that_a_slow_machine_would_need_long_for_is_not_measured(
     machine = PricedMachine(roomy, monkeypatch, row_ms=100, tiled_ns=5_000)
     curves = calibrate(roomy)
     assert curves.context_ns == pytest.approx(20_000)
-    assert curves.context_tiled_ns == 0.0, "which says that nobody knows"
+    assert curves.context_tiled_ns == 0.0, "which means unknown"
     assert max(machine.steps) < 64
     assert machine.now_ns < 10_000 * MS
 
@@ -377,7 +375,7 @@ def test_curves_of_a_small_stage_do_not_serve_a_roomier_one_or_another_build(
 def test_curves_of_one_gpu_do_not_serve_another(
     artifacts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of them in one host, of which CUDA_VISIBLE_DEVICES chooses: processor, libraries and flags are the same."""
+    """Two of them in one host, one chosen by CUDA_VISIBLE_DEVICES: processor, libraries and flags are the same."""
     for gpu_layers in (0, 1):
         for device in ("CUDA0: a small one", "CUDA0: a large one", "CUDA0: a small one"):
             monkeypatch.setattr(calibration.ggml, "devices", lambda device=device: (device,))

@@ -116,7 +116,7 @@ def test_a_slower_machine_makes_both_prices_of_context_dearer() -> None:
 
 
 def lanes_curves(first: float = 1.0, further: float = 1.0) -> Curves:
-    """Lanes with cells of their own: what a frame's first row pays, and each further one, times so much."""
+    """Lanes with separate cells: the price of a frame's first row, and of each further one, times their number."""
     return Curves(arithmetic(), arithmetic(), first * CONTEXT_NS, further * TILED_NS, is_per_lane=True)
 
 
@@ -177,7 +177,7 @@ def test_the_price_of_context_is_learned_from_every_kind_of_step(rows: tuple[int
 
 
 def test_a_price_that_is_too_low_is_not_taken_for_a_slower_machine() -> None:
-    """As a prompt beside running streams sees it: every step has the same rows, and one context grows."""
+    """As with a prompt during decode: every step has the same rows, and one context grows."""
     known = curves(0.6 * CONTEXT_NS)
     for step in range(500):
         seen = StepShape(2, 2, context=2 * 60 + 2 * 2 * step)
@@ -209,7 +209,7 @@ def test_a_slower_machine_makes_rows_and_context_dearer_alike(context_ns: float)
 
 
 def test_steps_of_both_kinds_never_make_other_numbers_of_rows_dearer() -> None:
-    """Single rows are quick, steps of both kinds slow: what nobody tries meanwhile must keep its price."""
+    """Single rows are quick, steps of both kinds slow: untried sizes must keep their price."""
     known = curves()
     before = known.decode.cost_ns(8)
     for _ in range(300):
@@ -269,12 +269,12 @@ def test_steps_in_parts_cost_what_their_parts_do_and_teach_the_largest() -> None
     assert known.predict_ns(shape) == pytest.approx(2 * expected_ns, rel=0.1)
     blind = Curves()
     blind.observe(shape, round(expected_ns))
-    assert not blind.decode.is_known, "nobody knows what one part of it took"
+    assert not blind.decode.is_known, "the time of one part is unknown"
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_step_is_padded_to_what_is_predicted_to_take_longer(seed: int) -> None:
-    """Also beside prompt rows, which cost the last stage less than decode rows do."""
+    """Also with prompt rows, which cost the last stage less than decode rows do."""
     rng = random.Random(seed)
     curves = Curves.of_stage(
         has_head=True,

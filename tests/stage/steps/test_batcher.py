@@ -153,7 +153,7 @@ def test_a_close_leaves_the_rows_that_others_copy_and_what_is_opened_behind_it_w
     following = [control(3, Flag.OPEN), chunk(3, 0, 4)]
     for frame in (*source, *target, late):
         batcher.push(frame)
-    assert batcher.push(close) == [late], "nobody copies that"
+    assert batcher.push(close) == [late], "no session copies that"
     assert batcher.queued_rows == 8 + 8 + 4
     for frame in following:
         batcher.push(frame)
@@ -217,7 +217,7 @@ def test_dropping_a_route_forgets_all_of_it() -> None:
 
 
 class HoldBack:
-    """A policy that takes nothing until told."""
+    """A policy that takes nothing until it is allowed to."""
 
     def __init__(self) -> None:
         self.holds = True
@@ -401,7 +401,7 @@ def test_nothing_is_lost_doubled_or_reordered(events: list[tuple[object, ...]]) 
 
 
 def copying(session_id: int, source_id: int, position: int) -> list[QueuedFrame]:
-    """The frames that keep what a session holds under another id."""
+    """The frames that keep a session's content under another id."""
     return [control(session_id, Flag.OPEN), control(session_id, Flag.COPY_PREFIX, position, argument=source_id)]
 
 

@@ -98,7 +98,7 @@ def test_only_decode_rows_of_different_sessions_are_kept_whole(frames: list[Queu
     batcher.push_together(frames)
     assert (batcher._whole is frames) == is_whole
     batcher.push_together([rows_frame(5, 0)])
-    assert not batcher._whole, "it would stand before what came later"
+    assert not batcher._whole, "it would be in front of later frames"
     ran: list[QueuedFrame] = list(itertools.chain.from_iterable(s.frames for s in iter(lambda: batcher.take(0), None)))
     assert sum(frame.n_rows for frame in ran) == sum(frame.n_rows for frame in frames) + 1
 

@@ -65,7 +65,7 @@ def test_a_session_gets_the_lane_it_wants_if_that_is_free() -> None:
     table = LaneTable(4, CTX)
     assert [table.open(session_id, 1, wanted).index for session_id, wanted in ((0, 2), (1, 0))] == [2, 0]
     assert table.open(2, 1, 2).index in (1, 3), "taken"
-    assert table.open(3, 1, 1 << 62).index in (1, 3), "what no lane is called"
+    assert table.open(3, 1, 1 << 62).index in (1, 3), "a name of no lane"
     table.check()
 
 

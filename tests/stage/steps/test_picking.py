@@ -68,7 +68,7 @@ def world_of(kind: str, vocabulary: LLTokenizer, seed: int = 0) -> DraftWorld:
 @pytest.mark.parametrize("n_seeds", [6, pytest.param(20, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_drafts_equals_without(kind: str, n_seeds: int, vocabulary: LLTokenizer) -> None:
-    """Tokens, their log-probabilities and the largest beside them; lanes, table and samplers afterwards."""
+    """Tokens, their log-probabilities and the largest ones; lanes, table and samplers afterwards."""
     n_dropped = n_accepted = 0
     for seed in range(n_seeds // 2 if "grammar" in kind else n_seeds):
         plain, drafted = world_of(kind, vocabulary, seed), world_of(kind, vocabulary, seed)
@@ -114,7 +114,7 @@ KEY = KEYS[0]
 
 
 def truth_of(n_tokens: int = 12, **options: object) -> tuple[DraftWorld, list[int], int]:
-    """A world whose sessions have read their prompts, what KEY will say, and where its next row stands."""
+    """A world whose sessions have read their prompts, KEY's future tokens, and the position of its next row."""
     truth = played_plainly(DraftWorld(options), n_tokens)[KEY]
     world = DraftWorld(options)
     return world, truth, len(world.history[KEY]) - 1
@@ -125,7 +125,7 @@ def wrong(token: int) -> int:
 
 
 def said(world: DraftWorld, *frames: QueuedFrame) -> list[tuple[list[int], list[int], list[str]]]:
-    """Positions of samples, positions passed and faults, frame by frame, each in a step of its own."""
+    """Positions of samples, passed positions and faults, frame by frame, each in a separate step."""
     found = []
     for frame in frames:
         samples, passed, faults = answers_of(world.executor.execute(step_of(frame)), KEY)
@@ -196,7 +196,7 @@ def test_not_a_number_of_one_session_is_no_others() -> None:
 
 
 def test_a_row_that_its_coordinator_is_sure_of_is_computed_whatever_was_sampled_there() -> None:
-    """An answer of before a replay decided what was said; what the replay brought, on a near-tie, was another token."""
+    """An answer from before a replay decided the token; the replay, on a near-tie, gave another one."""
     world, truth, at = truth_of()
     token = wrong(truth[at])
     assert world.executor.sessions.samplers[KEY].last == (at, truth[at])
@@ -207,7 +207,7 @@ def test_a_row_that_its_coordinator_is_sure_of_is_computed_whatever_was_sampled_
 
 
 def test_guesses_before_any_sample_are_computed() -> None:
-    """A session that was opened anew is told by its coordinator what it has said: the first row of a frame is true."""
+    """The coordinator opens a session again with its earlier tokens: the first row of a frame is true."""
     world, truth, at = truth_of()
     world.executor.execute(step_of(control(KEY[1], Flag.OPEN)))
     assert said(world, frame_of(KEY, at, truth[at : at + 3], GUESSES)) == [([at + 1, at + 2, at + 3], [], [])]
@@ -227,7 +227,7 @@ def test_stale_guesses_before_an_open_change_nothing_behind_it() -> None:
 
 
 def test_lanes_left_by_an_epoch_may_end_in_wrong_guesses() -> None:
-    """The next one takes the lane back to what is known to be true, and reads its last row again."""
+    """The next one rewinds the lane to the last known true row, and reads that row again."""
     world, truth, at = truth_of()
     said(world, frame_of(KEY, at, [truth[at], truth[at + 1], wrong(truth[at + 2]), 5], GUESSES))
     executor, history = world.executor, truth[: at + 3]
@@ -269,7 +269,7 @@ def test_stale_guesses_wait_in_line_before_the_open_behind_them(policy: Policy) 
 
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_step_that_fails_takes_its_guesses_along(is_last: bool) -> None:
-    """They come back as one fault; what was sent behind them is dropped without a word until the session begins."""
+    """They come back as one fault; rows sent behind them are dropped silently until the session starts again."""
     world, truth, at = truth_of()
     engine, executor = world.engine, world.executor
     if not is_last:
@@ -350,7 +350,7 @@ def forwarding() -> tuple[FakeEngine, StepExecutor]:
 
 
 def test_drafts_go_on_with_exactly_the_frames_that_do() -> None:
-    """Beside prompts, single rows, opens; without the frames that had a fault, of the place or of the numbers."""
+    """With prompts, single rows, opens; without the frames that had a fault of position or numbers."""
     for case in ("all", "a gap", "not a number"):
         engine, executor = forwarding()
         frames = {

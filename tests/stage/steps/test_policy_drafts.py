@@ -67,7 +67,7 @@ def wanted(frames: list[QueuedFrame]) -> int:
 
 @pytest.mark.parametrize("name", ["drain", "auto", "single"])
 def test_no_policy_takes_more_than_load_stage_makes_room_for(name: str) -> None:
-    """Whatever waits of as many sessions as there are lanes, also where stages before have sent envelopes as one."""
+    """For any waiting frames of as many sessions as there are lanes, also if earlier stages have joined envelopes."""
     rng = random.Random(3)
     curves = Curves(CostCurve([(rows, 100 - rows % 8) for rows in range(1, 129)]))
     for n_lanes in (1, 2, 5, 40):

@@ -37,7 +37,7 @@ async def test_all_of_a_session_waits_behind_its_state_in_order() -> None:
     opening, wanted, rows, others = control(1, Flag.OPEN), restore(1, READING), rows_frame(1, 40), rows_frame(2, 0)
     assert world.sift(opening, wanted, rows, others) == [opening, others]
     copier = [control(3, Flag.COPY_PREFIX, 40, argument=1), rows_frame(3, 40)]
-    assert world.sift(*copier) == [], "what it copies is not there yet"
+    assert world.sift(*copier) == [], "the content that it copies is not there yet"
     await world.read()
     assert world.pushed == [wanted, rows, *copier]
     assert world.sift(after := rows_frame(1, 41)) == [after]

@@ -42,7 +42,7 @@ def test_plain_streams_say_the_same_and_need_no_decode_of_their_own(kind: str) -
     n_before = len(ahead.engine.steps)
     assert played_plainly(ahead, N_TOKENS) == truth
     assert ahead.said == plain.said
-    # Two streams' first rows were not computed beside the other's: one decode brings all into one step.
+    # Two streams' first rows were not computed together: one decode brings all into one step.
     assert ahead.ahead.n_used == len(KEYS) * N_TOKENS - 2
     assert len(ahead.engine.steps) == n_before + N_TOKENS + 1
     assert ahead.state == plain.state
@@ -61,7 +61,7 @@ def test_any_guesses_retries_and_faults(seed: int, kind: str, faults: float) -> 
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.sampled_from(PLAIN_KINDS))
 def test_streams_in_any_company(seed: int, kind: str) -> None:
-    """Steps of some streams while rows of others wait; streams that begin again, and their prompts beside others."""
+    """Steps of some streams while rows of others wait; streams that start again, and their prompts among others."""
     rng = random.Random(seed)
     plain, ahead = DraftWorld(KINDS[kind], seed=seed), ahead_world(kind, seed)
     truth = played_plainly(plain, N_TOKENS)
@@ -125,7 +125,7 @@ def test_a_close_takes_the_row_ahead_of_its_session_alone() -> None:
 
 
 def test_answered_streams_ride_with_a_prompt() -> None:
-    """One decode for the prompt and the next rows of the others: nobody waits for it longer than before."""
+    """One decode for the prompt and the next rows of the others: no stream waits longer for it than before."""
     world = ahead_world()
     for _ in range(3):
         world.run([world.row(key) for key in KEYS])
@@ -147,7 +147,7 @@ def test_streams_that_were_answered_wait_for_the_rest_of_their_group() -> None:
     n_steps = len(world.engine.steps)
     for _ in range(4):
         world.run([world.row(key) for key in KEYS])
-    # The last stream sits out once, and has a decode of its own; then all are together.
+    # The last stream sits out once, and has a separate decode; then all are together.
     assert [len(step) for step in world.engine.steps[n_steps:]] == [2, 1, 3, 3, 3]
 
 
@@ -232,7 +232,7 @@ def test_a_stage_of_several_computes_nothing_ahead() -> None:
     assert not world.ahead._streams
 
 
-# --- what it tells ----------------------------------------------------------------------------------------------------
+# --- its reports ------------------------------------------------------------------------------------------------------
 
 
 def test_one_result_has_the_time_of_a_decode() -> None:

@@ -100,7 +100,7 @@ async def test_a_look_is_a_value_of_one_moment() -> None:
         assert (after.lanes_used, after.queued_frames, after.queued_rows, after.running) == (3, 0, 0, None)
         assert (before.lanes_used, during.lanes_used, during.queued_rows) == (2, 2, 4), "values do not change"
         await h.runner.call(lambda: h.executor.reset_route(ROUTE, None))
-        assert h.runner.snapshot.lanes_used == 0, "what a call changes is said before it is answered"
+        assert h.runner.snapshot.lanes_used == 0, "a call's effect is published before it is answered"
 
 
 async def test_the_event_loop_runs_while_the_engine_is_busy() -> None:
@@ -243,7 +243,7 @@ def test_every_ring_wakes_who_sleeps_and_none_is_left_over() -> None:
         assert waiting.acquire(timeout=20)
         with bell:
             value += 1
-        bell.ring()  # once more than needed: a sleeper may wake for nothing, but never misses what it waits for
+        bell.ring()  # once more than needed: a sleeper may wake for nothing, but never misses its event
     thread.join(20)
     assert not thread.is_alive()
     assert seen == list(range(1, n_rounds + 1))
@@ -296,7 +296,7 @@ async def test_a_step_is_accounted_for_after_what_its_delivery_set_going() -> No
         h.runner.push([control(0, Flag.OPEN)])
         async with asyncio.timeout(20):
             await accounted.wait()
-        assert order == ["delivered", "sent", "learned", "accounted"], "what was predicted is part of the account"
+        assert order == ["delivered", "sent", "learned", "accounted"], "predictions are part of the account"
 
 
 async def test_a_thread_that_went_to_sleep_is_woken_by_every_kind_of_work() -> None:
@@ -312,7 +312,7 @@ async def test_a_bug_in_carrying_results_away_is_one_too(part: str) -> None:
     async with harness() as h:
         await h.open(0)
         setattr(h.runner, part, lambda result: 1 // 0)
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it is to be told, not shown
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # it is to be reported, not shown
         h.runner.push([rows_frame(0, 0)])
         async with asyncio.timeout(20):
             assert isinstance(await h.crash, ZeroDivisionError)

@@ -202,7 +202,7 @@ def test_controls_are_forwarded_in_order_and_before_rows() -> None:
 
 
 def test_an_impossible_rewind_is_refused_and_changes_nothing() -> None:
-    """Layers with a sliding window may have lost what a shorter lane needs; from its start any lane can go on."""
+    """Layers with a sliding window may lack rows that a shorter lane needs; from its start any lane can continue."""
     engine = FakeEngine()
     executor = opened(engine, 3)
     executor.execute(step_of(rows_frame(0, 0, 6), rows_frame(1, 0, 2)))

@@ -55,7 +55,7 @@ def test_a_bad_frame_is_a_fault_of_its_session_only(name: str) -> None:
 
 
 def test_frames_behind_a_fault_are_dropped_silently_until_a_new_start() -> None:
-    """A lost chunk is followed by the rest of its train: one fault must come of it, not one for each."""
+    """A lost chunk is followed by the rest of its train: this must cause one fault, not one for each."""
     engine = FakeEngine()
     executor = opened(engine, 1)
     engine.fail_next = LaneLimitError("no cells")
@@ -65,7 +65,7 @@ def test_frames_behind_a_fault_are_dropped_silently_until_a_new_start() -> None:
         assert (result.outputs, len(result.consumed)) == ([], 1)
     replay = [control(0, Flag.OPEN), rows_frame(0, 0, 4, PREFILL)]
     assert labels(executor.execute(step_of(*replay))) == []
-    assert labels(executor.execute(step_of(rows_frame(0, 9)))) == [(0, "position_gap")], "a new fault is told again"
+    assert labels(executor.execute(step_of(rows_frame(0, 9)))) == [(0, "position_gap")], "a new fault is reported again"
 
 
 def test_an_open_without_a_lane_faults_once_and_can_be_tried_again() -> None:
@@ -303,7 +303,7 @@ EVENTS = st.lists(
 @settings(max_examples=150)
 @given(EVENTS, st.booleans())
 def test_any_order_of_events_keeps_table_and_cache_in_step(events: list[tuple[object, ...]], is_last: bool) -> None:
-    """Whatever comes, the table's positions are what the cache holds, and nothing but faults comes of nonsense."""
+    """For any input the table's positions are the cache's content, and nonsense causes nothing but faults."""
     engine = FakeEngine(is_last=is_last)
     executor = new_executor(engine)
     for event in events:
@@ -350,7 +350,7 @@ def test_an_epoch_leaves_what_its_running_sessions_hold() -> None:
     executor.execute(step_of(control(0, Flag.OPEN, epoch=EPOCH + 1), rows_frame(0, 4, 1, epoch=EPOCH + 1)))
     assert (executor.lanes.n_used, len(engine.lanes[0])) == (1, 5)
     executor.sessions.forget_left(ROUTE)
-    assert executor.lanes.n_used == 1, "somebody has come back for it"
+    assert executor.lanes.n_used == 1, "a session has come back for it"
     executor.leave_route(ROUTE)
     executor.sessions.forget_left(ROUTE)
     assert (len(executor.lanes), engine.lanes) == (0, [[], [], [], []])
@@ -382,7 +382,7 @@ def test_a_left_lane_takes_no_rows_before_it_is_opened() -> None:
 
 
 def test_a_left_lane_takes_no_rows_after_a_refused_open() -> None:
-    """They stand behind it in one envelope."""
+    """They follow it in one envelope."""
     executor, epoch = left(), EPOCH + 1
     refused = control(0, Flag.OPEN, epoch=epoch, options=greedy(top_p=7.0))
     behind = control(0, Flag.TRIM, 2, epoch=epoch), rows_frame(0, 2, 1, SAMPLE, epoch=epoch)

@@ -40,7 +40,7 @@ def flip(path: Path, bit: int = 4) -> None:
 
 
 def rot(path: Path) -> None:
-    """Change one byte such that nothing about the file tells: its stamp is of how it looks now."""
+    """Change one byte without a visible trace: the file's stamp is the present one."""
     was = sha256_of(path)
     flip(path)
     remember_sha256(path, path.stat(), was)
@@ -143,4 +143,4 @@ def test_doctor_deep_finds_what_looks_unchanged(
     assert "stage-1.gguf: its content has changed since the split" in said
     assert "stage-0.gguf: its content has changed since it was fetched" in said
     split_model(model, split, n_stages=2)
-    assert look_caches(cache / "splits", cache / "none")[0].outcome is Outcome.OK, "the next start made it anew"
+    assert look_caches(cache / "splits", cache / "none")[0].outcome is Outcome.OK, "the next start made it again"

@@ -86,5 +86,5 @@ def test_scores_are_computed_where_they_fit_and_flash_attention_is_slow(
     [("kimi-linear", "auto", "unified"), ("kimi-linear", "per-lane", "per-lane"), ("qwen35", "auto", "auto")],
 )
 def test_auto_means_the_only_possible_layout(architecture: str, asked: str, expected: str) -> None:
-    """Whoever asks for another one outright is refused where the model is loaded."""
+    """An explicit request for another one is refused where the model is loaded."""
     assert EngineSettings(kv_layout=asked).of_architecture(architecture).kv_layout == expected

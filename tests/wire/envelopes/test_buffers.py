@@ -30,7 +30,7 @@ PAYLOAD_BYTES = N_ROWS * WIDTH * 2
 
 
 def cached_hash(data: bytes) -> int:
-    """The hash that a bytes object remembers, -1 when nobody has asked for it."""
+    """The hash that a bytes object remembers, -1 if it was never computed."""
     at = bytes.__basicsize__ - 1 - ctypes.sizeof(ctypes.c_ssize_t)
     return ctypes.c_ssize_t.from_address(id(data) + at).value
 
@@ -42,7 +42,7 @@ def test_cached_hash_sees_a_hash():
 
 
 class Path:
-    """What a stage does with its output rows, and the next stage with its input, for one step."""
+    """A stage's handling of its output rows, and the next stage's of its input, for one step."""
 
     def __init__(self, largest: float = 1.0) -> None:
         self.pool = BufferPool(DTYPE_F16, WIDTH)
@@ -87,7 +87,7 @@ class Naive(Path):
 
 
 def peak_bytes(step: Callable[[int], None]) -> int:
-    """The most that one of several warm steps holds beyond what was there before."""
+    """The most memory that one of several warm steps adds."""
     for sequence in range(3):
         step(sequence)
     gc.collect()

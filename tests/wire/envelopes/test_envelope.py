@@ -151,7 +151,7 @@ def test_cut_at_every_byte(name: str, encode: Callable[[pb.RelayRequest], bytes]
             view = parse(data[:n_bytes])
         except ProtocolError:
             continue
-        # What may be missing without notice: zero exponents, unknown fields, and fields sent before that are zero.
+        # Fields that may be missing unnoticed: zero exponents, unknown fields, and fields in front that are zero.
         assert content(view)["payload"] == expected(message)["payload"]
         assert content(view)["frames"] == expected(message)["frames"]
         assert encode is not canonical or message.dtype == DTYPE_F16
@@ -213,7 +213,7 @@ def _many_frames(message: pb.RelayRequest) -> None:
     message.n_frames, message.n_rows, message.payload = len(message.frames), 0, b""
 
 
-# what is wrong -> (example, change, text of the error)
+# the mistake -> (example, change, text of the error)
 BROKEN: dict[str, tuple[str, Callable[[pb.RelayRequest], None], str]] = {
     "dtype 0": ("exact rows", _set(dtype=0), "dtype 0"),
     "dtype 4": ("exact rows", _set(dtype=4), "dtype 4"),
@@ -327,7 +327,7 @@ def test_a_buffer_used_again_forgets_the_batch_it_carried():
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if len(EXAMPLES[name].payload) < 1000])
 @each_encoding
 def test_every_altered_byte_is_noticed(name: str, encode: Callable[[pb.RelayRequest], bytes]):
-    """Of rows and of everything around them; only what means nothing may change: fields that nobody knows."""
+    """In rows and everything around them; only meaningless bytes may change: unknown fields."""
     data = encode(EXAMPLES[name])
     for at in range(len(data)):
         for bit in (1, 0x80):
@@ -438,7 +438,7 @@ def test_round_trip_of_arbitrary_frames_and_rows(frames: list[pb.Frame], dtype: 
     assert (np.abs(back.astype(np.float64) - rows) <= allowed).all()
 
 
-# --- where the fields stand -------------------------------------------------------------------------------------------
+# --- positions of the fields ------------------------------------------------------------------------------------------
 
 
 def test_the_layout_is_the_contracts_own_in_all_its_forms() -> None:

@@ -94,7 +94,7 @@ def _flags(index: int, flags: int) -> Callable[[pb.RelayRequest], None]:
     return lambda message: setattr(message.frames[index], "flags", flags)
 
 
-# what is wrong -> (change of "guessed tokens", text of the error)
+# the mistake -> (change of "guessed tokens", text of the error)
 BROKEN: dict[str, tuple[Callable[[pb.RelayRequest], None], str]] = {
     "no sample wanted": (_flags(1, Flag.DRAFTED), "flags 0x4 have no meaning"),
     "scored rows that are guessed": (_flags(1, Flag.SCORED | Flag.GUESSED), "flags 0xd have no meaning"),
@@ -202,7 +202,7 @@ def drafted_rows(heads: list[Head]) -> int:
 
 @given(mixed_heads(), st.sampled_from([DTYPE_TOKENS, DTYPE_F16, DTYPE_F32]), st.booleans(), st.data())
 def test_round_trip_of_mixed_frames(heads: list[Head], dtype: int, scaled: bool, data: st.DataObject) -> None:
-    """With what the protobuf library makes of it, and back again; and each drafted frame is queued with its tokens."""
+    """Compared with the protobuf library's result, and back again; and each drafted frame is queued with its tokens."""
     n_drafted = drafted_rows(heads)
     drafts = data.draw(st.lists(st.integers(0, 2**32 - 1), min_size=n_drafted, max_size=n_drafted), "drafts")
     message, options = sealed(heads, dtype, drafts, scaled)
@@ -226,7 +226,7 @@ def test_round_trip_of_mixed_frames(heads: list[Head], dtype: int, scaled: bool,
 @settings(max_examples=thinned(300))
 @given(mixed_heads(), st.sampled_from([DTYPE_TOKENS, DTYPE_F16, DTYPE_F32]), st.data())
 def test_mutated_bytes_are_read_or_refused(heads: list[Head], dtype: int, data: st.DataObject) -> None:
-    """Bytes behind the payload above all, where drafts stand, changed, cut out or doubled."""
+    """Mostly bytes behind the payload, where drafts are: changed, removed or doubled."""
     drafts = list(range(drafted_rows(heads)))
     message, _ = sealed(heads, dtype, drafts, scaled=False)
     if data.draw(st.booleans(), "by the library"):

@@ -31,7 +31,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.wire_examples import canonical, envelope, frame, varint
 
 BOMB_BYTES = 1 << 17
-NOISE_BYTES = 300_000  # by which what a process holds moves by itself
+NOISE_BYTES = 300_000  # by which a process's memory moves by itself
 KINDS: dict[str, type[Message]] = {
     name: getattr(module, name)
     for module in (relayline_pb2, join_pb2)
@@ -48,7 +48,7 @@ def _long(number: int, body: bytes) -> bytes:
 
 
 def shortest(descriptor: Descriptor, depth: int = 0) -> Iterator[tuple[str, bytes]]:
-    """The shortest bytes in which each field of a type can come, by what they are."""
+    """The shortest encodings of each field type, by kind."""
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             yield f"{field.name}: empty", _long(field.number, b"")
@@ -86,7 +86,7 @@ def begin_peak() -> None:
 
 
 def measured() -> dict[str, dict[str, tuple[int, int]]]:
-    """What parsing each bomb takes in this process, beside what it was weighed at."""
+    """The memory that parsing each bomb takes in this process, and its weight."""
 
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for name, kind in KINDS.items():
@@ -126,7 +126,7 @@ def envelope_bombs(n_bytes: int) -> dict[str, bytes]:
 
 
 def peaks_of_envelopes(n_bytes: int) -> dict[str, int]:
-    """What refusing each of these takes in this process, beside the message itself."""
+    """The memory that refusing each of these takes in this process, in addition to the message itself."""
     found = {}
     for what, data in envelope_bombs(n_bytes).items():
         begin_peak()
@@ -144,12 +144,12 @@ def test_an_envelope_of_many_parts_is_refused_for_less_memory_than_its_size() ->
     name = "tests.wire.envelopes.test_messages"
     code = f"import json; from {name} import *; print(json.dumps(peaks_of_envelopes({n_bytes})))"
     command, root = [sys.executable, "-c", code], ROOT
-    # What was freed goes back at once, else later messages would be made of it unseen.
+    # Freed memory goes back at once, else later messages would be made of it unseen.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250, cwd=root, env=environment)
     peaks = json.loads(done.stdout)
     assert len(peaks) > 12
-    assert max(peaks.values()) >= n_bytes // 2, "what is copied is seen"
+    assert max(peaks.values()) >= n_bytes // 2, "copies are seen"
     assert max(peaks.values()) <= n_bytes + bounds.MESSAGE_COST_BYTES_MAX, peaks
 
 
@@ -189,7 +189,7 @@ def test_no_message_costs_more_than_it_may(name: str) -> None:
             refused = error.message
         assert ("more fields" in refused) == too_heavy, what
         n_refused += too_heavy
-    assert n_refused, "fields that nobody knows are too many for any message"
+    assert n_refused, "more unknown fields than any message may have"
 
 
 def test_the_largest_legitimate_messages_are_read() -> None:

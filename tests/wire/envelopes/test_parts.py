@@ -37,7 +37,7 @@ from tests.support.wire_examples import EXAMPLES, canonical
 from tests.wire.envelopes.test_messages import begin_peak, envelope_bombs, memory_bytes
 
 MIB = 1 << 20
-LINK_BYTES = 1 << 20  # of a link and its route: a message of 4 MiB stands three times in memory, and has none to spare
+LINK_BYTES = 1 << 20  # of a link and its route: a message of 4 MiB is three times in memory, and has none to spare
 ACCEPTING = "AioServer._request_call"  # the name of a task of grpc.aio
 PART = 64  # bytes, in the tests of the reader
 WIDE = 16_384
@@ -55,7 +55,7 @@ def part(of_bytes: int, at: int, data: bytes, **fields: Any) -> bytes:
 
 
 def whole_of(messages: list[bytes], reader: PartReader | None = None) -> bytes:
-    """What the last of these completes; none before it may complete anything."""
+    """The envelope completed by the last of these; none before it may complete anything."""
     reader = reader or PartReader(len(WHOLE))
     *before, last = [reader.take(message) for message in messages]
     assert before == [None] * len(before)
@@ -94,7 +94,7 @@ def test_whole_envelopes_pass_and_may_stand_between_those_in_parts() -> None:
 
 
 def damaged() -> Iterator[tuple[str, list[bytes], str]]:
-    """Messages of which the last must be refused."""
+    """Messages whose last must be refused."""
     messages = [part(len(WHOLE), at, WHOLE[at : at + PART]) for at in range(0, len(WHOLE), PART)]
     first, second, size = messages[0], messages[1], len(WHOLE)
     yield "one is lost", [first, messages[2]], "does not fit"
@@ -132,7 +132,7 @@ def test_an_envelope_that_calls_itself_a_part_is_refused() -> None:
 
 
 def large(n_rows: int, sequence: int, dtype: int = DTYPE_F32) -> Buffer:
-    """An envelope of one frame through a wide model, which nobody has opened a session for."""
+    """An envelope of one frame through a wide model, for a session that was never opened."""
     buffer = Buffer(dtype, WIDE, 1, n_rows)
     buffer.payload[:] = np.arange(n_rows)[:, None] % 7 + sequence
     buffer.seal(5, sequence, 0, heads=[(9, 5, 0, n_rows, 1, 0, 0, 0, bytes(25))])
@@ -182,7 +182,7 @@ async def test_a_stage_takes_rows_that_come_in_parts_and_no_more_than_its_credit
 
 
 async def test_a_sender_beyond_its_credit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame that waits holds its rows; so what waits is bounded by bytes, whoever sends."""
+    """A waiting frame holds its rows, so waiting frames are bounded by bytes, whatever their sender."""
     from tests.support.fakes import MAX_ROWS, WIDTH, rows_frame
 
     size_bytes = MAX_ROWS * WIDTH * 4
@@ -235,7 +235,7 @@ def serve_and_tell() -> None:
 
 
 def worst() -> dict[str, tuple[list[bytes], int]]:
-    """What a neighbour might send, and the bytes of what it is refused for."""
+    """Messages that a neighbour might send, and the bytes of refused ones."""
     n_bytes = bounds.MESSAGE_BYTES_MAX - 4096
     envelope = bytearray(large(400, 1).message)
     envelope[-20] ^= 1
@@ -251,7 +251,7 @@ def worst() -> dict[str, tuple[list[bytes], int]]:
 @pytest.mark.skipif(not PEAKS.exists(), reason="only Linux tells a process the peak of its memory anew")
 async def test_a_received_envelope_costs_at_most_twice_its_size() -> None:
     code = "from tests.wire.envelopes.test_parts import serve_and_tell; serve_and_tell()"
-    # What was freed goes back at once, else later messages would be made of it unseen.
+    # Freed memory goes back at once, else later messages would be made of it unseen.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment
@@ -262,7 +262,7 @@ async def test_a_received_envelope_costs_at_most_twice_its_size() -> None:
         address = (await child.stdout.readline()).decode().strip()
         stage: Any = types.SimpleNamespace(address=address, artifact=new_facts(1, 2, n_embd=WIDE).artifact)
         costs = {}
-        # The first large one also costs what a process makes once, and keeps.
+        # The first large one also costs the memory that a process allocates once, and keeps.
         unjudged = {"nothing": ([b""], 0), "the first": ([bytes(bounds.MESSAGE_BYTES_MAX - 4096)], 0)}
         for epoch, (what, (messages, size)) in enumerate((unjudged | worst()).items(), 1):
             async with Coordinator(stage, epoch=epoch) as one:
@@ -276,7 +276,7 @@ async def test_a_received_envelope_costs_at_most_twice_its_size() -> None:
     finally:
         child.stdin.close()
         await child.wait()
-    assert costs["an altered envelope of 25 MiB"][0] > 24 * MIB, "what is held is seen"
+    assert costs["an altered envelope of 25 MiB"][0] > 24 * MIB, "held memory is seen"
     assert max(costs[what][0] for what in worst() if costs[what][1] == 0) <= 4 * MIB
     del costs["the first"]
     assert {what: cost for what, (cost, size) in costs.items() if cost > 2 * size + 4 * MIB + LINK_BYTES} == {}

@@ -45,7 +45,7 @@ def heads(draw: st.DrawFn, flags: st.SearchStrategy[int] = ORDINARY) -> list[Hea
 
 
 def message_of(made: list[Head], dtype: int, width: int, **extras: Any) -> bytes:
-    """A copy of its own, since a Buffer's bytes change."""
+    """A separate copy, since a Buffer's bytes change."""
     n_rows = sum(head[3] for head in made)
     buffer = Buffer(dtype, width, len(made), n_rows)
     values = np.random.default_rng(n_rows).integers(0, 100, (n_rows, width))
@@ -65,7 +65,7 @@ def seal_again(message: bytearray, n_frames: int) -> None:
 
 
 def in_full(message: bytes) -> envelope.EnvelopeView:
-    """As wire.envelopes.envelope reads what is not plain."""
+    """As wire.envelopes.envelope reads envelopes that are not plain."""
     found = envelope._parse_canonical(message) or envelope._parse_any(message)
     envelope._check_extras(found[0], *envelope._check_frames(*found, bounds.ROWS_PER_FRAME_MAX))
     return found[0]

@@ -20,7 +20,7 @@ SAID = pb.ReturnResponse(
 
 
 def content(message: pb.ReturnResponse) -> pb.ReturnResponse:
-    """What a step said, without what the stream adds."""
+    """A step's results, without the stream's additions."""
     plain = copy.deepcopy(message)
     plain.sequence = plain.checksum = 0
     return plain

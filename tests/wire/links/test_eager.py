@@ -35,7 +35,7 @@ async def test_a_coroutine_that_never_waits_ends_at_once() -> None:
         raise ZeroDivisionError
 
     assert await Begun(work()) == 7
-    failed = Begun(broken())  # told to whoever awaits it, not to who began it
+    failed = Begun(broken())  # raised where it is awaited, not where it was begun
     with pytest.raises(ZeroDivisionError):
         await failed
 

@@ -132,7 +132,7 @@ async def serving(security: LinkSecurity, host: str = "127.0.0.2") -> AsyncItera
 
 
 async def describe(address: str, security: LinkSecurity) -> pb.DescribeResponse:
-    """What a coordinator does first with a stage."""
+    """A coordinator's first calls to a stage."""
     channel = rpc.open_channel(address, security, STAGE)
     try:
         return await rpc.call(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse, address, WAIT_S)
@@ -162,7 +162,7 @@ async def test_both_show_certificates_that_carry_the_name(listen: str, connect: 
 
 
 async def test_the_name_of_a_kubernetes_service_is_checked_as_a_name(ids: Identities, tmp_path: Path):
-    """The name is not resolvable here, so gRPC is told where it lives; the check of the name is the same."""
+    """The name is not resolvable here, so gRPC gets its address; the check of the name is the same."""
     name = "small-stage-0.small-stage.default.svc.cluster.local"
     issue(ids.ca, name, [], 30, tmp_path / "pod", NOW, role=Role.STAGE, stage="stage-0")
     async with serving(security_of(tmp_path / "pod")) as server:
@@ -228,7 +228,7 @@ async def test_streams_that_cannot_be_read_are_one_line(lines: Lines):
     ]
 
 
-# --- ends that do not: what the client raises, what the server logs ---------------------------------------------------
+# --- ends that do not belong together: the client's error, the server's log line --------------------------------------
 
 
 async def test_another_ca(ids: Identities, lines: Lines):
@@ -314,7 +314,7 @@ async def test_hanging_up_before_the_handshake_refuses_no_certificate(reads: boo
             assert await refusal(address, security_of(ids.expired)) == (
                 f"{address} refuses our certificate {ids.expired}/cert.pem: it has expired; "
                 "renew it with `relayline certs issue`"
-            ), "a fault of our own is told all the same"
+            ), "our own fault is reported all the same"
 
 
 async def test_a_server_that_speaks_plaintext(ids: Identities, lines: Lines):
@@ -389,11 +389,11 @@ async def test_a_malformed_call_is_one_line_and_no_traceback(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(method)(request_)
             assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    assert len(lines.lines) == (len(request_) <= bounds.UNARY_BYTES_MAX), "gRPC itself refuses what is too long"
+    assert len(lines.lines) == (len(request_) <= bounds.UNARY_BYTES_MAX), "gRPC itself refuses a text that is too long"
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 
-# --- strangers, who do not say what they were refused for -------------------------------------------------------------
+# --- strangers that do not say why they were refused ------------------------------------------------------------------
 
 
 def shake_hands(port: int) -> None:

@@ -40,7 +40,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
 
 async def asked(channel: grpc.aio.Channel, request: bytes, service: str = V1ALPHA) -> pb.ServerReflectionResponse:
     call = channel.stream_stream(f"/{service}/{REFLECTION_METHOD}")(timeout=WAIT_S)
-    with contextlib.suppress(grpc.aio.AioRpcError):  # reading tells why
+    with contextlib.suppress(grpc.aio.AioRpcError):  # reading gives the reason
         await call.write(request)
         await call.done_writing()
     answer = await call.read()

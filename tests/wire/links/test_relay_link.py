@@ -264,7 +264,7 @@ async def test_envelope_larger_than_the_window_goes_alone():
 
 
 async def test_credit_that_a_receiver_may_keep_to_itself_stops_nobody():
-    """A receiver answers once it owes a quarter of the window; what is below that may never come back."""
+    """A receiver answers once it owes a quarter of the window; a smaller debt may never be answered."""
     async with linked(8 * ROW_BYTES) as (link, receiver, _):
         await send(link, n_rows=2)
         await send(link, n_rows=20)

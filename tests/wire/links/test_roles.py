@@ -82,7 +82,7 @@ def test_messages_of_calls_are_named_as_buf_wants():
 
 
 def test_the_documented_table_is_the_same():
-    """The page tells the table to people; this holds it to the one that is checked."""
+    """The page shows the table to people; this compares it with the checked one."""
     text = (paths.ROOT / "docs" / "explanation" / "security.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for method, call in CALLS.items():
@@ -223,7 +223,7 @@ async def test_joining_with_each_token(caller: str):
             assert await outcome(address, method, LinkSecurity(token=token), to) is expected, method
 
 
-# --- what handlers check besides: upstream neighbours, owners ---------------------------------------------------------
+# --- further checks of handlers: upstream neighbours, owners ----------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -338,9 +338,9 @@ async def join(address: str, security: LinkSecurity, name: str, process_id: str 
 
 
 async def put_out(member: Member) -> None:
-    """Wait until the coordinator puts a member out.
+    """Wait until the coordinator removes a member.
 
-    Where a sign of life of the member crosses the end of its call, gRPC loses the reason; asking again tells it.
+    If a sign of life of the member crosses the end of its call, gRPC loses the reason; asking again gives it.
     """
     async with asyncio.timeout(WAIT_S):
         message = (await member.lost).message
@@ -478,7 +478,7 @@ async def test_a_link_of_a_revoked_neighbour_ends(tmp_path: Path):
 
 
 class ObservedClient(StageClient):
-    """Knows when its stage has been told what is revoked."""
+    """Knows when its stage has got the revocation list."""
 
     def __init__(self, address: str, security: LinkSecurity) -> None:
         super().__init__(address, security)

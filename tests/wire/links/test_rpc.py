@@ -83,7 +83,7 @@ async def test_every_error_arrives_as_what_it_was(leaf: type[RelaylineError]):
         with pytest.raises(leaf) as caught:
             await describe(channel)
     assert type(caught.value) is leaf
-    assert caught.value.message == "what happened: 1 %\\nsecond line, größer", "one line, whoever sends it"
+    assert caught.value.message == "what happened: 1 %\\nsecond line, größer", "one line, whoever the sender is"
 
 
 async def test_longer_text_is_cut_to_its_bound_and_still_typed():
@@ -231,7 +231,7 @@ def test_gprc_knows_every_option(key: str):
 
 @pytest.mark.parametrize("name", re.findall(r"\w+", os.environ["GRPC_EXPERIMENTS"]))
 def test_grpc_knows_every_experiment_that_is_switched_off(name: str):
-    """It would only log an unknown one and poll with threads of its own again: then a hop is to be measured anew."""
+    """It would only log an unknown one and poll with its own threads again: then a hop must be measured again."""
     assert name in {"event_engine_client", "event_engine_listener"}, "the environment of this test run says otherwise"
     with Path(cygrpc.__file__).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         assert library.find(name.encode() + b"\0") >= 0

@@ -137,7 +137,7 @@ def test_the_token_is_in_no_text(ids: Identities):
     assert security.token not in repr(security)
     shown = security.shown_to(Role.COORDINATOR)
     assert shown[0][0] == "authorization"
-    assert security.token not in shown[0][1], "only what it proves travels"
+    assert security.token not in shown[0][1], "only the credential's content travels"
     assert security.shown_to(None) == ()
 
 
@@ -173,7 +173,7 @@ def test_flags_that_contradict_each_other(ids: Identities, tmp_path: Path):
 
 @pytest.fixture
 def copy(ids: Identities, tmp_path: Path) -> Path:
-    """A directory of its own to spoil."""
+    """A separate directory to spoil."""
     directory = tmp_path / "tls"
     directory.mkdir()
     for file in ids.box1.iterdir():
@@ -240,7 +240,7 @@ def test_warnings_about_a_readable_key_and_a_certificate_near_its_end(copy: Path
     ]
 
 
-# --- who is told how often --------------------------------------------------------------------------------------------
+# --- how often a line is logged ---------------------------------------------------------------------------------------
 
 
 def test_one_line_per_host_and_reason_and_minute():

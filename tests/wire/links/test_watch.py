@@ -113,7 +113,7 @@ async def breaks_after_three_beats(_: Peer, context: Any) -> None:
 
 
 class Signs:
-    """What a watch said."""
+    """The reports of a watch."""
 
     def __init__(self) -> None:
         self.lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
@@ -208,7 +208,7 @@ async def test_a_link_whose_other_end_hangs_is_lost_while_nothing_is_sent(is_wat
 
 
 async def test_a_link_that_is_stuck_behind_its_data_is_not_cut():
-    """The neighbour reads none of what is sent, as over a slow line, and goes on giving signs of life."""
+    """The neighbour reads nothing that is sent, as over a slow line, and still gives signs of life."""
     lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
     hello = pb.LinkOpen(route_id=7, epoch=3, n_embd=8, dtype=pb.DTYPE_F32)
     async with peer(alive) as other:

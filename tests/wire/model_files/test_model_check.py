@@ -158,7 +158,7 @@ def test_a_damaged_model_is_refused_by_all_alike(
 
 
 def test_a_trial_in_a_child_process_finds_what_only_llama_cpp_knows(tmp_path: Path) -> None:
-    """Its graph follows a null pointer where a layer that chooses what is attended to lacks the keys to choose by."""
+    """Its graph follows a null pointer where a layer that chooses its attended rows lacks the keys to choose by."""
     whole = make_tiny("glm-dsa:shared", tmp_path / "m.gguf")
     draft = read_draft(whole)
     draft.tensors = [tensor for tensor in draft.tensors if tensor[0] != "blk.6.indexer.attn_k.weight"]
@@ -179,7 +179,7 @@ def test_models_of_every_family_pass(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_mutants", [15, pytest.param(60, marks=pytest.mark.nightly)])
 def test_no_mutation_ends_the_process_that_loads_it(n_mutants: int, tmp_path: Path) -> None:
-    """Inspect, split, load and decode, each in a process of its own; `tests.support.mutated_models` tries more."""
+    """Inspect, split, load and decode, each in a new process; `tests.support.mutated_models` tries more."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.support.mutated_models", str(n_mutants), "41"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250, check=False)

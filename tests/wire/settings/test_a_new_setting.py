@@ -229,7 +229,7 @@ AS_A_PERSON = ("deploy/testing/", "deploy/demo/")
 
 
 def _texts(path: Path) -> set[str]:
-    """Every text that a file's code says; what is written for readers of the file alone, docstrings, is none."""
+    """Every text in a file's code. Docstrings are not included, since they are for readers of the file."""
     tree = ast.parse(path.read_text())
     for_readers = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return {

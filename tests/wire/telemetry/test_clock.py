@@ -68,7 +68,7 @@ def test_samples_are_bounded_and_a_clock_that_goes_back_is_ignored() -> None:
 
 
 class SkewedStage:
-    """A stage as the heartbeat sees it: its clock is ahead, each way takes what it takes, and time is made up."""
+    """A stage as the heartbeat sees it: its clock is ahead, each way takes a set time, and time is made up."""
 
     def __init__(self, skew_ns: int, *, answers: bool = True) -> None:
         self.skew_ns, self.answers, self.now_ns = skew_ns, answers, 10 * S
@@ -89,7 +89,7 @@ async def test_a_stage_gets_its_clock_before_its_first_frame() -> None:
     heartbeat = Heartbeat([ahead, silent])  # type: ignore[list-item]
     await heartbeat.first()
     assert [request.knows_clock for request in ahead.beats] == [False] + [True] * FIRST_BEATS
-    assert len(silent.beats) == 1, "it is left at its own clock, and holds nobody up"
+    assert len(silent.beats) == 1, "it keeps its own clock, and holds up no other"
     best = heartbeat.estimates[0].best(ahead.now_ns)
     assert best is not None
     assert abs(best[0] + 5 * S) <= best[1] < 2 * MS

@@ -127,7 +127,7 @@ def test_host_and_port_alone_are_plaintext_unless_tls_is_asked_for(
 
 
 def test_a_collector_that_gets_nothing_may_speak_the_other_protocol(caplog: pytest.LogCaptureFixture) -> None:
-    """One that speaks HTTP at another port than 4318 is taken for gRPC: the line says so, and what to set."""
+    """A collector that speaks HTTP on another port than 4318 is taken for gRPC: the line says so, and what to set."""
     hint = telemetry_choice.hint("http://127.0.0.1:5318", {})
     assert hint == (
         "they go to http://127.0.0.1:5318 as OTLP over grpc; if the collector expects the other protocol there, "
@@ -164,7 +164,7 @@ def test_without_an_exporter_there_is_nothing_but_a_level() -> None:
     assert (telemetry.dropped_spans, telemetry.exported_spans) == (0, 0)
 
 
-# --- what a span carries ----------------------------------------------------------------------------------------------
+# --- content of a span ------------------------------------------------------------------------------------------------
 
 
 def test_a_span_keeps_the_ids_that_were_promised() -> None:
@@ -348,7 +348,7 @@ class Broken(SpanExporter):
 
 
 class Heard(logging.Handler):
-    """What the process's log shows. Not caplog, which also listens to loggers that do not propagate."""
+    """The output of the process's log. Not caplog, which also listens to loggers that do not propagate."""
 
     def __init__(self) -> None:
         super().__init__()

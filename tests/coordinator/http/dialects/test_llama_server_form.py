@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def asked(
     tokenizer: Tokenizer, path: str, script: Script, status: int = 200, **body: object
 ) -> tuple[Any, list[GenerationRequest]]:
-    """Return the answer, of a stream the list of its events, and what the generator was asked for."""
+    """Return the answer, for a stream the list of its events, and the generator's requests."""
     async with (
         serving(tokenizer, FakeGenerator(script)) as served,
         aiohttp.ClientSession(served.url) as session,
@@ -66,11 +66,11 @@ async def test_a_whole_answer_has_llama_servers_fields(tokenizer: Tokenizer) -> 
     assert first["top_logprobs"] == [{"id": 111, "token": "o", "bytes": [111], "logprob": -0.5}]
     timings = found["timings"]
     assert (timings["prompt_n"], timings["predicted_n"]) == (n_prompt, 3)
-    steps_ms = 2 * timings["predicted_per_token_ms"]  # the first token comes of the prompt's last step
+    steps_ms = 2 * timings["predicted_per_token_ms"]  # the first token comes from the prompt's last step
     assert steps_ms == pytest.approx(timings["predicted_ms"])
     used = found["generation_settings"]
     assert (used["n_predict"], used["seed"], used["n_probs"]) == (3, 7, 1)
-    # What the body leaves out has llama-server's default, in the answer and at the stages.
+    # Fields that the body leaves out have llama-server's defaults, in the answer and at the stages.
     sampling = request.sampling
     assert (used["temperature"], used["top_k"], used["top_p"], used["min_p"]) == (0.8, 40, 0.95, 0.05)
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 40, 0.95, 0.05)
@@ -208,7 +208,7 @@ class ReadingGenerator(FakeGenerator):
         self.requests.append(request)
         stream = SessionStream(lambda _: None)
         n_total = len(request.prompt_tokens)
-        for n_read in (1, 2, n_total):  # of those before anybody follows it, the latest is told
+        for n_read in (1, 2, n_total):  # of events before the first reader, only the latest is sent
             stream.progressed(PromptProgress(n_total, 1, n_read))
         stream.put(TokenEvent(97, None, (), "length"))
         return stream

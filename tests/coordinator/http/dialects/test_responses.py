@@ -279,7 +279,7 @@ async def test_an_error_before_and_amid_an_answer(tokenizer: Tokenizer) -> None:
         with pytest.raises(openai.RateLimitError):
             await client.responses.create(model=MODEL, input="hi", stream=True)
         events = []
-        with contextlib.suppress(Exception):  # the connection is cut: which error says so is the client's
+        with contextlib.suppress(Exception):  # the connection is cut: the client chooses the error
             async for event in await client.responses.create(model=MODEL, input="hi", stream=True):
                 events.append(event)
     assert events[-1].type == "response.failed"

@@ -19,10 +19,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import llama_cpp
@@ -48,6 +49,7 @@ BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, an
 DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
 TILE_PART = 0.6  # of it may go into steps of a tile of attention, after the others; else there are none
 PASSES = 3
+AGAIN_MAX, UNDERCUT = 8, 1.03  # times that steps are measured again which take so much longer than a larger one
 # Few rows give the head's cost for as many decode rows in a step with a prompt (wire.common.curve.mixed_cost_ns). A
 # line through tiles of four is wrong by the cost of a leftover. In the order of their worth, because time may run out.
 # (One before three: below its first point a curve continues with the slope of the first two, which from three to four
@@ -75,6 +77,7 @@ CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
 FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
 CACHE_VERSION = 10
+MEASURED_ALONE = "alone"  # of a GPU's curves: earlier ones, that other stages may have disturbed, are not used
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
 BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
@@ -160,11 +163,11 @@ def row_costs(
     engine: NativeEngine, times: StepTimes, decode_until_s: float, prefill_until_s: float
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return (rows, ns) of decode rows and of prompt rows, measured until these times of the monotonic clock."""
-    decode = _measure(engine, times, LADDER, decode_until_s, in_one_lane=False)
+    decode = _measured_again(engine, times, LADDER, decode_until_s, in_one_lane=False)
     # Without a head prefill rows cost what decode rows do; only the upper end is missing.
     top = 0 if engine.is_last else max(decode, default=(0, 0))[0]
     ladder = [rows for rows in PREFILL_LADDER if rows > top]
-    return decode, _measure(engine, times, ladder, prefill_until_s, in_one_lane=True)
+    return decode, _measured_again(engine, times, ladder, prefill_until_s, in_one_lane=True)
 
 
 def usual_share(engine: NativeEngine, until_s: float) -> float:
@@ -272,6 +275,33 @@ def _measure(
             duration_ns = _time_step(engine, times, n_rows, in_one_lane=in_one_lane)
             fastest_ns[n_rows] = min(duration_ns, fastest_ns.get(n_rows, duration_ns))
     return sorted(fastest_ns.items())
+
+
+def _measured_again(
+    engine: NativeEngine, times: StepTimes, ladder: Sequence[int], deadline_s: float, *, in_one_lane: bool
+) -> list[tuple[int, int]]:
+    """Walk the ladder, and measure again what a larger step seems to undercut, where only the clock tells.
+
+    On such devices a step that takes longer than one of more rows has nearly always been disturbed in every pass.
+    """
+    found = dict(_measure(engine, times, ladder, deadline_s, in_one_lane=in_one_lane))
+    for _ in range(0 if times.n_threads else AGAIN_MAX):
+        doubtful = undercut(found)
+        if not doubtful or time.monotonic() > deadline_s:
+            break
+        for n_rows, ns in _measure(engine, times, doubtful, deadline_s, in_one_lane=in_one_lane, passes=1):
+            found[n_rows] = min(ns, found[n_rows])
+    return sorted(found.items())
+
+
+def undercut(found: Mapping[int, int]) -> list[int]:
+    """Return the rows of steps that took longer than a larger one, from {rows: ns}. Pure."""
+    least_ns, rows = math.inf, []
+    for n_rows, ns in sorted(found.items(), reverse=True):
+        if ns > UNDERCUT * least_ns:
+            rows.append(n_rows)
+        least_ns = min(least_ns, ns)
+    return rows[::-1]
 
 
 def _fits(engine: NativeEngine, n_rows: int, in_one_lane: bool) -> bool:
@@ -382,7 +412,7 @@ def _key(engine: NativeEngine) -> str:
     parts = (CACHE_VERSION, artifact.pipeline_id, artifact.stage_index, settings.n_threads, settings.gpu_layers,
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
-             ggml.devices() if settings.gpu_layers else (), *_device_settings(settings),
+             (*ggml.devices(), MEASURED_ALONE) if settings.gpu_layers else (), *_device_settings(settings),
              *([settings.rewind_rows] if engine.rewind_rows else []))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 

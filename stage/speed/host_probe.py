@@ -18,13 +18,16 @@ import msgspec
 
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.native import EngineConfig, NativeEngine
+from relayline.stage.engine.place import place_of
 from relayline.stage.speed.calibrate import row_costs, step_times, usual_share
+from relayline.stage.speed.device_turn import alone_on
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.settings.table import EngineSettings
 
 LANES = 64  # as many rows want logits at once
 CTX_TOKENS = 64  # of one lane: the cache stays small
+WAIT_S = 30.0  # for other stages of the host that measure on the same devices
 DECODE_PART, PREFILL_PART = 0.65, 0.9  # of a slice's budget, until when each ladder is climbed
 
 
@@ -33,7 +36,8 @@ def measure_slice(artifact: Path, settings: EngineSettings, budget_s: float) -> 
     settings = settings.of_architecture(open_artifact(artifact).architecture).resolved()
     is_unified, max_wanted = settings.kv_layout == "unified", min(LANES + PAD_SEARCH_ROWS, settings.max_rows)
     config = EngineConfig(artifact, settings, spare_lanes=1 if is_unified else 0, max_wanted=max_wanted)
-    with NativeEngine(config) as engine:
+    device_ids = [device.id for device in place_of(settings).devices]
+    with NativeEngine(config) as engine, alone_on(device_ids, wait_max_s=WAIT_S):
         now_s = time.monotonic()
         until = (now_s + DECODE_PART * budget_s, now_s + PREFILL_PART * budget_s)
         times = step_times(engine)

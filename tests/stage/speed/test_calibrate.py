@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -293,6 +294,27 @@ def test_curves_whose_threads_never_had_their_cores_together_are_not_remembered(
     monkeypatch.setattr(calibration, "DISTURBED_MIN_NS", 10**18)
     assert fresh_curves(engine, tmp_path).decode.is_known
     assert (tmp_path / "curves").exists() != is_doubtful
+
+
+@pytest.mark.parametrize(("n_threads", "seems_ms"), [(0, 2), (1, 90)])
+def test_a_step_that_a_larger_one_undercuts_is_measured_again_where_only_the_clock_tells(
+    n_threads: int, seems_ms: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU that others use: each pass was disturbed at three rows. Three may be dearer than four on a CPU."""
+    seen: list[int] = []
+
+    def takes(_: NativeEngine, times: StepTimes, n_rows: int, *, in_one_lane: bool) -> int:
+        seen.append(n_rows)
+        return (90 if n_rows == 3 and seen.count(3) <= calibration.PASSES + 1 else 2) * MS
+
+    monkeypatch.setattr(calibration, "_time_step", takes)
+    decode, _ = calibration.row_costs(engine, StepTimes(n_threads), *[time.monotonic() + 60] * 2)
+    assert dict(decode)[3] == seems_ms * MS
+
+
+def test_rows_that_larger_steps_undercut() -> None:
+    assert calibration.undercut({1: 30, 2: 33, 3: 91, 4: 26, 8: 62, 16: 80, 32: 79, 64: 90}) == [1, 2, 3]
+    assert calibration.undercut({1: 1, 2: 2}) == calibration.undercut({}) == []
 
 
 def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None:

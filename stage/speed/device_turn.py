@@ -1,0 +1,66 @@
+"""Stages that compute on one device measure their steps in turns: each would count the other's work as its own.
+
+All stages of a pipeline load at the same time. On processors a step's own processor time shows that it was disturbed.
+On a GPU only the clock tells, and a curve of two stages at once made plans leave out a stream of eight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from relayline.wire.common import places
+
+WAIT_MAX_S = 60.0  # for all others on the device; one measurement takes BUDGET_S of `stage.speed.calibrate` at most
+LOOK_EVERY_S = 0.05
+
+
+@contextlib.contextmanager
+def alone_on(
+    device_ids: Sequence[str],
+    before_look: Callable[[], None] = lambda: None,
+    wait_max_s: float = WAIT_MAX_S,
+    directory: Path | None = None,
+) -> Iterator[bool]:
+    """Keep other stages of this user from measuring on these devices; yields whether nobody else does.
+
+    `device_ids` are unique in the host, see `stage.engine.place`; without any there is nothing to share. `before_look`
+    is called before each look at devices that others have; an exception from it ends the wait. After `wait_max_s`, or
+    where no file can be locked, the caller goes on all the same.
+    """
+    until_s = time.monotonic() + wait_max_s
+    with contextlib.ExitStack() as held:
+        found = True
+        for device_id in sorted(set(device_ids)):  # in the same order everywhere: nobody waits in a circle
+            found &= _locked(held, _path(directory, device_id), before_look, until_s)
+        yield found
+
+
+def _locked(held: contextlib.ExitStack, path: Path, before_look: Callable[[], None], until_s: float) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = held.enter_context(path.open("ab"))
+    except OSError:
+        return False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed, or its process dies
+        except BlockingIOError:
+            before_look()
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(LOOK_EVERY_S)
+        except OSError:
+            return False
+        else:
+            return True
+
+
+def _path(directory: Path | None, device_id: str) -> Path:
+    name = hashlib.sha256(os.fsencode(device_id)).hexdigest()[:16]
+    return (directory or places.cache_dir() / "devices") / f"{name}.lock"

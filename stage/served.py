@@ -69,6 +69,10 @@ class Work:
         """The engine, as far as it gives or takes lanes."""
         return Engine(self._runner.call, self._executor.sessions.handing, self.facts.artifact.layer_start)
 
+    def give_memory_back(self) -> None:
+        """Free the memory of the prefix cache that nobody asked it to use."""
+        self._executor.sessions.states.give_back()
+
     def begin(self, guard: Guard) -> None:
         """Be ready for calls."""
         self.service.attach(self._runner, guard)
@@ -173,6 +177,7 @@ class Served:
         steps.
         """
         await self.drop()
+        self._work.give_memory_back()  # its stored prefixes are of the old layers
         now = self._work.facts
         n_layers = now.artifact.layer_end - now.artifact.layer_start
         loading = asyncio.create_task(asyncio.to_thread(self._load, config, load, now.curves))

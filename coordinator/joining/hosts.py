@@ -20,7 +20,7 @@ from relayline.coordinator.planner.share_out import Holder, share_out
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError, RelaylineError, UsageError
 from relayline.wire.common.phase import HostState, Phase
-from relayline.wire.settings.table import EngineSettings
+from relayline.wire.settings.table import PREFIX_MEMORY_AUTO, EngineSettings
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -274,11 +274,13 @@ class Hosts:
             return {}
         asked = [stage.status(with_recent=False, with_memory=True) for stage in stages]
         statuses = await asyncio.gather(*asked)
-        return {
-            at: status.memory_free_bytes
-            for at, status in zip(holders, statuses, strict=True)
-            if status is not None and status.memory_free_bytes
-        }
+        found = {}
+        for at, status in zip(holders, statuses, strict=True):
+            if status is not None and status.memory_free_bytes:
+                # A tier that nobody asked for gives its memory back before another slice is loaded.
+                is_elastic = self._service.place(at).engine.prefix_memory_bytes == PREFIX_MEMORY_AUTO
+                found[at] = status.memory_free_bytes + (status.tier_memory_bytes if is_elastic else 0)
+        return found
 
     def _room_bytes(self, index: int, free_bytes: int | None, held_bytes: int) -> int | None:
         """Return the room for a slice beside the one that a place holds; None if unknown."""

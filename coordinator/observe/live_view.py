@@ -32,7 +32,7 @@ _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", 
 _STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
                   "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",
                   "load_total_bytes", "resident_bytes", "memory_bytes", "memory_free_bytes", "lanes_used", "lanes_kept",
-                  "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
+                  "tier", "lanes_total", "kv_layout", "queued_rows", "steps", "rows", "faults",
                   "takeover_in_s")  # fmt: skip
 _COUNTED = ("steps", "rows", "padded_rows", "busy_ns", "payload_bytes_in", "payload_bytes_out", "envelopes_out")
 

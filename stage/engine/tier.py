@@ -83,6 +83,13 @@ class Tier:
             return self._memory_bytes_max
         return max(0, min(self._memory_bytes_max, self._memory_bytes + new_bytes + self._spare_bytes()))
 
+    def give_back(self) -> None:
+        """Free the memory that nobody asked it to use."""
+        if self._spare_bytes is not None:
+            with self._lock:
+                self._memory.clear()
+                self._memory_bytes = 0
+
     def fetch(self, key: int) -> tuple[int, State] | None:
         """Return the tokens and the state of a key; None where it is not in memory: see `begin`."""
         with self._lock:

@@ -56,6 +56,11 @@ class LaneStates:
         if self._tier is not None:
             self._tier.forget(key)
 
+    def give_back(self) -> None:
+        """Free the memory that nobody asked the tier to use. Any thread."""
+        if self._tier is not None:
+            self._tier.give_back()
+
     def begin(self, key: int) -> Future[None] | None:
         """Begin to read a state that is on the disk alone; None where there is nothing to wait for. Any thread."""
         return self._tier.begin(key) if self._tier is not None else None

@@ -28,6 +28,7 @@ from relayline.deploy.testing.tiny_slices import write_whole
 from relayline.stage import hand_over
 from relayline.stage.joining.config import JoinConfig as StageJoinConfig
 from relayline.stage.joining.join import JoinedStage
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.links.roles import Role
 from relayline.wire.settings.table import EngineSettings, ServingSettings
@@ -175,9 +176,11 @@ async def until_free(made: World) -> None:
 
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 async def test_streams_keep_all_they_hold_and_all_their_tokens(
-    kv_layout: str, tmp_path: Path, whole: ReferenceModel
+    kv_layout: str, tmp_path: Path, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers 0, 1-2 and 3 become 0-1, 2 and 3: one stage takes from another and itself, one from itself, one keeps."""
+    freed: list[LaneStates] = []
+    monkeypatch.setattr(LaneStates, "give_back", lambda self: freed.append(self))
     async with world(tmp_path, kv_layout) as made:
         await made.prepare((2, 3))
         await streams_over(made, whole)
@@ -185,6 +188,7 @@ async def test_streams_keep_all_they_hold_and_all_their_tokens(
         assert move is not None
         assert move.keeps == (False, False, True)
         assert (move.n_replayed, move.n_kept > len(SAMPLING) * PROMPT_TOKENS) == (0, True)
+        assert len(freed) == 2, "who loads other layers gives spare memory back first"
         await until_free(made)
 
 

@@ -170,7 +170,8 @@ function showMachine(row, stage, state) {
 }
 
 function memoryText(stage) {
-  const own = stage.resident_bytes ? bytes(stage.resident_bytes) : `${bytes(stage.artifact_bytes)} of weights`;
+  const tier = stage.tier && stage.tier.memory_bytes ? ` with ${bytes(stage.tier.memory_bytes)} of prefixes` : "";
+  const own = stage.resident_bytes ? bytes(stage.resident_bytes) + tier : `${bytes(stage.artifact_bytes)} of weights`;
   return stage.memory_free_bytes ? `${own}, ${bytes(stage.memory_free_bytes)} free of ${bytes(stage.memory_bytes)}` : own;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from types import SimpleNamespace
@@ -23,6 +24,8 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InvalidRequestError, NotReadyError
 from relayline.wire.common.phase import Phase
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.settings.table import PREFIX_MEMORY_AUTO, EngineSettings
 
 S = 1_000_000_000
 LAYER_BYTES = 2 * GIB
@@ -45,11 +48,12 @@ class World:
         self.places = [JoiningStage(name, is_spare=name == "s") for name in names]
         self.begun: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.kept: list[PoolState] = []
-        pipeline = SimpleNamespace(phase=Phase.READY, file=SimpleNamespace(n_layers=8), stages=(), conductor=conductor)
+        file = SimpleNamespace(n_layers=8)
+        self.pipeline = SimpleNamespace(phase=Phase.READY, file=file, stages=(), conductor=conductor)
         service = SimpleNamespace(roster=self.roster, place=lambda at: self.places[at], add=self.places.append)
         shape = ModelShape((LAYER_BYTES,) * 8, 0, 0, (0,) * 8, 64, 100, 64)
         self.hosts = Hosts(
-            cast(Pipeline, pipeline),
+            cast(Pipeline, self.pipeline),
             cast(Any, self),
             cast(JoinService, service),
             lambda: shape,
@@ -81,6 +85,32 @@ async def test_a_change_without_room_is_refused_in_one_line(monkeypatch: pytest.
         await world.hosts.drain("b", is_drained=True)
     assert (world.begun, world.kept) == ([], [])
     assert world.hosts.describe(S)["b"]["drained"] is False
+
+
+class TieredStage:
+    """A stage whose host has so much memory free, and whose tier holds so much more."""
+
+    def __init__(self, free_gib: int, tier_gib: int) -> None:
+        self._status = pb.StatusResponse(memory_free_bytes=free_gib * GIB, tier_memory_bytes=tier_gib * GIB)
+
+    async def status(self, **_: bool) -> pb.StatusResponse:
+        return self._status
+
+
+@pytest.mark.parametrize(("asked", "has_room"), [(PREFIX_MEMORY_AUTO, True), (8 * GIB, False)])
+async def test_memory_of_a_tier_that_nobody_asked_for_counts_as_room(
+    monkeypatch: pytest.MonkeyPatch, asked: int, *, has_room: bool
+) -> None:
+    world = World(monkeypatch, 64)
+    engine = EngineSettings(prefix_memory_bytes=asked)
+    world.places[:] = [dataclasses.replace(place, engine=engine) for place in world.places]
+    world.pipeline.stages = tuple(TieredStage(5, 8) for _ in world.places)
+    if has_room:
+        await world.hosts.drain("b", is_drained=True)
+        assert world.begun == [((4,), (0, 2))]
+    else:
+        with pytest.raises(NotReadyError, match="no room for all layers"):
+            await world.hosts.drain("b", is_drained=True)
 
 
 async def test_a_spare_takes_its_place_and_a_failure_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

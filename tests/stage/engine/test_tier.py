@@ -59,6 +59,10 @@ def test_an_elastic_tier_gives_memory_back_that_the_host_needs() -> None:
     for key in range(1, 10):
         tier.store(key, key, state(key))
     assert list(tier.stored()) == [2, 3, 4, 5, 6, 7, 8, 9], "its own bound"
+    asked_for = Tier(8_000)
+    asked_for.store(1, 1, state(1))
+    asked_for.give_back()
+    assert list(asked_for.stored()) == [1]
     spare_bytes[0] = -3_000
     tier.store(10, 10, state(10))
     assert list(tier.stored()) == [5, 6, 7, 8, 9, 10], "three more than the new one had to go"
@@ -66,6 +70,10 @@ def test_an_elastic_tier_gives_memory_back_that_the_host_needs() -> None:
     tier.store(11, 11, state(11))
     assert tier.stored() == {}, "there is no room for any"
     assert tier.figures().memory_bytes == 0
+    spare_bytes[0] = 10_000
+    tier.store(12, 12, state(12))
+    tier.give_back()
+    assert (tier.stored(), tier.figures().memory_bytes) == ({}, 0)
 
 
 def test_unasked_a_tier_takes_spare_memory_for_what_takes_long_to_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from relayline.deploy.planning.measure import slices_for
 from relayline.deploy.testing.paths import DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.joining import survey as survey_module
 from relayline.stage.joining.survey import survey
+from relayline.wire.common.curve import LADDER
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
 
@@ -59,7 +60,9 @@ def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path,
     assert not report.HasField("failure")
     assert len(report.slices) == len(slices)
     for costs in report.slices:
-        assert [point.n_rows for point in costs.decode][:2] == [1, 2]
+        n_rows = tuple(point.n_rows for point in costs.decode)
+        assert n_rows, "one is measured at least"
+        assert n_rows == LADDER[: len(n_rows)], "as far as the time goes, which is short on a busy host"
         assert all(point.cost_ns > 0 for point in costs.decode)
     assert report.in_service >= 1.0
     assert report.round_trip_ns > 0 < report.bytes_per_s

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,14 @@ class StampingEngine:
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = None
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
+    def decode(
+        self,
+        n_rows: int,
+        *,
+        is_mutual: bool = False,
+        grids: Sequence[Grid] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Read the memory; the output rows are always the same."""
         self.begin_ns = time.monotonic_ns()
         if self._swept.size:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class NativeEngine:
         self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self._states)
         parts = self._parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
         self._batch.bind(parts, self._model, self.config.n_sequences)
-        if self.is_last and (settings.embeddings or not settings.gpu_layers or not llama.llama_supports_gpu_offload()):
+        if self.is_last and (settings.embeddings or not computes_apart(settings)):
             self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
             self._capture = self.hidden.capture
         elif not self.is_last or parts.entries:
@@ -215,11 +216,19 @@ class NativeEngine:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
+    def decode(
+        self,
+        n_rows: int,
+        *,
+        is_mutual: bool = False,
+        grids: Sequence[Grid] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
 
         `is_mutual`: each row attends to the later ones of its lane in the step, too, as far as windows reach. `grids`:
-        rows of images in a model whose positions have several axes.
+        rows of images in a model whose positions have several axes. `meanwhile` is called while a GPU computes; where
+        the processor does, nothing would be gained, and it is not called.
 
         Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
         batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
@@ -245,6 +254,8 @@ class NativeEngine:
         try:
             if code != 0:
                 self._raise_for(code, n_rows)
+            if meanwhile is not None and computes_apart(self.config.settings):
+                meanwhile()
             # A GPU still computes after llama_decode has returned. Wait for it here, so that the step's time is the
             # whole time. Otherwise the sampler would wait inside llama_get_logits_ith, where no clock of the step runs.
             llama.llama_synchronize(self._context)
@@ -437,6 +448,16 @@ class NativeEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def computes_apart(settings: EngineSettings) -> bool:
+    """Return whether a device computes some layers while this processor goes on."""
+    return settings.gpu_layers != 0 and _offloads()
+
+
+@functools.cache
+def _offloads() -> bool:
+    return bool(llama.llama_supports_gpu_offload())
 
 
 def _run(context: Any, batch: Any, *, is_mutual: bool) -> int:

@@ -18,7 +18,7 @@ from relayline.stage.sampling.sampler import Sampled, SessionSampler, checked, c
 from relayline.stage.sampling.together import DrawsTogether, Row
 from relayline.wire.common.errors import RelaylineError
 
-TOGETHER_FROM = 2  # rows; of fewer, one alone is quicker
+TOGETHER_FROM = 2  # rows; one alone is quicker
 
 
 class Ask(NamedTuple):

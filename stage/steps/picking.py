@@ -11,11 +11,11 @@ A wrong draft leaves rows in the lane. The next frame starts below them, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.pooling import Pool
-from relayline.stage.sampling.rows import Answer, Ask, sample_rows
+from relayline.stage.sampling.rows import Answer, Ask, prepare_noise, sample_rows
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine, Hidden
@@ -38,18 +38,32 @@ class Picking:
     A frame wants a token behind its last row, or behind each accepted draft row. Rows of a prompt may be scored first.
     """
 
+    __slots__ = (
+        "_engine",
+        "_is_drafted",
+        "_row",
+        "_wants_logits",
+        "error",
+        "is_complete",
+        "item",
+        "sampler",
+        "samples",
+    )
+
     def __init__(self, item: Placed, engine: Engine, sampler: SessionSampler, *, wants_logits: bool) -> None:
         """Score the rows that are to be scored."""
         self.item, self.sampler = item, sampler
         self.samples: list[pb.Sampled] = []
         self.error: RelaylineError | None = None  # samples before it are good
-        self._engine, self._wants_logits = engine, wants_logits
         self.is_complete = False  # whether there is a token behind the last row
-        frame = item.frame
-        self._is_drafted = bool(frame.flags & Flag.DRAFTED) and not is_scored(frame)
-        self._row = 0 if self._is_drafted else frame.n_rows - 1
-        if is_scored(frame):
-            self._score()
+        self._engine, self._wants_logits = engine, wants_logits
+        self._row, self._is_drafted = item.frame.n_rows - 1, False  # the row that waits; -1: none
+        if item.frame.flags & Flag.DRAFTED:  # or scored
+            self._is_drafted = not is_scored(item.frame)
+            if self._is_drafted:
+                self._row = 0
+            else:
+                self._score()
 
     def _score(self) -> None:
         try:
@@ -61,22 +75,19 @@ class Picking:
 
     def ask(self) -> Ask | None:
         """Return the row that waits for its token; None if none does, or the device has found all there are."""
+        if self._row < 0:
+            return None
+        item, engine, sampler = self.item, self._engine, self.sampler
         try:
-            while self._row >= 0 and self.sampler.is_greedy and not self._wants_logits:
-                best = self._engine.best_token(self.item.row + self._row)
-                if best is None:
-                    break
-                self.answer(self.sampler.take(best, self._position))
-            if self._row < 0:
-                return None
-            return Ask(self.sampler, self._engine.logits(self.item.row + self._row), self._position)
+            if not self._wants_logits and sampler.is_greedy:
+                while (best := engine.best_token(item.row + self._row)) is not None:
+                    self.answer(sampler.take(best, item.frame.position + self._row + 1))
+                    if self._row < 0:
+                        return None
+            return Ask(sampler, engine.logits(item.row + self._row), item.frame.position + self._row + 1)
         except RelaylineError as error:
             self.answer(error)
             return None
-
-    @property
-    def _position(self) -> int:
-        return self.item.frame.position + self._row + 1
 
     def answer(self, answer: Answer) -> None:
         """Take the token of the row that waits."""
@@ -85,10 +96,21 @@ class Picking:
             return
         frame, row = self.item.frame, self._row
         logits = self._engine.logits(self.item.row + row).tobytes() if self._wants_logits else b""
-        self.samples.append(_sampled(frame, self._position, answer, logits))
-        self.is_complete = row == frame.n_rows - 1
-        goes_on = self._is_drafted and row + 1 < frame.n_rows and frame.draft_tokens[row + 1] == answer.token
-        self._row = row + 1 if goes_on else -1
+        self.samples.append(_sampled(frame, frame.position + row + 1, answer, logits))
+        self.is_complete, self._row = row == frame.n_rows - 1, -1
+        if self._is_drafted and not self.is_complete and frame.draft_tokens[row + 1] == answer.token:
+            self._row = row + 1
+
+
+def prepare(items: Sequence[Placed], samplers: Mapping[tuple[int, int], SessionSampler], engine: Engine) -> None:
+    """Do what sampling these frames needs before there are logits; of drafted ones for the first row alone."""
+    rows: list[tuple[SessionSampler, int]] = []
+    for frame in (item.frame for item in items):
+        is_drafted = frame.flags & Flag.DRAFTED and not is_scored(frame)
+        sampler = samplers.get(frame.session_key)
+        if sampler is not None and (is_drafted or frame.flags & Flag.WANTS_SAMPLE):
+            rows.append((sampler, frame.position + (1 if is_drafted else frame.n_rows)))
+    prepare_noise(engine.n_vocab, rows)
 
 
 def pick_all(pickings: Sequence[Picking]) -> None:
@@ -133,15 +155,15 @@ def is_scored(frame: QueuedFrame) -> bool:
 
 
 def _sampled(frame: QueuedFrame, position: int, sampled: Sampled, logits: bytes = b"") -> pb.Sampled:
-    return pb.Sampled(
-        session_id=frame.session_id,
-        position=position,
-        token=sampled.token,
-        logprob=sampled.logprob if sampled.logprob is not None else 0.0,
-        top=[pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top],
-        logits=logits,
-        mirostat_mu=sampled.mirostat_mu,
-    )
+    answer = pb.Sampled(session_id=frame.session_id, position=position, token=sampled.token)
+    if sampled.logprob is not None:
+        answer.logprob = sampled.logprob
+        answer.top.extend(pb.TokenLogprob(token=token, logprob=logprob) for token, logprob in sampled.top)
+    if logits:
+        answer.logits = logits
+    if sampled.mirostat_mu is not None:
+        answer.mirostat_mu = sampled.mirostat_mu
+    return answer
 
 
 def count_wanted(frame: QueuedFrame) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from relayline.stage.steps.picking import (
     is_guessed_wrong,
     pick_all,
     pooled,
+    prepare,
     wanted_rows,
 )
 from relayline.stage.steps.placement import Placed, grid_at, heads_of, run_length
@@ -145,13 +147,16 @@ class StepExecutor:
         if self.engine.hidden is not None and (self.sessions.pools or self._gives_hidden):
             self._gives_hidden = any(frame.session_key in self.sessions.pools for frame in computed)
             self.engine.hidden.want(wanted=self._gives_hidden)
+        meanwhile = None
+        if self.engine.is_last:
+            meanwhile = functools.partial(prepare, [*placed, *result.riding], self.sessions.samplers, self.engine)
         result.started_ns = time.monotonic_ns()
         try:
             frames = result.step.frames
             if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows stand behind all others
-                _decode_prompts(self.engine, n_rows, placed)
+                _decode_prompts(self.engine, n_rows, placed, meanwhile)
             else:
-                self.engine.decode(n_rows)
+                self.engine.decode(n_rows, meanwhile=meanwhile)
         except RelaylineError as error:
             result.error = error.label
             for item in placed:
@@ -478,11 +483,11 @@ def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.
     return np.concatenate([output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
 
 
-def _decode_prompts(engine: Engine, n_rows: int, placed: list[Placed]) -> None:
+def _decode_prompts(engine: Engine, n_rows: int, placed: list[Placed], meanwhile: Callable[[], None] | None) -> None:
     """Run the native decode of a step with prompt rows, which may be those of images."""
     if placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
-        engine.decode(n_rows, is_mutual=True)
+        engine.decode(n_rows, is_mutual=True, meanwhile=meanwhile)
     elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
-        engine.decode(n_rows, grids=grids)
+        engine.decode(n_rows, grids=grids, meanwhile=meanwhile)
     else:
-        engine.decode(n_rows)
+        engine.decode(n_rows, meanwhile=meanwhile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,7 +46,12 @@ class Engine(Protocol):
     @property
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(  # noqa: D102
-        self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()
+        self,
+        n_rows: int,
+        *,
+        is_mutual: bool = False,
+        grids: Sequence[Grid] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> None: ...
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
     def best_token(self, row: int) -> int | None: ...  # noqa: D102

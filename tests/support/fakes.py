@@ -57,12 +57,20 @@ class FakeEngine:
         self.failure_empties = False  # whether a failed step leaves its lanes empty, as with a recurrent state
         self.nan_lanes: set[int] = set()
         self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, except to position 0
+        self.computes_apart = False  # whether it computes beside this processor, as a GPU does
         self.on_decode: Callable[[], None] = lambda: None
         self.make_logits = logits_of
         self.n_closed = 0
         self._logits: dict[int, np.ndarray] = {}
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
+    def decode(
+        self,
+        n_rows: int,
+        *,
+        is_mutual: bool = False,
+        grids: Sequence[Grid] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         self.n_mutual += is_mutual
         self.grids += grids
         self.on_decode()
@@ -74,6 +82,8 @@ class FakeEngine:
                 self.lanes[index].clear()
             raise error
         self._logits.clear()
+        if meanwhile is not None and self.computes_apart:
+            meanwhile()
         for row in range(n_rows):
             index, lane = int(self.seq_ids[row]), self.lanes[self.seq_ids[row]]
             if self.positions[row] != len(lane):

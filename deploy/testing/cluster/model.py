@@ -12,7 +12,7 @@ part of an image then has another sum. Where they have places in a grid, the eng
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,14 @@ class ModelEngine:
         self._tokens: dict[int, int] = {}
         self._places = LanePlaces(n_lanes)
 
-    def decode(self, n_rows: int, *, is_mutual: bool = False, grids: Sequence[Grid] = ()) -> None:
+    def decode(
+        self,
+        n_rows: int,
+        *,
+        is_mutual: bool = False,
+        grids: Sequence[Grid] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Compute rows. `is_mutual`: each depends on all of them."""
         self._tokens.clear()
         values = self.input_rows[:n_rows, 0].tolist()

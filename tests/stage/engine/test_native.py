@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, write_stage, write_whole
-from relayline.stage.engine import capture, ggml
+from relayline.stage.engine import capture, ggml, native
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.loading import Load
@@ -359,8 +359,13 @@ def test_a_step_ends_when_it_has_been_computed(chain: Chain, monkeypatch: pytest
         engine.input_rows[0] = 0.01
         engine.seq_ids[0] = engine.positions[0] = 0
         engine.wants[0] = 1
-        engine.decode(1)
-        assert is_computed, "the step's clock stops before its arithmetic has ended"
+        for has_device in (False, True):
+            monkeypatch.setattr(native, "computes_apart", lambda _, has_device=has_device: has_device)
+            seen: list[bool] = []
+            engine.decode(1, meanwhile=lambda seen=seen: seen.append(is_computed))
+            assert is_computed, "the step's clock stops before its arithmetic has ended"
+            assert seen == [False] * has_device, "what may be done meanwhile is done before the wait, on a GPU alone"
+            engine.positions[0] += 1
 
 
 def test_a_full_cache_is_a_lane_limit_and_leaves_lanes_as_they_were(

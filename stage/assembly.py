@@ -11,15 +11,14 @@ from relayline.stage.config import StageConfig
 from relayline.stage.engine.artifact import StageArtifact, open_artifact, verify_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.load_attempts import attempt
-from relayline.stage.engine.loading import MEASURING, Load
+from relayline.stage.engine.loading import Load
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.engine.open_tier import open_tier
 from relayline.stage.engine.place import idle_gpus, place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.sampling.constraint import read_vocabulary
-from relayline.stage.speed.calibrate import cached_curves
 from relayline.stage.speed.curves import Curves
-from relayline.stage.speed.device_turn import alone_on
+from relayline.stage.speed.device_turn import measured_alone
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
@@ -28,7 +27,6 @@ from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 from relayline.wire.common.versions import version_of
-from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.stage")
 
@@ -73,7 +71,9 @@ def _load(
         if like is not None:
             curves = like.copy(has_head=engine.is_last)
         else:
-            curves = _curves(engine, place, load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
+            curves = (
+                measured_alone(engine, place, load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
+            )
     except BaseException:
         engine.close()
         raise
@@ -103,19 +103,6 @@ def _load(
         states=LaneStates(engine, engine.saved, open_tier(settings, artifact)),
     )
     return facts, executor
-
-
-def _curves(engine: NativeEngine, place: pb.Place, load: Load | None) -> Curves:
-    """Return the engine's curves, measured while no other stage measures on its devices."""
-
-    def before_look() -> None:
-        if load is not None:
-            load.at(MEASURING, 0.0)
-
-    with alone_on([device.id for device in place.devices], before_look) as is_alone:
-        if not is_alone:
-            log.warning("other stages measure on this device at the same time: the cost of steps may be wrong")
-        return cached_curves(engine, load=load)
 
 
 def own_name(config: StageConfig) -> str:

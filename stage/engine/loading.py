@@ -55,6 +55,10 @@ class Load:
             self._logged_s = now_s
             log.info(work, extra={"fields": {"done": f"{share:.0%}"}})
 
+    def pause(self, seconds: float) -> None:
+        """Wait for something else, or until the load is stopped."""
+        self._stopped.wait(seconds)
+
     def goes_on(self, work: str, share: float) -> bool:
         """Say the same where nothing can be raised, as in a call from native code; False if it is not to go on."""
         try:

@@ -9,39 +9,55 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from relayline.stage.engine.loading import MEASURING, Load
+from relayline.stage.engine.native import NativeEngine
+from relayline.stage.speed.calibrate import cached_curves
+from relayline.stage.speed.curves import Curves
 from relayline.wire.common import places
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
 
 WAIT_MAX_S = 60.0  # for all others on the device; one measurement takes BUDGET_S of `stage.speed.calibrate` at most
 LOOK_EVERY_S = 0.05
 
 
+def measured_alone(engine: NativeEngine, place: pb.Place, load: Load | None) -> Curves:
+    """Return the engine's curves, measured while no other stage measures on its devices. Raises LoadStoppedError."""
+    with alone_on([device.id for device in place.devices], load) as is_alone:
+        if not is_alone:
+            log.warning("other stages measure on this device at the same time: the cost of steps may be wrong")
+        return cached_curves(engine, load=load)
+
+
 @contextlib.contextmanager
 def alone_on(
     device_ids: Sequence[str],
-    before_look: Callable[[], None] = lambda: None,
+    load: Load | None = None,
     wait_max_s: float = WAIT_MAX_S,
     directory: Path | None = None,
 ) -> Iterator[bool]:
     """Keep other stages of this user from measuring on these devices; yields whether nobody else does.
 
-    `device_ids` are unique in the host, see `stage.engine.place`; without any there is nothing to share. `before_look`
-    is called before each look at devices that others have; an exception from it ends the wait. After `wait_max_s`, or
-    where no file can be locked, the caller goes on all the same.
+    `device_ids` are unique in the host, see `stage.engine.place`; without any there is nothing to share. After
+    `wait_max_s`, or where no file can be locked, the caller goes on all the same. Raises LoadStoppedError if `load` is
+    stopped while others have the devices.
     """
     until_s = time.monotonic() + wait_max_s
     with contextlib.ExitStack() as held:
         found = True
         for device_id in sorted(set(device_ids)):  # in the same order everywhere: nobody waits in a circle
-            found &= _locked(held, _path(directory, device_id), before_look, until_s)
+            found &= _locked(held, _path(directory, device_id), load or Load(), until_s)
         yield found
 
 
-def _locked(held: contextlib.ExitStack, path: Path, before_look: Callable[[], None], until_s: float) -> bool:
+def _locked(held: contextlib.ExitStack, path: Path, load: Load, until_s: float) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(path.open("ab"))
@@ -51,10 +67,10 @@ def _locked(held: contextlib.ExitStack, path: Path, before_look: Callable[[], No
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed, or its process dies
         except BlockingIOError:
-            before_look()
+            load.at(MEASURING, 0.0)
             if time.monotonic() >= until_s:
                 return False
-            time.sleep(LOOK_EVERY_S)
+            load.pause(LOOK_EVERY_S)
         except OSError:
             return False
         else:

@@ -6,23 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from relayline.stage.engine.loading import LoadStoppedError
-from relayline.stage.speed import device_turn
+from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.speed.device_turn import alone_on
 
 
-def test_who_comes_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turn, "LOOK_EVERY_S", 0.0)
+def test_who_comes_second_waits_for_the_first(tmp_path: Path) -> None:
     first = alone_on(["bus0"], directory=tmp_path)
     assert first.__enter__()
     looks = []
 
-    def look() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            first.__exit__(None, None, None)
+    class Looks(Load):
+        def pause(self, seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 3:
+                first.__exit__(None, None, None)
 
-    with alone_on(["bus1", "bus0"], look, directory=tmp_path) as is_alone:
+    with alone_on(["bus1", "bus0"], Looks(), directory=tmp_path) as is_alone:
         assert is_alone
         assert len(looks) == 3
     with alone_on(["bus0"], directory=tmp_path, wait_max_s=0) as is_alone:
@@ -46,13 +45,12 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
 
 
 def test_a_load_that_stops_does_not_wait(tmp_path: Path) -> None:
-    def stopped() -> None:
-        raise LoadStoppedError("measuring steps")
-
+    load = Load()
+    load.stop()
     with (
         alone_on(["bus0"], directory=tmp_path),
         pytest.raises(LoadStoppedError),
-        alone_on(["bus0"], stopped, directory=tmp_path),
+        alone_on(["bus0"], load, directory=tmp_path),
     ):
         pass
 

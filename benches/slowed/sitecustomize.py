@@ -35,10 +35,12 @@ PLACE = "relayline.stage.engine.place"
 def _slow_engine(module: Any) -> None:
     decode = module.NativeEngine.decode
 
-    def slowed(self: Any, n_rows: int) -> None:
+    def slowed(self: Any, n_rows: int, *, meanwhile: Callable[[], None] | None = None, **more: Any) -> None:
         with _device():
             began_s = time.monotonic()
-            decode(self, n_rows)
+            decode(self, n_rows, **more)
+            if STEPS_MS and meanwhile is not None:
+                meanwhile()  # as while a GPU computes
             wanted_ms = _by_rows_ms(n_rows) if STEPS_MS else _by_layers_ms(self, n_rows)
             time.sleep(max(0.0, began_s + wanted_ms / 1e3 - time.monotonic()))
 

@@ -16,6 +16,8 @@ from benches.tables import RESULTS
 COMMAND = "python -m benches.gpu --minutes 10"
 SERVED = {
     "one-stage": "one stage over HTTP",
+    "one-stage-drawn": "one stage, drawn answers (temperature .7, top-p .9)",
+    "one-stage-drawn-host": "one stage, drawn answers, with all logits copied to the host",
     "one-stage-waits": "one stage that waits for the coordinator (`--run-ahead off`)",
     "one-stage-host": "one stage, sampled by the processor",
     "one-stage-per-lane": "the same with cells of its own for each lane",
@@ -29,6 +31,8 @@ QUOTIENTS = (
     ("one-stage", "unsplit", "one stage / unsplit `llama-server`", ""),
     ("one-stage", "one-stage-waits", "one stage / the same that waits for the coordinator", ""),
     ("one-stage", "one-stage-host", "one stage / the same, sampled by the processor", ""),
+    ("one-stage-drawn", "one-stage", "one stage, drawn / greedy answers", ""),
+    ("one-stage-drawn", "one-stage-drawn-host", "one stage, drawn / the same with all logits copied", ""),
     ("two-stages", "one-stage", "two stages / one", "0.9"),
     ("two-stages", "rpc", "two stages / llama.cpp RPC", ""),
 )

@@ -1,7 +1,7 @@
 """The GPU bench for a machine that is available for some minutes only. The most valuable parts come first, and results
 are written after each part. A part begins only if the time left is likely to be enough. A part that fails does not stop
-the others. The figures of streams are those of `relayline bench`: greedy answers to prompts of random tokens, always of
-full length.
+the others. The figures of streams are those of `relayline bench`: answers to prompts of random tokens, always of full
+length, greedy unless a part says otherwise.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benches import machine, parts, stages
@@ -35,6 +36,7 @@ CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0
 DEVICE_SAMPLES, HOST_SAMPLES = ("--device-sampling", "on"), ("--device-sampling", "off")
 WAITS, PER_LANE = ("--run-ahead", "off"), ("--kv-layout", "per-lane")
+DRAWN: Mapping[str, Any] = MappingProxyType({"temperature": 0.7, "top_p": 0.9})
 PROFILE_S = 2
 
 
@@ -121,22 +123,35 @@ class Short:
 
         return await asyncio.to_thread(measured)
 
-    async def streams(self, server: AbstractAsyncContextManager[Target], *, profiled: str = "") -> list[dict[str, Any]]:
-        """Load one server with streams, in turns. `profiled` names the output files of py-spy, if it is installed."""
+    async def streams(
+        self,
+        server: AbstractAsyncContextManager[Target],
+        *,
+        profiled: str = "",
+        fields: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[dict[str, Any]]:
+        """Load one server with streams, in turns. `profiled` names the output files of py-spy, if it is installed.
+
+        `fields` are those of a request that is not greedy.
+        """
         found: list[dict[str, Any]] = []
         async with server as target, load.client() as session:
             warm = min(8, max(self.plan.streams))
-            await load.closed_loop(session, target, self.prompts, n_streams=warm, n_tokens=8)
+            await load.closed_loop(session, target, self.prompts, n_streams=warm, n_tokens=8, fields=fields)
             for repeat in range(self.plan.repeats):
                 for n_streams in self.plan.streams:
                     async with _profiles(self.plan.out, f"{profiled}-{n_streams}" if profiled else ""):
-                        found.append(await self._point(session, target, n_streams, repeat))
+                        found.append(await self._point(session, target, n_streams, repeat, fields))
         return found
 
-    async def _point(self, session: Any, target: Target, n_streams: int, repeat: int) -> dict[str, Any]:
+    async def _point(
+        self, session: Any, target: Target, n_streams: int, repeat: int, fields: Mapping[str, Any]
+    ) -> dict[str, Any]:
         before = await parts.pipeline_status(session, target)
         n_tokens = self.plan.n_tokens
-        requests = await load.closed_loop(session, target, self.prompts, n_streams=n_streams, n_tokens=n_tokens)
+        requests = await load.closed_loop(
+            session, target, self.prompts, n_streams=n_streams, n_tokens=n_tokens, fields=fields
+        )
         summary = load.summarise(requests)
         after = await parts.pipeline_status(session, target, before)
         point = {"streams": n_streams, "repeat": repeat, **dataclasses.asdict(summary)}
@@ -218,12 +233,16 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
     """Run the parts; exit code 1 if one of them failed."""
     quick = short.plan.gpu_layers == 0  # a rehearsal: every part is short
 
-    def streams(make: Callable[[], AbstractAsyncContextManager[Target]]) -> Callable[[], Awaitable[Any]]:
-        return lambda: short.streams(make())
+    def streams(
+        make: Callable[[], AbstractAsyncContextManager[Target]], fields: Mapping[str, Any] = MappingProxyType({})
+    ) -> Callable[[], Awaitable[Any]]:
+        return lambda: short.streams(make(), fields=fields)
 
     parts_of: list[tuple[str, float, Callable[[], Awaitable[Any]]]] = [
         ("engine", 40, short.engine),
         ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1, *DEVICE_SAMPLES))),
+        ("one-stage-drawn", 45, streams(lambda: short.relayline("drawn", 1, *DEVICE_SAMPLES), DRAWN)),
+        ("one-stage-drawn-host", 45, streams(lambda: short.relayline("drawn-host", 1, *HOST_SAMPLES), DRAWN)),
         ("one-stage-waits", 45, streams(lambda: short.relayline("waits", 1, *DEVICE_SAMPLES, *WAITS))),
         ("one-stage-per-lane", 45, streams(lambda: short.relayline("per-lane", 1, *HOST_SAMPLES, *PER_LANE))),
         ("one-stage-host", 45, streams(lambda: short.relayline("one-stage-host", 1, *HOST_SAMPLES))),

@@ -9,6 +9,8 @@ SHORT_STREAMS = (1, 8, 32, 64)
 PARTS = (
     "engine",
     "one-stage",
+    "one-stage-drawn",
+    "one-stage-drawn-host",
     "one-stage-waits",
     "one-stage-per-lane",
     "one-stage-host",

@@ -1,4 +1,4 @@
-"""`relayline bench`: load a running server with streams of greedy completions and show the results."""
+"""`relayline bench`: load a running server with streams of completions and show the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relayline.deploy.cli.console_http import (
     parsed,
     refusal,
 )
-from relayline.deploy.cli.options import is_given
+from relayline.deploy.cli.options import FloatRange, is_given
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -32,6 +32,7 @@ FIRST_TOKEN = 100  # below it vocabularies keep their control tokens
 LAST_TOKEN = 1_900  # inside the smallest vocabulary that anybody serves
 STREAMS_MAX = 10_000  # connections that one process may have open
 REQUESTS_MAX = 1_000_000
+TEMPERATURE_MAX = 2.0  # of OpenAI's API
 READING_MS = 200.0  # between tokens: about 4 words a second, as people read
 NOISE_SHARE = 0.9  # of a figure's size; less of it is a loss, and not chance
 STALL_RATIO = 10.0  # of a slow gap between tokens to the usual one
@@ -84,11 +85,21 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 @click.option(
     "--requests", type=click.IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate."
 )
+@click.option(
+    "--temperature",
+    type=FloatRange(0, TEMPERATURE_MAX),
+    default=0.0,
+    show_default=True,
+    help="Of every answer; 0: greedy.",
+)
+@click.option(
+    "--top-p", type=FloatRange(0, 1, min_open=True), default=None, help="Of every answer, with --temperature."
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Random seed of prompts and arrivals.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @key_option
 def bench_command(url: str, as_json: bool, **given: Any) -> None:
-    """Send greedy completions of random token ids to the server at URL (http://HOST:PORT), by default the pipeline that
+    """Send completions of random token ids to the server at URL (http://HOST:PORT), by default the pipeline that
     runs here.
 
     Every prompt is different, so no prefix is shared. Every answer runs to its full length; exit code 1 if one does
@@ -96,6 +107,8 @@ def bench_command(url: str, as_json: bool, **given: Any) -> None:
     """
     if given["rate"] and (given["rounds"] > 1 or is_given("streams")):
         raise UsageError("--streams and --rounds do not go with --rate; give --requests instead")
+    if given["top_p"] is not None and not given["temperature"]:
+        raise UsageError("--top-p needs --temperature; greedy answers do not look at it")
     if not given["rate"] and is_given("requests"):
         raise UsageError("--requests needs --rate; without --rate give --rounds")
     summaries = asyncio.run(_measure(base_url(url), given))
@@ -148,19 +161,20 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
             [draw.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(given["prompt_tokens"])] for _ in range(n_prompts)
         ]
 
+    fields = {name: given[name] for name in ("temperature", "top_p") if given[name]}
     found: list[tuple[str, load.Summary]] = []
     async with load.client(key_headers(given["api_key"])) as session:
         target = load.Target(url, "openai", await _model(session, url))
         if given["rate"]:
             requests = await load.open_loop(
                 session, target, prompts(given["requests"]), rate_per_s=given["rate"], n_tokens=given["tokens"],
-                seed=given["seed"],
+                seed=given["seed"], fields=fields,
             )  # fmt: skip
             return [(f"{given['rate']:g}/s", load.summarise(requests))]
         for n_streams in given["streams"]:
             requests = await load.closed_loop(
                 session, target, prompts(n_streams * given["rounds"]), n_streams=n_streams, n_tokens=given["tokens"],
-                requests_per_stream=given["rounds"],
+                requests_per_stream=given["rounds"], fields=fields,
             )  # fmt: skip
             found.append((str(n_streams), load.summarise(requests)))
     return found

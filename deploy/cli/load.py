@@ -1,4 +1,4 @@
-"""The load generator: streams of greedy completions over HTTP, timed token by token.
+"""The load generator: streams of completions over HTTP, greedy unless asked otherwise, timed token by token.
 
 It speaks to relayline (`/v1/completions` with `return_token_ids`) and to llama-server (`/completion` with
 `return_tokens`); prompts are token ids, so no tokenizer is involved. Closed loop: N streams, each sending its next
@@ -205,14 +205,18 @@ async def closed_loop(
     n_streams: int,
     n_tokens: int,
     requests_per_stream: int = 1,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Request]:
-    """Run N streams at once; stream i asks prompts i, i + N, i + 2N ... one after the other."""
+    """Run N streams at once; stream i asks prompts i, i + N, i + 2N ... one after the other.
+
+    `fields` of each body stand before a greedy completion's own.
+    """
 
     async def stream(index: int) -> list[Request]:
         done: list[Request] = []
         for turn in range(requests_per_stream):
             at = index + turn * n_streams
-            request = Request(at, n_tokens, time.monotonic_ns())
+            request = Request(at, n_tokens, time.monotonic_ns(), fields=fields)
             done.append(await complete(session, target, prompts[at], request))
         return done
 
@@ -237,12 +241,13 @@ async def open_loop(
     rate_per_s: float,
     n_tokens: int,
     seed: int = 1,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Request]:
-    """Ask every prompt once, at Poisson times, however slow the server is."""
+    """Ask every prompt once, at Poisson times, however slow the server is. `fields` as in `closed_loop`."""
     began_ns = time.monotonic_ns()
 
     async def one(index: int, at_s: float) -> Request:
-        request = Request(index, n_tokens, began_ns + int(at_s * 1e9))
+        request = Request(index, n_tokens, began_ns + int(at_s * 1e9), fields=fields)
         await asyncio.sleep(max(0.0, (request.due_ns - time.monotonic_ns()) / 1e9))
         return await complete(session, target, prompts[index], request)
 

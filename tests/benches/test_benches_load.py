@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 from aiohttp import web
+from click.testing import CliRunner
 
-from relayline.deploy.cli import load
+from relayline.deploy.cli import bench, load
 from relayline.deploy.cli.load import Request, Target
 
 
@@ -118,6 +120,37 @@ async def test_open_loop_counts_from_the_intended_arrival(fake_server) -> None:
     gaps_s = [(request.due_ns - found[0].due_ns) / 1e9 for request in found]
     assert gaps_s == pytest.approx(load.arrivals_s(200.0, 3, seed=1), abs=1e-6)
     assert all(request.token_ns[0] >= request.due_ns for request in found)
+
+
+async def test_fields_of_drawn_answers_stand_before_the_greedy_ones(fake_server) -> None:
+    server, url = fake_server
+    fields = {"temperature": 0.7, "top_p": 0.9}
+    async with load.client() as session:
+        target = Target(url, "openai", "m")
+        await load.closed_loop(session, target, [(1,)], n_streams=1, n_tokens=2)
+        await load.closed_loop(session, target, [(1,)], n_streams=1, n_tokens=2, fields=fields)
+        await load.open_loop(session, target, [(1,)], rate_per_s=200.0, n_tokens=2, fields=fields)
+    asked = [(body["temperature"], body.get("top_p")) for body in server.bodies]
+    assert asked == [(0, None), (0.7, 0.9), (0.7, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [((), (0, None)), (("--temperature", ".7"), (0.7, None)), (("--temperature", "1", "--top-p", ".5"), (1.0, 0.5))],
+)
+async def test_the_bench_command_asks_for_what_its_flags_say(
+    fake_server, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], asked: tuple[float, float | None]
+) -> None:
+    server, url = fake_server
+
+    async def named(*_: object) -> str:
+        return "m"
+
+    monkeypatch.setattr(bench, "_model", named)
+    command = [url, "--streams", "1", "--tokens", "2", "--json", *flags]
+    ran = await asyncio.to_thread(CliRunner().invoke, bench.bench_command, command)
+    assert ran.exit_code == 0, ran.output
+    assert [(body["temperature"], body.get("top_p")) for body in server.bodies] == [asked]
 
 
 async def test_short_answers_refusals_and_lost_servers_are_not_complete(fake_server) -> None:

@@ -177,6 +177,8 @@ async def test_metrics_and_the_bench_command_see_the_same_server(served: Running
     assert bench.returncode == 0, bench.stderr
     lines = [json.loads(line) for line in bench.stdout.splitlines()]
     assert [(line["load"], line["n_tokens"]) for line in lines] == [("1", 16), ("3", 48)]
+    drawn = ("bench", served.event["url"], "--streams", "2", "--tokens", "4", "--temperature", ".7", "--top-p", ".9")
+    assert (await asyncio.to_thread(relayline, *drawn, "--json")).returncode == 0
     too_long = ("bench", served.event["url"], "--streams", "1", "--prompt-tokens", "5000")
     table = await asyncio.to_thread(relayline, *too_long)
     refused = await asyncio.to_thread(relayline, *too_long, "--json")

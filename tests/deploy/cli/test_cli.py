@@ -174,6 +174,10 @@ def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> N
         2, "bench", "http://127.0.0.1:1", "--rate", "1", "--streams", "2", says="--streams and --rounds do not go with"
     )
     refused_here(2, "bench", "http://127.0.0.1:1", "--requests", "2", says="--requests needs --rate")
+    refused_here(2, "bench", "http://127.0.0.1:1", "--top-p", ".9", says="--top-p needs --temperature")
+    for flag, value in (("--temperature", "-1"), ("--temperature", "2.1"), ("--top-p", "0"), ("--top-p", "1.1")):
+        refused_here(2, "bench", "http://127.0.0.1:1", flag, value, says=f"{float(value)} is not in the range")
+    refused_here(2, "bench", "http://127.0.0.1:1", "--temperature", "nan", says="'nan' is not a number")
     # It has nothing to do with a measurement, and was taken without a word.
     refused_here(2, "calibrate", split / "stage-0.gguf", "--no-calibrate", says="No such option '--no-calibrate'")
 

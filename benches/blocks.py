@@ -25,7 +25,7 @@ _UE4M3_LARGEST: Final = 0x7E
 
 
 def _normal_quantiles(n: int) -> Floats:
-    """Return n values that stand for a standard normal, symmetric around zero."""
+    """Return n values that represent a standard normal, symmetric around zero."""
     # Inverse of a fine cumulative sum: the standard library's inverse is exact but takes one value at a time.
     x = np.linspace(-6.0, 6.0, 200_001)
     density = np.exp(-0.5 * x * x)
@@ -100,7 +100,7 @@ def _iq2_xxs(rng: np.random.Generator, std: Floats) -> Bytes:
 
 
 def _mxfp4(rng: np.random.Generator, std: Floats) -> Bytes:
-    # The scale is a power of two: within a factor 1.42 of what was asked for.
+    # The scale is a power of two: within a factor 1.42 of the requested one.
     exponent = np.clip(np.rint(np.log2(std / np.float32(_E2M1_RMS))) + 128, 2, 250).astype(np.uint8)
     return np.hstack((exponent[:, None], _random(rng, std.size, 16)))
 

@@ -84,7 +84,7 @@ class Plan:
     systems: tuple[str, ...]
     delays_ms: tuple[float, ...]  # one way, between the processes of a 4-stage pipeline
     delay_streams: tuple[int, ...]
-    prefill_tokens: int  # of the long prompt beside running streams; 0 skips that part
+    prefill_tokens: int  # of the long prompt during decode; 0 skips that part
     open_rate_per_s: float  # Poisson arrivals; 0 skips that part
     open_requests: int
     sweep: bool  # hand-set groups x rows, compared with the automatic choice

@@ -159,7 +159,7 @@ async def measure(options: argparse.Namespace, log_dir: Path) -> dict[int, dict[
     short: dict[int, list[Run]] = {n: [] for n in options.streams}
     long: dict[int, list[Run]] = {n: [] for n in options.streams}
     async with serving(max(options.streams), options.steps_ms, options.flags, log_dir) as server:
-        for n_streams in options.streams:  # what is loaded and made once
+        for n_streams in options.streams:  # loaded and made once
             await asyncio.to_thread(ask, server, n_streams, 2, 1)
         for repeat in range(options.repeats):
             for n_streams in options.streams:

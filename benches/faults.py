@@ -46,7 +46,7 @@ from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common.process import first_of
 
-N_STAGES, CTX_TOKENS = 3, 2_048  # of a lane: from 1,024 on each has KV cells of its own
+N_STAGES, CTX_TOKENS = 3, 2_048  # of a lane: from 1,024 on each has separate KV cells
 # The launcher restarts a stage as often as the bench kills it, and soon.
 RESTARTS = RestartPolicy(max_s=2.5, deaths_max=1_000, healthy_s=5.0)
 READY_MAX_S, POLL_S = 60.0, 0.02
@@ -274,7 +274,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def store(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write what was measured so far."""
+    """Write the results so far."""
     facts = machine.facts()
     results = {"machine": facts, "model": options.model.stem, "ctx": options.ctx, "seed": options.seed}
     machine.write_json(options.out / "faults.json", results | {"rows": [dataclasses.asdict(row) for row in rows]})

@@ -203,7 +203,7 @@ async def _both(peers: Peers, directory: Path) -> AsyncIterator[tuple[str, str]]
 
 
 async def run(peers: Peers) -> int:
-    """Compare all requests; print what no rule explains. Returns the exit code."""
+    """Compare all requests; print the unexplained differences. Returns the exit code."""
     reasons: Counter[str] = Counter()
     n_alike = n_unexplained = 0
     timeout = aiohttp.ClientTimeout(TIMEOUT_S)

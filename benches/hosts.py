@@ -81,7 +81,7 @@ class Hosts:
 async def unequal_hosts(
     path: Path, logs: Path, layer_ms: dict[str, float], n_lanes: int
 ) -> AsyncIterator[tuple[Hosts, dict[str, Any]]]:
-    """Run a pipeline over hosts of these speeds, planned from what they measure; yields it and its ready event."""
+    """Run a pipeline over hosts of these speeds, planned from their measurements; yields it and its ready event."""
     (logs / "manifest.yaml").write_text(manifest_text(path, list(layer_ms), n_lanes))
     state, hosts = logs / "state", Hosts(logs, layer_ms)
     environment = {**os.environ, "XDG_STATE_HOME": str(logs / "xdg-state"), "XDG_CACHE_HOME": str(logs / "cache")}

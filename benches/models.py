@@ -127,7 +127,7 @@ def _attention(
     if shape.architecture != "llama":  # queries and keys are normalised, so their size is set here
         yield _Matrix(f"{prefix}attn_q_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
         yield _Matrix(f"{prefix}attn_k_norm.weight", 1, shape.head_dim, T.F32, constant=QK_GAIN)
-    n_queries = 2 * heads if shape.is_hybrid else heads  # a hybrid's have gates beside them
+    n_queries = 2 * heads if shape.is_hybrid else heads  # a hybrid's also have gates
     yield _Matrix(f"{prefix}attn_q.weight", n_queries, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_k.weight", kv, width, plain, QK_GAIN)
     yield _Matrix(f"{prefix}attn_v.weight", kv, width, better)

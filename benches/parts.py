@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DELAY_STAGES = 4
 DELAYED_RPC = f"{DELAY_STAGES} workers of RPC"
 LONG_PROMPT = -1  # its index among the bench's prompts
-RUNNING_STREAMS = 4  # beside the long prompt
+RUNNING_STREAMS = 4  # during the long prompt
 # Tokens of each running stream before the long prompt comes. With 250 before a prompt of 2,000 tokens there are some
 # 1,000 intervals. (Of 250 intervals the p99 is the third largest: 177 ms in one run and 251 in another with the same
 # median.)

@@ -70,7 +70,7 @@ class Point:
 
 
 def planned(path: Path, n_stages: int, n_lanes: int) -> Plan:
-    """Plan with measured speeds. Slices are measured anew for every number of threads and of stages at once."""
+    """Plan with measured speeds. Slices are measured again for every number of threads and of concurrent stages."""
     text = MANIFEST.format(path=path, ctx=CTX_TOKENS, lanes=n_lanes, n_stages=n_stages)
     return make_plan(parse_manifest(text.encode(), "manifest"), measure=True)
 

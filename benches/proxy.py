@@ -28,7 +28,7 @@ class DelayProxy:
 
     @property
     def address(self) -> str:
-        """HOST:PORT that stands in for the target."""
+        """HOST:PORT in place of the target."""
         assert self._server is not None
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"

@@ -41,7 +41,7 @@ PROFILE = (  # of that time, see benches.stages: evenness, work, idle
     ("a stage's idle time then: all else", "idle_way"),
 )
 SWEEP_GOAL = 0.95
-PREFILL_GOAL = 2.0  # ITL p99 beside a long prompt / quiet
+PREFILL_GOAL = 2.0  # ITL p99 during a long prompt / quiet
 
 
 def progress(run: Run) -> None:

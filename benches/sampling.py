@@ -37,7 +37,7 @@ SEED = 5
 STEPS, STEPS_QUICK = 24, 2
 LOW = 0.2  # the percentile that is shown: the host is busy with other work, which only adds
 TOGETHER = (1, 8, 32, 64)  # rows of a step
-N_LIKELY = 300  # tokens of a row like a model's that stand out
+N_LIKELY = 300  # tokens of a row that are far above the rest, as a model's are
 
 Logits = npt.NDArray[np.float32]
 
@@ -74,7 +74,7 @@ def likely_rows(n_vocab: int, n_rows: int) -> Logits:
 
 
 def rows_of(name: str, n_vocab: int, n_rows: int = N_ROWS) -> Logits:
-    """Return rows of logits: normal ones, of which one token may stand out."""
+    """Return rows of logits: normal ones, with possibly one token far above the rest."""
     spread, lead = DISTRIBUTIONS[name]
     rows = (np.random.default_rng(2).standard_normal((n_rows, n_vocab)) * spread).astype(np.float32)
     rows[:, 77] += np.float32(lead)

@@ -46,7 +46,7 @@ STREAMS_QUICK = (1, 4, 8, 32)
 RATE_FLOOR = 0.95  # automatic against the best hand-set plan
 DRAFT_FLOOR = 0.92  # with drafts against without, however many of them are wrong
 SHARES = (1.0, 0.9, 0.7, 0.3, 0.0)  # of right tokens in predictions
-ITL_CEILING = 2.0  # ITL p99 beside a prompt against quiet
+ITL_CEILING = 2.0  # ITL p99 during a prompt compared with quiet
 
 console = Console(width=190)
 
@@ -117,7 +117,7 @@ def scale_table(quick: bool) -> None:
 
 
 def prompt_table(quick: bool) -> float:
-    """Print long prompts beside running streams; returns the worst ratio of ITL p99 to quiet."""
+    """Print long prompts during decode; returns the worst ratio of ITL p99 to quiet."""
     table = Table("scenario", "streams", "quiet ITL p99 ms", "beside", "ratio", "TTFT s", "alone", "drain ratio",
                   "drain TTFT s", title="a prompt of 2,000 tokens beside running streams")  # fmt: skip
     worst = 0.0

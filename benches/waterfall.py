@@ -243,7 +243,7 @@ def parse() -> argparse.Namespace:
 
 
 async def main(options: argparse.Namespace) -> int:
-    """Draw what the command line asks for."""
+    """Draw the pictures that the command line asks for."""
 
     def work(text: str) -> str:
         if options.save:

@@ -90,7 +90,7 @@ def programs(options: argparse.Namespace) -> Peers | None:
 
 
 def build_with_model(options: argparse.Namespace) -> Peers:
-    """Build; in a short run write the random model meanwhile."""
+    """Build; in a short run write the random model at the same time."""
     if not options.minutes:
         return build(options.backend, options.arch, options.jobs, options.sources)
     writing = subprocess.Popen(

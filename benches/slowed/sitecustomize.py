@@ -78,7 +78,7 @@ def _by_layers_ms(engine: Any, n_rows: int) -> float:
 
 
 def _by_rows_ms(n_rows: int) -> float:
-    """Return the time by STEPS_MS; beyond its ends the nearest two points' line goes on."""
+    """Return the time by STEPS_MS; beyond its ends the nearest two points are extrapolated."""
     if len(STEPS_MS) == 1:
         return STEPS_MS[0][1]
     at = next((at for at, (rows, _) in enumerate(STEPS_MS[1:-1], 1) if n_rows <= rows), len(STEPS_MS) - 1)

@@ -66,13 +66,13 @@ class ServeConfig:
     read_shape: ReadShape | None = None
     """Returns the sizes of that model, by which layers are given to others; None: this process has no model file."""
     on_moved: Callable[[PoolState], None] | None = None
-    """Gets who holds which layers whenever that has changed, on a thread of its own."""
+    """Gets the holders and their layers whenever they have changed, on a separate thread."""
     on_curves: OnCurves | None = None
-    """Gets what the stages' steps cost with the layers that they have, once all serve; on a thread of its own."""
+    """Gets the stages' step costs with their layers, once all serve; on a separate thread."""
     planned: dict[str, Any] | None = None
-    """Who got which layers and why, as GET /v1/pipeline tells it; None: nobody has said."""
+    """Which stage got which layers and why, as in GET /v1/pipeline; None: unknown."""
     tell_again: TellAgain | None = None
-    """Returns that again once layers have moved; on a thread of its own."""
+    """Returns that again once layers have moved; on a separate thread."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
 
@@ -92,7 +92,7 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joinable:
-    """Said once stages may join; requests are refused until all of them have."""
+    """Emitted once stages may join; requests are refused until all of them have."""
 
     join_address: str  # host:port
     url: str

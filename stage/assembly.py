@@ -53,7 +53,7 @@ def _load(
         log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
     elif not settings.gpu_layers and (idle := idle_gpus()):
         log.warning("%s is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there", idle[0])
-    # Rows of a spare lane would be a micro-batch of their own where lanes have cells of their own.
+    # Rows of a spare lane would be a separate micro-batch if lanes have separate cells.
     spare_lanes = 1 if settings.layout_used == "unified" else 0
     wanted_max = min(settings.n_lanes + DRAFTED_ROWS_MAX + PAD_SEARCH_ROWS, settings.max_rows)
     engine = NativeEngine(
@@ -114,7 +114,7 @@ def own_name(config: StageConfig) -> str:
 def make_policy(config: StageConfig, curves: Curves) -> Policy:
     """Return the batching policy that the configuration names."""
     settings = config.engine
-    # Rows of other lanes are computed apart where lanes have cells of their own: there is nothing to fill up.
+    # Rows of other lanes are computed separately if lanes have separate cells: there is nothing to fill up.
     curve = curves.decode if settings.layout_used == "unified" else CostCurve()
     limits = StepLimits(settings.max_rows, settings.prefill_rows, curve, settings.n_lanes + DRAFTED_ROWS_MAX)
     return POLICIES[settings.policy](limits)

@@ -23,7 +23,7 @@ class StageConfig:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on; 0 lets the system choose, and the ready line tells."""
+    """Port to listen on; 0 lets the system choose, and the ready line has it."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     """The engine's settings, from flags or the coordinator's order."""
     verify: bool = True

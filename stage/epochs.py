@@ -97,7 +97,7 @@ class Epochs:
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            # The coordinator has left, so no one else would end what it began.
+            # The coordinator has left, so no one else would end its epoch.
             self._spawn(self._abandon(request, beginning))
             raise
 

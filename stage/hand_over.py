@@ -113,7 +113,7 @@ class HandOver:
             self._note_given()
 
     def _claimed(self, shown_pass: str) -> join_pb2.GivenLayers:
-        """Return what a caller is to get."""
+        """Return the lanes that a caller should get."""
         for layers in self._open:
             if layers.shown_pass and hmac.compare_digest(layers.shown_pass.encode(), shown_pass.encode()):
                 who = caller()

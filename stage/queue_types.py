@@ -80,7 +80,7 @@ class Step:
     """The content of one native decode, and how it was chosen."""
 
     controls: list[QueuedFrame]  # applied first, in order
-    frames: list[QueuedFrame]  # one per session; those with prompt rows stand behind the others
+    frames: list[QueuedFrame]  # one per session; those with prompt rows come after the others
     close_reason: str  # why the batch took no more, see stage.steps.policy
     taken_ns: int
     queued_rows_before: int

@@ -16,7 +16,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
 class StageReport:
-    """Puts together what the parts of one engine know."""
+    """Combines the figures of one engine's parts."""
 
     def __init__(self, epochs: Epochs, intake: Intake, states: LaneStates, stats: StageStats) -> None:
         self._epochs, self._intake, self._states, self._stats = epochs, intake, states, stats

@@ -18,7 +18,7 @@ from relayline.wire.links.roles import Identity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
-LEFT_S = 120.0  # what an epoch leaves is kept for the next for so long; coordinators wait as long by default
+LEFT_S = 120.0  # lanes left by an epoch are kept for the next for so long; coordinators wait as long by default
 ROUTES_MAX = 64  # coordinators that may use one stage
 UNUSED_S = 3 * bounds.HANDSHAKE_TIMEOUT_S  # a coordinator that began an epoch links to it, or has its neighbour do so
 

@@ -281,7 +281,7 @@ class Served:
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of what serves now, see stage.observe.metrics."""
+        """Yield the metrics of the serving engine, see stage.observe.metrics."""
         facts = self._work.facts
         artifact = facts.artifact
         info = {

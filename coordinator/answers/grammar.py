@@ -14,7 +14,7 @@ from typing import Any
 
 from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, TaggedBody, Thinking
 
-CALLS_MAX = 16  # of one answer that a grammar leads; a small model may go on calling for ever
+CALLS_MAX = 16  # of one answer that a grammar constrains; a small model may call without end
 REFS_MAX = 8  # of schemas that say nothing but where another one stands
 # Between the parts of JSON: what pretty printers write, one line's end and an indentation. A small model would go on
 # with blanks for ever, and with more of them a call of two arguments fills hundreds of tokens.
@@ -143,7 +143,7 @@ def closed(schema: Any, *, also_empty: bool = False) -> Any:
 
 
 def _is_put_together(part: Schema) -> bool:
-    """Tell whether several schemas say what properties one object has. One schema in `allOf` stands for itself."""
+    """Tell whether several schemas state an object's properties. One schema in `allOf` counts as that schema."""
     whole = part.get("allOf", [])
     if not isinstance(whole, list) or len(whole) > 1:
         return True

@@ -248,7 +248,7 @@ def harmony_answer_grammar(grammar: str, marks: Mapping[str, int], *, is_thinkin
 
 
 def _before(rules: Rules, is_thinking: bool) -> str:
-    """Return the terms of what may come first: thoughts, and words ahead of a call."""
+    """Return the terms of the parts before a call: thoughts, and text."""
     end = f"{rules.until('<|end|>')} {rules.text('<|start|>assistant')}"
     channel = " | ".join(rules.text(f"<|channel|>{name}{_MESSAGE}") for name in ("analysis", "commentary"))
     return f"{end if is_thinking else ''} (({channel}) {end}){{0,{THOUGHTS_MAX}}}"

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Thinking:
-    """What stands around a model's thoughts."""
+    """The marks around a model's thoughts."""
 
     open: str
     close: str
@@ -78,7 +78,10 @@ class Syntax:
 
     @property
     def trigger(self) -> str:
-        """What no answer holds that calls nothing. Empty: calls are all of an answer and show by its first brace."""
+        """A mark that no answer without calls contains.
+
+        Empty: an answer is all calls, and shows it by its first brace.
+        """
         return self.begin.rstrip("[ \n") or self.open.rstrip()
 
 

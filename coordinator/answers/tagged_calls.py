@@ -34,7 +34,7 @@ class TaggedCall:
         self._body, self._types_of = body, types_of
         self._types: Types = {}
         self._value_end = body.value_end.strip()
-        self._is_padded = body.value_end.startswith("\n")  # values stand on lines of their own
+        self._is_padded = body.value_end.startswith("\n")  # values are on separate lines
         key_end = r"\s*".join(re.escape(part) for part in body.key_end.split())
         self._key = re.compile(rf"{re.escape(body.key_open)}([^<>]*?){key_end}")
         self._end = body.end.strip() or close.strip()
@@ -81,7 +81,7 @@ class TaggedCall:
         return True
 
     def _between(self) -> str | None:
-        """Go on to the next value or to the end. None: more text is needed."""
+        """Continue with the next value or the end. None: more text is needed."""
         text = self._held = self._held.lstrip()
         key = self._key.match(text)
         if key:

@@ -307,7 +307,7 @@ class Conductor:
         if session is not None and session.request.scores_prompt:
             top = tuple((entry.token, entry.logprob) for entry in sample.top)
             if take_score(session, sample.position, PromptScore(sample.token, sample.logprob, top)):
-                return  # `progress` tells of its row
+                return  # `progress` reports its row
         self.scheduler.answered(session_id, sample.position, now_ns)
         if session is None:
             return

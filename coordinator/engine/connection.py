@@ -35,7 +35,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 log = logging.getLogger("relayline.coordinator")
 
 PASS_BYTES = 16
-CURVE_REFRESH_S = 1.0  # between polls of what the stages have measured; batches never wait for it
+CURVE_REFRESH_S = 1.0  # between polls of the stages' measurements; batches never wait for it
 
 
 class Connection:

@@ -166,7 +166,7 @@ class Epochs:
         return connection
 
     def resume(self, connection: Connection) -> None:
-        """All stages stand: let requests go on."""
+        """All stages are connected: let requests continue."""
         conductor, observer = self._conductor, self._observer
         self._sender = TokenSender(
             connection.link, conductor.epoch, self.lose, observer.passes.sent, observer.record_of
@@ -191,7 +191,7 @@ class Epochs:
             self._sender.push(frames, self._observer.sent(frames, now_ns), now_ns)
 
     def lose(self, error: RelaylineError) -> None:
-        """The epoch cannot go on; the first to say so is heard."""
+        """End the epoch; only its first error counts."""
         if not self._lost.done():
             self._lost.set_result(error)
 

@@ -40,7 +40,7 @@ class Heartbeat:
         for _ in range(FIRST_BEATS):
             if not await self._beat(index):
                 return
-        await self._beat(index)  # tells the best of those
+        await self._beat(index)  # sends the best of those
 
     async def keep(self, audiences: Sized) -> None:
         """Beat for as long as the connection is used; ends only by being cancelled."""

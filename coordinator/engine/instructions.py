@@ -89,7 +89,7 @@ class Log(NamedTuple):
     text: str
     fields: Mapping[str, object] = MappingProxyType({})
     bug: BaseException | None = None
-    """An exception that nobody expected; its traceback belongs into the log."""
+    """An unexpected exception; its traceback belongs in the log."""
 
 
 Instruction: TypeAlias = (

@@ -30,7 +30,7 @@ class Introduction:
     n_cores: int = 0
     memory_bytes: int = 0
     credential: Credential | None = None
-    """What it has shown; None where links have no credentials."""
+    """The credential that it has shown; None where links have none."""
     memory_available_bytes: int = 0
     """Memory available to new processes when it joined; 0: unknown."""
     processor: str = ""
@@ -42,7 +42,7 @@ class Introduction:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """One place of the pipeline and, while `member` is set, who holds it."""
+    """One place of the pipeline and, while `member` is set, its holder."""
 
     index: int
     name: str

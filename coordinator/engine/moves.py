@@ -37,13 +37,13 @@ class MoveState(enum.StrEnum):
     CUTTING = "cutting"
     """The model is being split again."""
     PREPARING = "preparing"
-    """Stages get and load their new slices; requests go on."""
+    """Stages get and load their new slices while requests continue."""
     SETTLING = "settling"
     """Frames in flight return; no new ones leave."""
     SWITCHING = "switching"
     """The stages take up the new layers."""
     DONE = "done"
-    """Requests go on with the new layers."""
+    """Requests continue with the new layers."""
     FAILED = "failed"
     """Nothing has changed."""
 
@@ -147,9 +147,9 @@ class Moves:
     # --- before the switch --------------------------------------------------------------------------------------------
 
     def begin(self, cuts: tuple[int, ...], now_ns: int, holders: tuple[int, ...] = ()) -> list[MoveInstruction]:
-        """Somebody wants other layers, or other places to hold them; by default those that do.
+        """Begin a change to other layers, or to other holders; by default the present ones.
 
-        Raises InvalidRequestError for what can't be, NotReadyError for not now.
+        Raises InvalidRequestError for an impossible change, NotReadyError if it is impossible only now.
         """
         holders = holders or self.holders
         self._check(cuts, holders)

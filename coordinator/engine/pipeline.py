@@ -220,7 +220,7 @@ class Pipeline:
             self.on_settling()
 
     def dispatch(self) -> None:
-        """Send what may leave now."""
+        """Send the frames that may leave now."""
         self.carry(self.conductor.dispatch(time.monotonic_ns()))
 
     def try_lanes(self) -> None:

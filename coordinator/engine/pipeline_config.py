@@ -14,7 +14,7 @@ class PipelineConfig:
     """How the coordinator drives one pipeline."""
 
     addresses: tuple[str, ...]
-    """host:port of every stage, in layer order; empty when a roster of joining stages tells them."""
+    """host:port of every stage, in layer order; empty if a roster of joining stages reports them."""
     wire_dtype: int
     """Dtype of activations between stages (wire.envelopes.dtypes.DTYPE_F16 or DTYPE_F32)."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)

@@ -104,7 +104,7 @@ class Pool:
         return [at for at in holders if self._hosts[at].is_drained or self.takeover_in_ns(at, now_ns) == 0]
 
     def wanted(self, holders: tuple[int, ...], n_layers: int, now_ns: int) -> tuple[int, ...]:
-        """Return who is to hold layers, in layer order; () where that are `holders`, or nothing can be done now."""
+        """Return the places that should hold layers, in layer order; () if no change is due or possible now."""
         if now_ns < self._tries_ns:
             return ()
         freed = self.freed(holders, now_ns)

@@ -131,7 +131,7 @@ class JoinedRoster:
         self.idle_state: Callable[[Place], HostState] = lambda place: HostState.SPARE
         """Says in which way a place without layers stands by."""
 
-    # --- what the pipeline asks for -----------------------------------------------------------------------------------
+    # --- queries of the pipeline --------------------------------------------------------------------------------------
 
     async def present(self) -> tuple[str, ...]:
         """Wait until every place is taken by a stage that serves."""
@@ -189,7 +189,7 @@ class JoinedRoster:
         self.on_change(place)
         return place
 
-    # --- what the stages report ---------------------------------------------------------------------------------------
+    # --- reports of the stages ----------------------------------------------------------------------------------------
 
     def check(self, who: Introduction) -> Place:
         """Return the place that a stage may take. Raises as Membership.check."""

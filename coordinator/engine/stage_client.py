@@ -173,7 +173,7 @@ class StageClient:
         return RoundTrip(sent_ns, time.monotonic_ns(), answer.now_ns)
 
     async def set_telemetry(self, wanted: pb.SetTelemetryRequest) -> pb.SetTelemetryResponse | None:
-        """Set how much the stage traces (UNSPECIFIED leaves it) and return what holds now, None without an answer."""
+        """Set how much the stage traces (UNSPECIFIED: no change); returns its settings, None without an answer."""
         try:
             settings: pb.SetTelemetryResponse = await rpc.call(
                 self._channel, "SetTelemetry", wanted, pb.SetTelemetryResponse, self.address, STATUS_TIMEOUT_S

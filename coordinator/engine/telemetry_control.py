@@ -67,7 +67,7 @@ class TelemetryControl:
         if not session_ids:
             return view(record, [], log.owners(), now_ns)
         responses = await asyncio.gather(*(stage.batches(session_ids) for stage in self.stages()))
-        # Tens of thousands of batch members take a while: in a thread, tokens go on in between.
+        # Tens of thousands of batch members take a while: they are read in a thread, so that tokens keep flowing.
         return await asyncio.to_thread(view, record, responses, log.owners(), now_ns)
 
 
@@ -78,7 +78,7 @@ async def greet(stages: Sequence[StageClient], level: Level | None) -> None:
 
 
 async def push_level(stages: Sequence[StageClient], level: Level | None) -> list[str | None]:
-    """Set the level of every stage (None leaves it); returns what holds now, None where a stage does not answer."""
+    """Set the level of every stage (None: no change); returns the present levels, None where a stage is silent."""
     wanted = pb.SetTelemetryRequest(level=None if level is None else level.to_wire())
     answers = await asyncio.gather(*(stage.set_telemetry(wanted) for stage in stages))
     levels = [None if answer is None else Level.from_wire(answer.level) for answer in answers]

@@ -51,7 +51,7 @@ class TokenSender:
         self._link, self._epoch, self._on_error, self._on_sent = link, epoch, on_error, on_sent
         self._record_of = record_of
         self._waiting: collections.deque[_Waiting] = collections.deque()
-        self._begun: tuple[_Waiting, Begun[None]] | None = None  # what is being sent, begun by `push`
+        self._begun: tuple[_Waiting, Begun[None]] | None = None  # the write under way, begun by `push`
         self._wake, self._all_sent = asyncio.Event(), asyncio.Event()
         self._sequence = 0
         self._is_sending = False  # whether the task waits for gRPC
@@ -104,7 +104,7 @@ class TokenSender:
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
 
     def _next(self) -> tuple[_Waiting, Awaitable[None]]:
-        """Return what is sent now, which `push` may have begun."""
+        """Return the write under way, which `push` may have begun."""
         if self._begun is not None:
             begun, self._begun = self._begun, None
             return begun

@@ -182,7 +182,7 @@ class Gateway:
         return await self.forwarder.to_holder(request, outgoing)
 
     async def looked_for(self, request: web.Request) -> web.StreamResponse:
-        """A route whose thing is at one pipeline, nobody knows which."""
+        """A route to a resource of one pipeline, which must be found first."""
         return await self.forwarder.to_holder(request, self.forwarder.outgoing(request, request.raw_path, b"", Asked()))
 
     async def passed_on(self, request: web.Request) -> web.StreamResponse:

@@ -53,7 +53,7 @@ _NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536
 
 @dataclasses.dataclass(slots=True)
 class Outgoing:
-    """What is sent to a pipeline."""
+    """A request as it is sent to a pipeline."""
 
     method: str
     path: str
@@ -107,10 +107,7 @@ class Forwarder:
         return Outgoing(request.method, path, headers, body or None, asked)
 
     async def to_best(self, request: web.Request, outgoing: Outgoing) -> web.StreamResponse:
-        """Answer from the replica that suits best, or from another where that one does not answer.
-
-        Raises what the router does.
-        """
+        """Answer from the most suitable replica, or from another if that one does not answer. Raises as the router."""
         router, tried = self.links.router, list[Backend]()
         refusal: Refusal | None = None
         while True:
@@ -160,7 +157,7 @@ class Forwarder:
         return await self.to_one(request, last, outgoing)
 
     async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:
-        """Return whether a pipeline has what is at a path."""
+        """Return whether a pipeline has the resource at a path."""
         try:
             async with self.links.session.get(
                 link.url(path), headers=self._keyed(link, headers), ssl=link.tls, allow_redirects=False

@@ -67,7 +67,7 @@ class _Trouble(Exception):
 
 
 class Link:
-    """One pipeline: where it is, how it was last heard, and what runs there."""
+    """One pipeline: its address, its latest state, and its models."""
 
     def __init__(self, config: BackendConfig, backend: Backend) -> None:
         """Raises UsageError for certificates that cannot be read."""

@@ -14,7 +14,7 @@ PREFIX = "relayline_gateway_"
 
 
 class _Backends:
-    """What the router knows now."""
+    """The router's present knowledge."""
 
     def __init__(self, router: Router) -> None:
         self._router = router

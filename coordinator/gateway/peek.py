@@ -26,11 +26,11 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """What a request asks for, as far as it matters who answers."""
+    """The fields of a request that decide which replica answers."""
 
     model: str | None = None
     previous_id: str = ""
-    """The stored response that it goes on from; only its holder can answer."""
+    """The stored response that it continues; only its holder can answer."""
     chain: tuple[Mark, ...] = ()
     """The beginnings of its conversation, the shortest one first."""
     prompt_bytes: int = 0
@@ -81,7 +81,7 @@ def _pieces(talk: bytes) -> list[bytes]:
     if talk.startswith(b"["):
         return [bytes(each) for each in msgspec.json.decode(talk, type=list[msgspec.Raw])]
     pieces, at, n_bytes = [], 0, float(_FIRST_BLOCK_BYTES)
-    text = talk[:-1] if talk.endswith(b'"') else talk  # a longer text goes on where this one's quote stands
+    text = talk[:-1] if talk.endswith(b'"') else talk  # a longer text continues where this one's quote is
     while at < len(text):
         pieces.append(text[at : at + int(n_bytes)])
         at += int(n_bytes)

@@ -41,15 +41,15 @@ class Health(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heard:
-    """What a pipeline says of itself."""
+    """A pipeline's report of itself."""
 
     models: tuple[str, ...]
     is_ready: bool
     n_requests: int = 0
-    """Running and waiting there, whoever has sent them."""
+    """Running and waiting there, from any client."""
     n_lanes: int = 1
     started_unix_s: int = 0
-    """When it came up: one that was started again has forgotten what it read."""
+    """Its start time: a restarted pipeline has forgotten its prefixes."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -94,7 +94,7 @@ class Backend:
         return sum(request.unread_tokens for request in requests) + WRITTEN_COST * n_written / self.n_lanes
 
     def heard(self, heard: Heard, now_ns: int) -> None:
-        """Take what it says of itself."""
+        """Take a pipeline's report of itself."""
         if heard.started_unix_s != self._started_unix_s:
             self._known.clear()
         self._started_unix_s = heard.started_unix_s
@@ -183,7 +183,7 @@ class Router:
             self._holders.popitem(last=False)
 
     def holder(self, response_id: str) -> Backend | None:
-        """Return the pipeline that stores a response; None if nobody knows."""
+        """Return the pipeline that stores a response; None if it is unknown."""
         return self._holders.get(response_id)
 
     def candidates(self, model: str | None) -> list[Backend]:

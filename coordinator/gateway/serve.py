@@ -43,7 +43,7 @@ class GatewayConfig:
     """Bounds of the HTTP side."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for pipelines that cannot be told apart, or too many."""
+        """Raises UsageError for pipelines with equal names, or too many."""
         names = [backend.name for backend in self.backends]
         if not names:
             raise UsageError("a gateway needs at least one pipeline; give it with --backend http://HOST:PORT")
@@ -92,7 +92,7 @@ class ServedGateway:
             self._links.router.leave(backend)
 
     async def forget_leaving(self, name: str) -> None:
-        """Wait for the requests of what leaves under this name, up to a bound, and forget it."""
+        """Wait for the requests of the pipeline removed under this name, up to a bound, and forget it."""
         for backend in [each for each in self._links.router.backends if each.name == name and each.is_leaving]:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_TIMEOUT_S):

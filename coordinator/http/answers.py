@@ -24,7 +24,7 @@ class Answers:
 
     @property
     def is_open(self) -> bool:
-        """Whether any choice goes on."""
+        """Whether any choice is unfinished."""
         return self._n_open > 0
 
     def advance(self, arrival: Arrival) -> Growth | None:
@@ -63,7 +63,7 @@ class Answers:
         return Usage(job.n_prompt_tokens, n_completion, n_all, PromptTokensDetails(n_cached), details)
 
     def so_far(self) -> SoFar:
-        """Return what an event says of the answers up to now."""
+        """Return an event's figures of the answers up to now."""
         usage = self.usage()
         if not self.job.plan.shows_timings:
             return SoFar(usage)
@@ -71,7 +71,7 @@ class Answers:
         first_ns = min((state.first_ns for state in self.states if state.first_ns), default=now_ns)
         n_cached = usage.prompt_tokens_details.cached_tokens
         n_read, n_generated = usage.prompt_tokens - n_cached, usage.completion_tokens
-        # The first token of a choice comes of its prompt's last step, before the time that is measured here.
+        # The first token of a choice comes from its prompt's last step, before the time that is measured here.
         n_steps = n_generated - sum(state.n_tokens > 0 for state in self.states)
         read_ms, generated_ms = (first_ns - self._begun_ns) / 1e6, (now_ns - first_ns) / 1e6
         timings = Timings(

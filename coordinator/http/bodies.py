@@ -87,7 +87,7 @@ else:
 
 
 class GenerationBody(_Sampler, kw_only=True):
-    """The fields that both generating routes share. None stands for absent, as in OpenAI's own schema."""
+    """The fields that both generating routes share. None means absent, as in OpenAI's own schema."""
 
     model: str | None = None
     max_tokens: Positive | None = None
@@ -191,7 +191,7 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """POST /tokenize: `content` and what belongs to it as llama-server has it, the rest as vLLM."""
+    """POST /tokenize: `content` and its companions as in llama-server, the rest as in vLLM."""
 
     content: str | None = None
     add_special: bool = False

@@ -356,7 +356,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the reply to what cannot be parsed, and to what no middleware has answered; logs it."""
+        """Return and log the reply to a request that cannot be parsed, or that no middleware has answered."""
         super().handle_error(request, status, exc, message)
         if isinstance(exc, HttpProcessingError):
             is_long = isinstance(exc, LineTooLong) or "Too many headers" in exc.message

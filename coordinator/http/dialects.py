@@ -81,7 +81,7 @@ class OpenAIStream:
         return data_frame(event)
 
     def closing_events(self) -> Sequence[bytes]:
-        """Return what tells clients that nothing more comes."""
+        """Return the event that marks the end of the stream."""
         return (DONE,)
 
     def failure_event(self, error: RelaylineError) -> bytes:

@@ -19,7 +19,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.texts import printable
 
 MESSAGE_CHARS_MAX = 2_000  # of an error: it may quote the request, which the client has already
-RETRY_AFTER_S = 1  # for retryable errors that name no time of their own: a lane or a recovery takes about that long
+RETRY_AFTER_S = 1  # for retryable errors without a time: a lane or a recovery takes about that long
 _RETRY_AFTER_LOADING_S = 2
 
 # OpenAI's own codes where it has one for the case; elsewhere the label of the error is the code.

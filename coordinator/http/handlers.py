@@ -37,7 +37,7 @@ class Handlers:
         return json_response(b'{"status":"%s"}' % phase.value.encode(), 503, {"Retry-After": "1"})
 
     async def live(self, _request: web.Request) -> web.StreamResponse:
-        """GET /live: 200 while the process answers at all; for probes that restart what does not."""
+        """GET /live: 200 while the process answers at all; for probes that restart a hung one."""
         return json_response(b'{"status":"ok"}')
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
@@ -131,7 +131,7 @@ class Handlers:
         return json_response(msgspec.json.encode(fields))
 
     async def props(self, _request: web.Request) -> web.StreamResponse:
-        """GET /props: what llama-server tells of the model it serves."""
+        """GET /props: the facts of the served model, as llama-server gives them."""
         service = self._service
         fields = {
             "default_generation_settings": {"params": default_settings(), "n_ctx": service.generator.ctx_tokens},

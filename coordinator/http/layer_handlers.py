@@ -41,12 +41,12 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
         return json_response(msgspec.json.encode(control.describe()))
 
     async def move(request: web.Request) -> web.StreamResponse:
-        """PUT /v1/pipeline/layers: begin a change; 202, for GET tells what comes of it."""
+        """PUT /v1/pipeline/layers: begin a change; 202, and GET reports the outcome."""
         control.move(decode_body(await read_small(request), LayersBody).cuts)
         return json_response(msgspec.json.encode(control.describe()), 202)
 
     async def drain(request: web.Request) -> web.StreamResponse:
-        """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, for GET tells the rest."""
+        """PUT /v1/pipeline/stages/NAME: drain a stage, or offer it layers again; 202, and GET reports the outcome."""
         is_drained = decode_body(await read_small(request), DrainBody).drained
         await control.drain(request.match_info["name"], is_drained=is_drained)
         return json_response(msgspec.json.encode(control.describe()), 202)

@@ -26,7 +26,7 @@ class HttpLimits:
     body_rate_min: int = 8 * 1024  # bytes per second of a body, the slowest
     bodies_bytes_max: int = 64 * 1024 * 1024  # of all bodies that have been read and not been worked on yet
     body_free_bytes: int = 64 * 1024  # of each body are not counted there: ordinary requests always find room
-    linger_s: float = 2.0  # a refused client may go on sending for this long, unread, so that it gets its answer
+    linger_s: float = 2.0  # a refused client may continue sending for this long, unread, so that it gets its answer
     linger_bytes_max: int = 16 * 1024 * 1024
     close_timeout_s: float = 10.0  # for bytes written as a connection closes; a client that reads none is cut off
     connections_max: int = 4_096  # fewer where the system allows fewer open files

@@ -38,7 +38,7 @@ Take: TypeAlias = "Callable[[list[Arrival]], bool]"
 
 @runtime_checkable
 class Progressing(Protocol):
-    """A stream that tells how far its prompt has been read."""
+    """A stream that reports how far its prompt has been read."""
 
     def follow(self, read: Callable[[PromptProgress], None]) -> None:
         """Have this called now, where something is known, and from now on."""
@@ -137,7 +137,7 @@ class Merge:
         except Exception as error:
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_exception(error)
-        self._take_all = None  # what comes now waits for the next call
+        self._take_all = None  # later events wait for the next call
         self._wake()
 
     def drop(self, index: int) -> None:

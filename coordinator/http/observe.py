@@ -32,7 +32,7 @@ OPERATIONS = {
     "/v1/messages": "chat",
 }
 ERROR_CHARS_MAX = 1_000  # of an error's text, on spans
-INTEGER_MAX = (1 << 63) - 1  # what an attribute holds; a larger number would spoil the export of its whole batch
+INTEGER_MAX = (1 << 63) - 1  # the range of an attribute; a larger number would spoil the export of its whole batch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

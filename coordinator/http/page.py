@@ -75,7 +75,7 @@ def read_files(directory: Path = FILES_DIR) -> dict[str, PageFile]:
 
 
 def routes(files: dict[str, PageFile]) -> Iterator[web.RouteDef]:
-    """Yield a route for each file; `/` tells clients that are no browsers where the API is."""
+    """Yield a route for each file; `/` gives clients that are no browsers the API's address."""
     for path, file in files.items():
         yield web.get(path, functools.partial(_send, file, is_page=path == "/"))
 

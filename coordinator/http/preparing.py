@@ -65,7 +65,7 @@ Phase = Literal["reading", "template", "tokens"]  # the activity that took too m
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
 TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
 _MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
-_GOES_ON = "q7VxK2goes-on"  # stands where a turn is to be continued, while its chat is rendered
+_GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
 _SYNTAXES = {syntax.label: syntax for syntax in (*SYNTAXES, HERMES, HARMONY)}
 
 
@@ -137,7 +137,7 @@ class Prepared(Struct):
     start_ns: int  # of tokenising; of the monotonic clock
     end_ns: int
     answer_options: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
-    pictures: list[Picture] = []  # of a chat; in its prompt, -1 stands for the first, -2 for the second
+    pictures: list[Picture] = []  # of a chat; in its prompt, -1 represents the first, -2 the second
     rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
 
     @property
@@ -214,7 +214,7 @@ class Shop:
         else:
             found = llama_asking.read(raw, tokenizer, limits)
         plan = validation.plan_completion(found.body, limits, asked.seed)
-        # Its answers always have timings, and go on for as long as they like.
+        # Its answers always have timings, and may be of any length.
         plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
         prepared = self._prepared_completion(asked, found.body, plan, found.prompts, ctx_tokens, enter)
         texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
@@ -526,7 +526,10 @@ def _chat_template(setting: Setting) -> ChatTemplate:
 
 
 def _up_to_mark(rendered: str) -> str:
-    """Return a prompt up to where its last turn goes on. Raises InvalidRequestError where the template drops that."""
+    """Return a prompt up to the place where its last turn continues.
+
+    Raises InvalidRequestError if the template drops that.
+    """
     prompt, mark, _ = rendered.rpartition(_GOES_ON)
     if not mark:
         text = "the model's chat template does not end an assistant's turn"

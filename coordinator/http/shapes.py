@@ -24,7 +24,7 @@ class CompletionTokensDetails(Struct):
 
     reasoning_tokens: int  # reasoning, where it is shown separately
     accepted_prediction_tokens: int = 0  # tokens that the client's prediction had right
-    rejected_prediction_tokens: int = 0  # of predictions, not of the completion: what did not appear
+    rejected_prediction_tokens: int = 0  # of predictions, not of the completion: tokens that did not appear
 
 
 class Usage(Struct):
@@ -249,7 +249,7 @@ class ModelMeta(Struct):
 
 
 class ModelArchitecture(Struct):
-    """What a model with a projector takes besides text; as OpenRouter and llama-server have it."""
+    """Further inputs of a model with a projector, in the form of OpenRouter and llama-server."""
 
     input_modalities: tuple[str, ...] = ("text", "image")
     output_modalities: tuple[str, ...] = ("text",)

@@ -51,7 +51,7 @@ class EventWriter:
         self._write_timeout_s, self._ping_interval_s = write_timeout_s, ping_interval_s
         self._loop = asyncio.get_running_loop()
         self._written_s = self._loop.time()
-        self._is_ended = False  # nothing may stand behind the last events
+        self._is_ended = False  # nothing may follow the last events
         self._is_chunked = request.version >= (1, 1)
         self.response = web.StreamResponse(headers=HEADERS)
 

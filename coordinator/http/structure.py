@@ -34,7 +34,7 @@ class Shape:
     param: str  # the field that did
     kind: Kind
     texts: tuple[str, ...]  # the choices; of other kinds one: a JSON schema, a regular expression, GBNF or Lark
-    is_strict: bool = True  # of a schema: what cannot be followed is refused, and not left out
+    is_strict: bool = True  # of a schema: a keyword that cannot be followed is refused, not left out
 
     @property
     def is_json(self) -> bool:

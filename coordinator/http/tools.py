@@ -54,7 +54,7 @@ def offered_by(body: ChatBody) -> Offered | None:
         leaves_some=len(schemas) < len(tools),
         strict=frozenset(name for name in names if by_name[name].get("strict")),
         is_required=mode == "required",
-        # One that must be called is called once, unless several are asked for: a small model would go on for ever.
+        # A required call is made once, unless several are asked for: a small model would call without end.
         is_parallel=mode == "auto" if body.parallel_tool_calls is None else body.parallel_tool_calls,
     )
 

@@ -18,7 +18,7 @@ from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from relayline.wire.common.sampler_fields import HTTP_FIELDS
 
-COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
+COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 

@@ -111,7 +111,7 @@ class EnrolConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolState:
-    """Who holds layers and who does not, as a coordinator keeps it for the one that follows. Places by name."""
+    """Which places hold layers and which do not, as a coordinator keeps it for its successor. Places by name."""
 
     cuts: tuple[int, ...]
     """The first layer of each stage but the first."""
@@ -132,7 +132,7 @@ class JoinConfig:
     host: str = "127.0.0.1"
     """Address that stages join at."""
     port: int = 0
-    """Port that stages join at; 0 lets the system choose, and `Joinable` tells."""
+    """Port that stages join at; 0 lets the system choose, and `Joinable` reports it."""
     fetches_max: int = 8
     """Artifacts that are sent at once; further stages wait their turn."""
     enrol: EnrolConfig | None = None
@@ -140,7 +140,7 @@ class JoinConfig:
     offer_path: bool = True
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
     known: PoolState | None = None
-    """Who holds layers; without it every stage that is no spare."""
+    """The holders of layers; by default every stage that is no spare."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for names that are not distinct, or values out of range."""
@@ -162,7 +162,7 @@ class JoinConfig:
 
     @property
     def reflection(self) -> bool:
-        """Whether the port that stages join at tells tools of its services. One setting for it and for all stages."""
+        """Whether the join port lists its services for tools. One setting for it and for all stages."""
         return any(stage.engine.reflection for stage in self.stages)
 
     def with_one_layout(self) -> JoinConfig:

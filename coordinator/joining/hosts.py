@@ -53,7 +53,10 @@ class Hosts:
         drained: Sequence[str] = (),
         on_changed: Callable[[PoolState], None] = lambda state: None,
     ) -> None:
-        """`on_changed` gets who holds layers, and who is not to, whenever that has changed. It must not block."""
+        """`on_changed` gets the holders of layers and the drained places whenever they have changed.
+
+        It must not block.
+        """
         self._pipeline, self._layers, self._service = pipeline, layers, service
         self._read_shape, self._on_changed = read_shape, on_changed
         self._shape: ModelShape | None = None  # read when it is needed first
@@ -87,7 +90,7 @@ class Hosts:
             log.info("other stages take over its layers unless it comes back", extra={"fields": fields})
 
     def failed(self, move: Move) -> None:
-        """A change could not be made: whoever was to be drained by it holds its layers still, and is not drained."""
+        """A change has failed: a place that it should have drained still holds its layers, and is not drained."""
         self._pool.failed(time.monotonic_ns())
         for index in set(self._layers.moves.holders) - set(move.holders):
             if self._pool.is_drained(index):
@@ -102,7 +105,7 @@ class Hosts:
         self.keep()
 
     def keep(self) -> None:
-        """Tell who holds layers now."""
+        """Report the present holders of layers."""
         names, moves = self._roster.names(), self._layers.moves
         drained = tuple(name for at, name in enumerate(names) if self._pool.is_drained(at))
         self._on_changed(PoolState(moves.cuts, tuple(names[at] for at in moves.holders), drained, tuple(self._added)))
@@ -113,7 +116,7 @@ class Hosts:
             await asyncio.sleep(bounds.BEAT_EVERY_S)
             try:
                 await self.look()
-            except Exception:  # a bug of ours: what serves goes on, and the next look may be better
+            except Exception:  # a bug of ours: the pipeline keeps serving, and the next look may succeed
                 log.exception("choosing the stages that hold layers failed; trying again")
                 self._pool.failed(time.monotonic_ns())
 
@@ -256,7 +259,7 @@ class Hosts:
         )
 
     def _layer_ns(self, held: dict[int, tuple[int, int]]) -> dict[int, float]:
-        """Return what a layer takes on each holder, as far as it was measured."""
+        """Return the measured time of a layer on each holder."""
         costs = self._pipeline.conductor.scheduler.planner.stages
         if len(costs) != len(held):
             return {}
@@ -283,7 +286,7 @@ class Hosts:
         return found
 
     def _room_bytes(self, index: int, free_bytes: int | None, held_bytes: int) -> int | None:
-        """Return the room for a slice beside the one that a place holds; None if unknown."""
+        """Return the room for a slice in addition to the one that a place holds; None if unknown."""
         place, member = self._service.place(index), self._roster.places[index].member
         if place.engine.gpu_layers:
             return None  # what counts is the memory of the device

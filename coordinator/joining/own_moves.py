@@ -48,7 +48,7 @@ class OwnMoves:
         self._is_own = False
 
     def failed(self, cuts: Cuts) -> None:
-        """A change to these cuts has failed, whoever asked for it."""
+        """A change to these cuts has failed, automatic or not."""
         self._rebalancer.failed(cuts, time.monotonic_ns())
 
     def moved(self, before: Cuts, after: Cuts) -> None:

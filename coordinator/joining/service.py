@@ -381,7 +381,7 @@ class JoinService(MemberService):
 
     @property
     def roster(self) -> JoinedRoster:
-        """The places and who is there."""
+        """The places and their members."""
         return self._roster
 
     def unmovable(self, holders: tuple[int, ...] = ()) -> list[str]:
@@ -451,7 +451,7 @@ class JoinService(MemberService):
 
     async def _say(self, member: OpenMembership, order: pb.JoinResponse) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            await member.write(order)  # else its call has ended, of which its reader tells
+            await member.write(order)  # else its call has ended, which its reader notices
 
     def _on_prepared(self, index: int, report: pb.StagePrepared) -> None:
         if self.changes is None:

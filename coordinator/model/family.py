@@ -181,10 +181,10 @@ class Family:
     row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
     dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
-    enters_inside: bool = False  # stages write rows into the graph, behind what it does with embeddings
+    enters_inside: bool = False  # stages write rows into the graph, after its treatment of embeddings
     layer_inputs: Callable[[Metadata], int] = _none_of_them  # inputs of each layer besides the row
     hash_layers: Callable[[Metadata], int] = _none_of_them  # layers at the beginning that go by token ids
-    sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without cells of their own
+    sharing_layers: Callable[[Metadata], int] = _none_of_them  # layers at the end without separate cells
     entry_tables: frozenset[str] = frozenset()  # added to rows where they enter a graph: zeros behind stage 0
     rotates_by_layer: bool = False  # llama.cpp asks each layer how many values of its heads are rotated
     widths_by_layer: bool = False  # and how wide its heads are

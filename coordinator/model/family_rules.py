@@ -262,7 +262,7 @@ def layer_inputs(facts: Metadata) -> int:
 
 
 def sharing_layers(facts: Metadata) -> int:
-    """Return how many layers at the end have no cells of their own."""
+    """Return how many layers at the end have no separate cells."""
     return min(facts.integer(SHARING_LAYERS) or 0, facts.n_layers)
 
 
@@ -278,7 +278,7 @@ def gemma4_blocked(facts: Metadata) -> Blocked:
 
 def gemma4_lengths(_: Metadata) -> frozenset[int]:
     """No stage has a single layer."""
-    # llama_model::create_memory asserts that at least two layers have cells of their own.
+    # llama_model::create_memory asserts that at least two layers have separate cells.
     return frozenset({1})
 
 

@@ -219,7 +219,7 @@ def _tensor(model: GgufModel, name: str) -> Tensor:
 
 
 def check_support(facts: ModelFacts, *, experimental: bool) -> None:
-    """Raise UnsupportedArchitectureError for a model that cannot be split; `experimental` takes what may be tried."""
+    """Raise UnsupportedArchitectureError for a model that cannot be split; `experimental` admits unproven ones."""
     if facts.refusal is None or (experimental and facts.may_be_tried):
         return
     advice = "; `relayline split --experimental` tries it anyway" if facts.may_be_tried else ""

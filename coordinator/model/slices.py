@@ -58,7 +58,7 @@ ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION = 1, 2, 3,
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"
 DROPPED_KEYS = ("split.", "general.alignment", "relayline.")
-# Arrays in the family's namespace with a length of their own, which may happen to equal the number of layers.
+# Arrays in the family's namespace with their own length, which may happen to equal the number of layers.
 FIXED_ARRAYS = frozenset({"rope.dimension_sections", "classifier.output_labels"})
 BARE_PREFIXES = ("xielu.",)  # of values per layer that llama.cpp reads without the family's namespace (apertus)
 F32_ID, F16_ID = 0, 1
@@ -168,7 +168,7 @@ class _Planner:
         slots = [planned.slot for planned in tensors]
         data_bytes = sum(aligned(slot.size_bytes) for slot in slots)
         trailers = self.trailers() if index == 0 else ()
-        # Their offsets stand in the header whose length they depend on; its own length is fixed, so measure first.
+        # Their offsets are in the header whose length they depend on; its own length is fixed, so measure first.
         size_bytes = len(encode_header([*entries, *self.trailer_entries(trailers, 0)], slots))
         header = encode_header([*entries, *self.trailer_entries(trailers, size_bytes + data_bytes)], slots)
         _, total_bytes = offsets_behind(len(header) + data_bytes, trailers)

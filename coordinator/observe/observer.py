@@ -220,7 +220,7 @@ class Observer:
         self._later(SUMMARY_WAIT_S, lambda: self._finalize(session))
 
     def left(self, stream: StreamRecord, now_ns: int) -> None:
-        """A reader has left its session, which may go on for others."""
+        """A reader has left its session, which may continue for others."""
         stream.ended_ns = now_ns
         stream.n_tokens = stream.n_tokens or stream.session.n_tokens
         self.metrics.stream_ended(stream)

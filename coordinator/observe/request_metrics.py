@@ -33,7 +33,7 @@ class RequestMetrics:
 
     def __init__(self, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # processor time, memory, open files: as every stage tells them
+        ProcessCollector(registry=self.registry)  # processor time, memory, open files: as every stage reports them
         self._model_name = model_name
         self._ttft = self._histogram(names.METRIC_TTFT, "Time to first token", TTFT_BUCKETS)
         self._gap = self._histogram(names.METRIC_ITL, "Time between two tokens of a session", GAP_BUCKETS)

@@ -49,7 +49,7 @@ class ModelShape:
     row_widths: tuple[int, ...] = ()
     """Values of each row that enters a layer; empty where they are n_embd in all."""
     bits_per_weight: float = 0.0
-    """Of the layers on average; 0.0 where nobody has said."""
+    """Of the layers on average; 0.0 if unknown."""
     ctx_train: int = 0
     """Tokens of the longest context that it was trained for; 0: not known."""
     is_allowed: Callable[[int, int], bool] = lambda _start, _end: True
@@ -122,9 +122,9 @@ class Machine:
     name: str
     cores: int
     memory_bytes: int | None = None
-    """What all its stages together may use; None when nobody knows."""
+    """The memory that all its stages together may use; None if unknown."""
     reserved_bytes: int = 0
-    """What runs there besides stages: the coordinator."""
+    """Other processes there: the coordinator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Gpu:
 
     name: str
     memory_bytes: int | None = None
-    """What it has; None when nobody knows."""
+    """Its memory; None if unknown."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Host:
     device: int = -1
     """Stages of the same number, from 0 on, take turns: they compute on one device."""
     offload: Offload | None = None
-    """What goes to a GPU; None: it computes on the processor."""
+    """The part on a GPU; None: it computes on the processor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ HEADROOM = 0.05  # of a limit, for whatever else the host does
 
 
 Pool = Machine | Gpu  # whose memory stages share
-GPU_RESERVE = 0.1  # of a GPU's memory, for its driver, a desktop and what the estimate misses
+GPU_RESERVE = 0.1  # of a GPU's memory, for its driver, a desktop and errors of the estimate
 GPU_RESERVE_BYTES_MIN = 768 * MIB
 
 
@@ -163,7 +163,7 @@ def compute_bytes(model: ModelShape, load: Load, *, is_last: bool, is_on_gpu: bo
 
 
 def _passing_bytes(model: ModelShape, load: Load, *, is_last: bool) -> int:
-    """Return what a stage that computes on a GPU holds of rows in the host's memory: those that come and that go."""
+    """Return the memory on the host for rows in and out of a stage that computes on a GPU."""
     return 2 * 4 * model.widest_row * _rows(load) + (_logits_bytes(model, load) if is_last else 0)
 
 

@@ -42,7 +42,7 @@ class StagePlan:
     gpu: str = ""
     """The GPU that holds `memory.gpu`; empty: none."""
     gpu_limit_bytes: int | None = None
-    """Its limit of that GPU's memory, less what other stages have of it."""
+    """Its limit of that GPU's memory, less the part of other stages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def _least(*limits: int | None) -> int | None:
 
 
 def _limit_bytes(room: Room, edges: Edges, stage: int, pool: Pool) -> int | None:
-    """Return what a stage may use of a memory: what its other stages leave."""
+    """Return the memory that a stage may use: the rest that its other stages leave."""
     usable = pool_usable_bytes(pool)
     if usable is None:
         return None

@@ -29,7 +29,7 @@ from relayline.coordinator.planner.memory import (
 )
 
 Edges = tuple[tuple[int, int], ...]
-BEAM_WIDTH = 3  # labels that a first, quick search goes on with
+BEAM_WIDTH = 3  # labels that a first, quick search keeps
 WIDE_BEAM = 24  # where an exact search would take too long
 BEAM_CYCLES = 12  # groupings, those with the best bounds, that it looks at
 COMPARISONS_MAX = 3_000_000  # some seconds

@@ -27,7 +27,7 @@ class Holder:
     layer_ns: float = 0.0
     """What one layer takes of a decode step there; 0 where it has not been measured: as long as with the others."""
     room_bytes: int | None = None
-    """For layers that it does not hold now, beside those; None where that is not known."""
+    """For layers that it does not hold now, in addition to those; None if unknown."""
     held: tuple[int, int] = (0, 0)
     """The layers that it holds now: the first, and one past the last."""
 

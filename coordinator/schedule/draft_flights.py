@@ -46,7 +46,7 @@ class DraftFlights:
 
     @property
     def may_follow(self) -> bool:
-        """Whether there are streams whose guesses may follow in flights of their own."""
+        """Whether there are streams whose guesses may follow in separate flights."""
         return bool(self._followed)
 
     def are_of(self, frames: Sequence[OutFrame], n_streams: int) -> bool:

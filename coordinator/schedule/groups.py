@@ -67,7 +67,7 @@ VIEWS_MAX = 64  # pairs of contexts for which a planner is kept
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What may be in flight at once."""
+    """The flights that may be under way at once."""
 
     n_groups: int  # decode flights
     group_rows: int  # streams of the largest decode flight

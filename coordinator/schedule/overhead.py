@@ -126,7 +126,7 @@ class Overhead:
         return RoundTrip(ns, rows, self._row_ns() or _assumed_row_ns(ns, rows))
 
     def _row_ns(self) -> float:
-        """Return what a row adds to the overhead, 0.0 while flights of one size alone are known."""
+        """Return the overhead that a row adds, 0.0 while only flights of one size are known."""
         known = sorted(self._by_size.values(), key=lambda each: each.rows)
         if not known or known[-1].rows < SIZES_APART * known[0].rows:
             return 0.0

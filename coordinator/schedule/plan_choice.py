@@ -38,7 +38,7 @@ class PlanChoice:
         """Whether prompt rows wait or are under way."""
         return bool(self._prompts) or self._flights.n_with_chunks > 0
 
-    # --- what is learned ----------------------------------------------------------------------------------------------
+    # --- observations -------------------------------------------------------------------------------------------------
 
     def decode_landed(self, flight: Flight, now_ns: int) -> None:
         """Note a decode flight that has landed: the trial of one flight counts its tokens."""
@@ -60,7 +60,7 @@ class PlanChoice:
         """Take how long the stages held frames."""
         self._overhead.stages_held(held)
 
-    # --- what is chosen -----------------------------------------------------------------------------------------------
+    # --- decisions ----------------------------------------------------------------------------------------------------
 
     def planner(self) -> GroupPlanner:
         """Return the planner for the contexts of the running streams and of the next prompt.

@@ -34,7 +34,7 @@ class PromptMix:
 
 
 class FlightCosts(Protocol):
-    """What the search asks about flights; a GroupPlanner answers it."""
+    """The costs that the search uses; a GroupPlanner provides them."""
 
     devices: Devices
     rows_max: int
@@ -133,7 +133,7 @@ class MixSearch:
             costs = prompts_ns(self._costs.devices, chunk)
             for flights in range(1, len(self._costs.devices) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))
-                # Nobody overtakes, so that decode flights go round no more often than the prompt rows among them do.
+                # Flights do not overtake, so decode flights return no more often than the prompt rows among them.
                 cycle_ns = max(work_ns, sum(costs) + overhead_ns)
                 latency_ns = max(cycle_ns, way_ns + flights * max(costs))
                 if latency_ns > latency_max_ns:

@@ -23,7 +23,7 @@ class StageCost:
     # the cost that every earlier token adds to each further row of a prompt's chunk
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
-    is_per_lane: bool = False  # lanes have KV cells of their own: decode rows and prompt rows are computed apart
+    is_per_lane: bool = False  # per-lane KV cells: decode rows and prompt rows are computed separately
     takes_lanes_apart: bool = False  # a step most of whose rows are decode rows costs context_ns however many they are
     device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory

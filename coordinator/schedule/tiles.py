@@ -52,7 +52,7 @@ class TileRule:
     """How many rows of a prompt a step takes. The default is for stages without tiles: as many as fit."""
 
     is_known: bool = False  # whether stages go by tiles
-    is_per_lane: bool = False  # whether lanes have cells of their own
+    is_per_lane: bool = False  # whether lanes have separate cells
     is_apart: bool = False  # whether whole tiles have separate steps while streams run, too
 
     def within(self, rows_max: int) -> TileRule:

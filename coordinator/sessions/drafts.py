@@ -72,7 +72,7 @@ class Drafter:
         end = len(history) + len(prediction)
         self._predicted = range(len(history), end)  # the prediction's place in the text
         self._predicted_at = len(history)  # how far the answer has come in it
-        self._cursor = -1  # where the text goes on like the stream's latest tokens; -1: nowhere
+        self._cursor = -1  # where the text continues like the stream's latest tokens; -1: nowhere
         self._length = 0  # tokens that stand alike there and here, at most LENGTH_MAX
         if prediction:
             self._cursor, self._length = self._predicted_at, LENGTH_MAX
@@ -162,7 +162,7 @@ class Drafter:
         return found
 
     def _skip(self, at: int, token: int) -> None:
-        """Go on in the prediction behind a token that it does not have here: left out soon after, or in its place."""
+        """Continue in the prediction behind a token that it lacks here: left out soon after, or replaced."""
         ahead = range(at + 1, min(at + 1 + SKIPPED_MAX, self._predicted.stop))
         behind = next((index + 1 for index in ahead if self._token(index) == token), at + 1)
         if behind < self._predicted.stop:

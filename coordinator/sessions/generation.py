@@ -85,7 +85,7 @@ class SamplingParams:
         return dataclasses.replace(self, numbers=(*self.numbers, ("mirostat_mu", mirostat_mu)))
 
 
-ROW_TOKEN_MIN = 1 << 30  # a number from here on stands in a history for a row of an image; no vocabulary has as many
+ROW_TOKEN_MIN = 1 << 30  # a number from here on represents a row of an image in a history; no vocabulary has as many
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ class GenerationRequest:
     prompt_tokens: tuple[int, ...]  # at least one, each inside the vocabulary, or of `images`
     max_tokens: int  # >= 1; len(prompt_tokens) + max_tokens <= tokens per stream
     sampling: SamplingParams
-    ignore_eos: bool = False  # go on past an end-of-generation token
+    ignore_eos: bool = False  # continue past an end-of-generation token
     wants_logits: bool = False  # certification: whole rows of logits with every token
     cache_prompt: bool = True  # may use the prefix cache and add to it
     prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
@@ -197,7 +197,7 @@ class TokenEvent(NamedTuple):
     is_end_token: bool = False
     logits: bytes = b""  # f32 per vocabulary entry; empty unless asked for
     n_cached: int = 0  # of a stream's first event: prompt tokens that others had computed
-    is_predicted: bool = False  # the client's prediction goes on with this token where the answer stood
+    is_predicted: bool = False  # the client's prediction continues with this token at the answer's position
     is_drafted: bool = False  # it was guessed, and its row had left before it was sampled
     prompt_scores: tuple[PromptScore, ...] = ()  # of a stream's first event, if asked for: one less than prompt tokens
     embedding: bytes = b""  # f32 per value of a hidden row, not normalised; where the prompt is pooled, not continued

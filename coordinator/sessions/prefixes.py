@@ -63,7 +63,7 @@ class Prefixes:
         self._kept: list[Kept] = []
         self._there: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
         self.tier = Tier()  # what lanes held before they were taken
-        self._keeps_state = False  # stages can copy, or go on from, checkpoints and whole lanes alone
+        self._keeps_state = False  # stages can copy from, or resume at, checkpoints and whole lanes alone
 
     @property
     def lanes(self) -> list[int]:

@@ -134,7 +134,7 @@ class Trace:
     prefill_passes: tuple[bytes, ...] = ()  # roots of the phase before
 
     def next_phase(self) -> None:
-        """The prompt has been read; what leaves from here on belongs to the next phase."""
+        """The prompt has been read; later frames belong to the next phase."""
         self.prefill_passes = tuple(self.passes.roots)
         self.passes.roots = []
 

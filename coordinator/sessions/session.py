@@ -47,7 +47,7 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class OutFrame:
-    """One frame for stage 0 that has not left: guesses may still join it, and its session goes on."""
+    """One frame for stage 0 that has not left: guesses may still join it, and its session continues."""
 
     session: Session
     position: int
@@ -94,7 +94,7 @@ class Session:
     n_refused: int = 0  # times that stages had no lane for it
     n_opened: int = 0  # tokens of the history when it was opened last
     mirostat_mus: tuple[float | None, float | None] = (None, None)
-    """Where mirostat stands behind the last token, and where when it was opened last; None: nothing has said so."""
+    """Mirostat's state behind the last token, and at the latest open; None: not reported yet."""
     n_sent: int = 0  # rows of the history sent in this epoch, or copied, while in PREFILL; then it stays
     n_kept: int = 0  # of these, rows that all stages held from the epoch before
     n_copied: int = 0  # of these, rows that another session had computed
@@ -170,7 +170,7 @@ class Session:
         return waiting is not None
 
     def waits_for(self, other: Session) -> bool:
-        """Return whether it is the other session, or cannot go on without it."""
+        """Return whether it is the other session, or depends on it."""
         waiting: Session | None = self
         while waiting is not None and waiting is not other:
             waiting = waiting.leader
@@ -349,7 +349,7 @@ class Session:
         if self.state is not State.DECODE or n_left <= 0:
             return []
         guesses = self.drafter.tokens(len(self.ahead), min(n_tokens, n_left))
-        if self.request.images:  # no answer goes on with a row of an image
+        if self.request.images:  # no answer continues with a row of an image
             guesses = list(itertools.takewhile(lambda token: token < ROW_TOKEN_MIN, guesses))
         if self.request.ignore_eos:
             return guesses
@@ -366,7 +366,7 @@ class Session:
             self.ahead.extend(guesses)
 
     def guess(self, n_tokens: int) -> OutFrame | None:
-        """Return the next guesses, behind all that is under way, as a frame of their own; None where there are none."""
+        """Return the next guesses, behind all rows under way, as a separate frame; None where there are none."""
         position, guesses = len(self.history) + len(self.ahead), self._guesses(n_tokens)
         if not guesses:
             return None

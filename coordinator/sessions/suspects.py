@@ -73,7 +73,7 @@ class Suspects:
         return guilty
 
     def starting(self, running: Iterable[Session]) -> list[Session]:
-        """A new epoch begins. Returns the sessions to start now; `cleared` tells of the others."""
+        """A new epoch begins. Returns the sessions to start now; `cleared` reports the others."""
         self._line.clear()
         self._tried = None
         now: list[Session] = []
@@ -82,14 +82,14 @@ class Suspects:
         return now + self._next()
 
     def joining(self, session: Session) -> list[Session]:
-        """A session has got a lane while the epoch lasts. Returns it if it starts now; else `cleared` tells when."""
+        """A session has got a lane during the epoch. Returns it if it starts now; else `cleared` reports when."""
         if not self._is_suspect(session):
             return [session]
         self._line.append(session)
         return [] if self._tried else self._next()
 
     def trusted(self, sessions: Iterable[Session]) -> list[Session]:
-        """Return those that may go on from what stages still hold: who was accused twice in a row reads everything."""
+        """Return those that may resume from the stages' caches: a session accused twice in a row reads everything."""
         return [session for session in sessions if self._losses.get(session.session_id, 0) <= 1]
 
     def cleared(self, session: Session) -> list[Session]:

@@ -187,7 +187,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_piece_bytes(self) -> int:
-        """The most bytes of text that one token stands for. Computed on first use: 0.5 s for 128,000 tokens."""
+        """The most bytes of text in one token. Computed on first use: 0.5 s for 128,000 tokens."""
         pieces = (len(self._read_piece(token, special=True)) for token in range(self.n_vocab))
         return max(1, max(pieces, default=1)) if self.has_text else 1
 

@@ -93,7 +93,7 @@ class StageArtifact:
     pipeline_id: str
     embedding: EmbeddingSection | None  # stage 0 only
     long_rope: LongRope | None = None  # of models with two sets of rope factors
-    output_scale: float = 1.0  # factor of what leaves the last layer, which the next stage's graph takes back
+    output_scale: float = 1.0  # factor on the last layer's output, which the next stage's graph takes back
     layer_inputs: LayerInputs | None = None  # for each row
     hashed: HashedExperts | None = None  # stage 0 only
     n_positions: int = 0  # in a table that the graph looks each row's position up in; 0: it has none

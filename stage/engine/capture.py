@@ -37,7 +37,7 @@ _OF_TARGET_MAX = 3  # errors up to this are about the tensor that is copied
 
 # llama_model_step35::graph gives the last layer's output a second name, which replaces the first.
 _OTHER_NAMES = {"step35": "h_nextn"}
-# Families that have a word of their own for what leaves a layer (llama_model_nemotron_h::graph).
+# Families with another name for the last layer's output (llama_model_nemotron_h::graph).
 _OTHER_WORDS = {**dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "nemotron_h_block_out"), "deepseek4": "l_last"}
 # The node in which an embedding has its final form between two layers: normalised, or repeated as several streams of a
 # row.
@@ -49,7 +49,7 @@ _ENTRIES = {
 
 
 def output_name(artifact: StageArtifact) -> str:
-    """Return the name of what leaves the artifact's last layer."""
+    """Return the name of the output of the artifact's last layer."""
     architecture, last = artifact.architecture, artifact.layer_end - artifact.layer_start - 1
     return _OTHER_NAMES.get(architecture, f"{_OTHER_WORDS.get(architecture, 'l_out')}-{last}")
 

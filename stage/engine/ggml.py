@@ -174,7 +174,7 @@ class Device(NamedTuple):
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether it is a GPU with memory of its own."""
+        """Whether it is a GPU with its own memory."""
         return self.kind == _GPU
 
     @property

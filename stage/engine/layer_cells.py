@@ -193,7 +193,7 @@ def _read(state: Bytes, *, has_values: bool) -> tuple[Shape, list[LayerCells]]:
 
 
 def _order(cells: npt.NDArray[np.void]) -> npt.NDArray[np.intp] | None:
-    """Return in which order the cells stand for the positions 0, 1, 2; None where they do already."""
+    """Return the order in which the cells hold the positions 0, 1, 2; None if they are in that order already."""
     positions = cells["position"]
     if (cells["n_owners"] != 1).any():
         raise ValueError("cells with several owners")

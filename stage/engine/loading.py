@@ -42,7 +42,7 @@ class Load:
         return self._stopped.is_set()
 
     def at(self, work: str, share: float) -> None:
-        """Say that so much (0 to 1) of a piece of work is done. Raises LoadStoppedError if it is not to go on."""
+        """Report progress (0 to 1) of a piece of work. Raises LoadStoppedError if loading has been stopped."""
         if self._stopped.is_set():
             raise LoadStoppedError(work)
         now_s = self._clock_s()
@@ -60,7 +60,7 @@ class Load:
         self._stopped.wait(seconds)
 
     def goes_on(self, work: str, share: float) -> bool:
-        """Say the same where nothing can be raised, as in a call from native code; False if it is not to go on."""
+        """The same where nothing can be raised, as in a call from native code; False if loading has been stopped."""
         try:
             self.at(work, share)
         except LoadStoppedError:

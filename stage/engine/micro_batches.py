@@ -34,7 +34,7 @@ class Cut:
     sizes: tuple[int, ...]
     """Rows of each micro-batch."""
     is_in_order: bool
-    """Whether rows are given and computed as they stand in the step."""
+    """Whether rows are passed and computed in the step's own order."""
 
 
 def cut(lanes: npt.NDArray[np.int32], *, sequential: bool = True, n_tail: int = 0) -> Cut:

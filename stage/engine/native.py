@@ -341,7 +341,7 @@ class NativeEngine:
     # --- lanes --------------------------------------------------------------------------------------------------------
 
     def check_rewind(self, lane: int, position: int) -> None:
-        """Raise PositionGapError where the lane, rewound to `position`, could not go on from there: see `require`.
+        """Raise PositionGapError if the lane, rewound to `position`, could not continue from there: see `require`.
 
         A lane with a recurrent state can be rewound to its checkpoints and to its beginning alone.
         """

@@ -17,7 +17,7 @@ log = logging.getLogger("relayline.stage")
 
 AUTO_BYTES_MAX = 8 << 30  # of host memory; as much as llama-server's prompt cache takes by itself
 KEPT_FREE_PART = 4  # one part of so many of the host's memory stays free
-AUTO_FROM_NS = 100_000_000  # a wait that people notice; what is read sooner is not worth a copy
+AUTO_FROM_NS = 100_000_000  # a noticeable wait; shorter prefills are not worth a copy
 _DIRECTORY = "prefixes"  # below relayline's cache
 
 
@@ -44,7 +44,7 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
 
 
 def spare_memory_bytes() -> int:
-    """Return the memory by which a tier that nobody asked for may grow, below 0 if it should give some back."""
+    """Return the memory by which an automatic tier may grow, below 0 if it should give some back."""
     return (available_memory_bytes() or 0) - (total_memory_bytes() or 0) // KEPT_FREE_PART
 
 

@@ -32,7 +32,7 @@ def place_of(settings: EngineSettings) -> pb.Place:
 
 
 def device_id(device: Device, part: str = "") -> str:
-    """Return what no other device of the host is called. `part`: CUDA_VISIBLE_DEVICES."""
+    """Return a name that no other device of the host has. `part`: CUDA_VISIBLE_DEVICES."""
     found = ggml.bus_id(device) or f"{device.name} {device.description}"
     return f"{found} {part}" if part.startswith(PART_OF_GPU) else found
 
@@ -47,5 +47,5 @@ def host_id() -> str:
 
 
 def idle_gpus() -> tuple[str, ...]:
-    """Return name and model of the GPUs with memory of their own, which a stage without layers on a GPU leaves idle."""
+    """Return name and model of the GPUs with their own memory, which a stage without layers on a GPU leaves idle."""
     return tuple(device.text for device in ggml.list_devices() if device.has_own_memory)

@@ -59,7 +59,7 @@ class _RecentRows:
         self.taken_back.add(lane)
 
     def failed(self) -> None:
-        """Nobody knows how far a step came."""
+        """It is unknown how far a step came."""
         self._of_lane.clear()
 
 
@@ -184,6 +184,6 @@ class RecurrentLanes:
     def copy(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target have the source's checkpoints up to a position; the state itself is copied by llama.cpp."""
         if self.exist:
-            if source_lane not in self._recent.taken_back:  # both share a state until one of them goes on
+            if source_lane not in self._recent.taken_back:  # both share a state until one of them continues
                 self._recent.forget(source_lane)
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)

@@ -39,7 +39,7 @@ class StepBatch:
         """Rows as llama.cpp gets them."""
 
     def bind(self, parts: RowParts, model: Any, n_lanes: int) -> None:
-        """Make the batches. parts: made from `rows`; model: tells how many positions a row has."""
+        """Make the batches. parts: made from `rows`; model: has the number of positions per row."""
         self._parts = parts
         self.places = LanePlaces(n_lanes)
         self._positions_4d: Array | None = None
@@ -76,7 +76,7 @@ class StepBatch:
         return batch
 
     def place_of(self, row: int) -> int:
-        """Return where a row of the step stands in the batch."""
+        """Return a row's place in the batch."""
         if self.cut is None or self.cut.is_in_order:
             return row
         return int(np.flatnonzero(self.cut.given == row)[0])

@@ -41,7 +41,7 @@ class NextSlice:
 
 
 def expected(order: pb.JoinResponse) -> HandOver | None:
-    """Return what an order to prepare says of lanes that change hands at the switch."""
+    """Return an order's part about lanes that are handed over at the switch."""
     change = order.change
     return HandOver(change.number, change.hand_over) if change.HasField("hand_over") else None
 
@@ -81,7 +81,7 @@ class LayerChanges:
         *,
         always_fetch: bool,
     ) -> None:
-        """`config_of(artifact, order)` says what an order leads to."""
+        """`config_of(artifact, order)` returns the configuration for an order."""
         self._served, self._config_of, self._cache, self._always_fetch = served, config_of, cache, always_fetch
         self._preparing: asyncio.Task[None] | None = None
         self._ready: pb.JoinResponse | None = None  # the order that can be switched to

@@ -335,7 +335,7 @@ def _ca_der(pem: str) -> bytes:
 def _csr(key_pem: bytes) -> str:
     key = serialization.load_pem_private_key(key_pem, password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey), "made here"
-    # Who it is for is the coordinator's to say: the request states nothing.
+    # The coordinator decides the name: the request states nothing.
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return request.public_bytes(serialization.Encoding.PEM).decode()
 

@@ -388,7 +388,7 @@ def _error_of(measuring: asyncio.Task[None]) -> RelaylineError:
 
 
 def same_work(one: pb.JoinResponse, other: pb.JoinResponse) -> bool:
-    """Return whether two orders lead to the same engine, so that a loaded one can go on."""
+    """Return whether two orders lead to the same engine, so that a loaded one can continue."""
     return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine, one.coordinator) == (
         other.pipeline_id,
         other.stage_index,

@@ -32,7 +32,7 @@ class StandBy:
     def __init__(
         self, member: Member, stop: asyncio.Future[Any], config_of: ConfigOf, cache: Path, *, always_fetch: bool
     ) -> None:
-        """`config_of(artifact, order)` says what an order leads to."""
+        """`config_of(artifact, order)` returns the configuration for an order."""
         self._member, self._stop = member, stop
         self._config_of, self._cache, self._always_fetch = config_of, cache, always_fetch
         self._coming: asyncio.Task[pb.JoinResponse] | None = None  # the next order
@@ -72,7 +72,7 @@ class StandBy:
         return coming.result()
 
     def _wait(self) -> asyncio.Task[pb.JoinResponse]:
-        """Return what waits for the next order. It stays in place until that order is taken."""
+        """Return the layers that wait for the next order. They stay in place until that order is taken."""
         if self._coming is None:
             self._coming = asyncio.create_task(self._member.changes.get())
         return self._coming

@@ -43,7 +43,7 @@ class Gauges:
     lanes_kept: int
     lanes_total: int
     in_flight_bytes: int  # sent downstream, credit not yet given back
-    window_bytes: int  # what may be
+    window_bytes: int  # the limit
     tier: TierFigures = dataclasses.field(default_factory=TierFigures)
 
     @property

@@ -85,7 +85,7 @@ class StageObserver:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def batches(self, request: pb.BatchesRequest, context: Any) -> pb.BatchesResponse:
-        """Answer with recent batches, put together while envelopes go on between them."""
+        """Answer with recent batches, put together while envelopes continue in between."""
         began_ns = time.monotonic_ns()
         response = pb.BatchesResponse(stage_index=self._stage_index, instance_id=self._instance_id)
         recent = self.ring.recent(request.session_ids, request.limit, request.after_step)
@@ -99,7 +99,7 @@ class StageObserver:
         return response
 
     async def set_telemetry(self, request: pb.SetTelemetryRequest, context: Any) -> pb.SetTelemetryResponse:
-        """Change the level, or leave it when none is named; answers with what holds."""
+        """Change the level, or leave it if none is named; answers with the present one."""
         level = Level.from_wire(request.level)
         if level is not None:
             self.telemetry.level = level

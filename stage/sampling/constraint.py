@@ -87,7 +87,7 @@ class Constraint:
         self._vocabulary, self._grammar = vocabulary, grammar
         self._start, self._n_read = begin(vocabulary, grammar, said, take=True), len(said)
         self._said = list(said)
-        self._first: int | None = None  # position of the first token of these; the first pick tells
+        self._first: int | None = None  # position of the first token of these; the first sample sets it
         self._matcher = self._restarted() if self._start.done() else None
 
     def apply(self, position: int, logits: npt.NDArray[np.float32]) -> None:

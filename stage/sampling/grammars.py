@@ -126,7 +126,7 @@ class Holds:
         return bool(self._held)
 
     def sift(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
-        """Return the frames that may go on now, in order; the others follow once their grammars are ready."""
+        """Return the frames that may continue now, in order; the others follow once their grammars are ready."""
         return [frame for frame in frames if not self._holds(frame)]
 
     def drop_route(self, route_id: int) -> None:

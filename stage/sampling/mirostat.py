@@ -29,7 +29,7 @@ class Mirostat:
         """`mu` is None for a session that has picked nothing. `temperature` is above 0."""
         self._version, self._tau, self._eta, self._temperature = version, tau, eta, temperature
         self._mus = [_as_f32(2 * tau if mu is None else mu)]  # before each of the latest positions, the next one last
-        self._position: int | None = None  # of the next token; the first pick tells
+        self._position: int | None = None  # of the next token; the first sample sets it
 
     @property
     def mu(self) -> float:
@@ -89,5 +89,5 @@ class Mirostat:
 
 
 def _as_f32(value: float) -> float:
-    """Return the number as it travels: so a rebuilt session goes on exactly."""
+    """Return the number in its wire form: so a rebuilt session continues exactly."""
     return float(np.float32(value))

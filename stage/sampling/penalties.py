@@ -72,7 +72,7 @@ class Penalties:
         self._bias_tokens = np.array(tokens, np.int64)
         self._biases = np.array([bias for _, bias in biases], np.float32)
         self._said = list(said)
-        self._position: int | None = None  # of the next token; the first pick tells
+        self._position: int | None = None  # of the next token; the first sample sets it
 
     def apply(self, logits: npt.NDArray[np.float32], position: int, out: npt.NDArray[np.float32]) -> None:
         """Write into `out` the changed logits for the token at `position` (both f32 [n_vocab]).

@@ -45,7 +45,7 @@ from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
 log = logging.getLogger("relayline.stage")
 
-BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope goes on
+BUDGET_S = 8.0  # of one calibration; a ladder stops where its part is spent, and the last slope continues
 DECODE_UNTIL, PREFILL_UNTIL, CONTEXT_UNTIL = 0.35, 0.45, 0.5  # of the budget
 TILE_PART = 0.6  # of it may go into steps of a tile of attention, after the others; else there are none
 PASSES = 3
@@ -78,7 +78,7 @@ FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
 CACHE_VERSION = 10
 MEASURED_ALONE = "alone"  # of a GPU's curves: earlier ones, that other stages may have disturbed, are not used
-CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # a remembered curve is held against; the first step may also read the weights
+CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # compared with a remembered curve; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
 BAD_MOMENT = 1.25  # times as long as now most of these steps took: then it was measured in one
 
@@ -104,10 +104,10 @@ class _Context:
 
 @dataclasses.dataclass(slots=True)
 class StepTimes:
-    """Tells what steps would have taken, had they had their cores for themselves."""
+    """Estimates the time of steps on undisturbed cores."""
 
     n_threads: int
-    """Threads that compute a step; 0 where other devices do, whose time nobody here counts."""
+    """Threads that compute a step; 0 where other devices do, whose time is not counted here."""
     cores_share: float = 0.0
     """Largest part of `n_threads` cores that a step had. A single thread has all of one, or is disturbed."""
     before_each: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ class StepTimes:
 
 
 def step_times(engine: NativeEngine) -> StepTimes:
-    """Return what tells how long this engine's steps take."""
+    """Return the estimator of this engine's step times."""
     return StepTimes(0 if _is_offloaded(engine) else engine.config.settings.n_threads)
 
 
@@ -221,7 +221,7 @@ def _measure_context(
 
 
 def _guess(engine: NativeEngine, row_ns: float) -> _Context:
-    """Return what context costs in lanes with cells of their own, while only a first row's price is known."""
+    """Return the cost of context in lanes with separate cells, while only a first row's price is known."""
     return _Context(row_ns, FURTHER_PART * row_ns if engine.attention.has_scores else 0.0)
 
 

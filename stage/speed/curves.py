@@ -93,7 +93,7 @@ def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
 
 @dataclasses.dataclass(slots=True)
 class Curves:
-    """What one stage knows of its own speed."""
+    """A stage's knowledge of its own speed."""
 
     decode: CostCurve = dataclasses.field(default_factory=CostCurve)
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)

@@ -19,7 +19,7 @@ class Gate:
         self._holds = Holds(sessions.begin_grammar, lambda frames: push(self._restores.sift(frames)))
 
     def sift(self, frames: list[QueuedFrame], *, opens: bool) -> list[QueuedFrame]:
-        """Return the frames that may go on now, in order. `opens`: whether some bring a session's options."""
+        """Return the frames that may continue now, in order. `opens`: whether some bring a session's options."""
         return self._restores.sift(self._holds.sift(frames) if opens or self._holds else frames)
 
     def drop_route(self, route_id: int) -> None:

@@ -24,7 +24,7 @@ Key = tuple[int, int]  # (route id, session id)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HandedLane:
-    """What a session has in some layers."""
+    """A session's cells in some layers."""
 
     route_id: int
     session_id: int
@@ -69,7 +69,7 @@ class Handing:
         self._lanes, self._saver = lanes, saver
 
     def close(self) -> None:
-        """The engine is about to be freed: whoever still asks gets nothing."""
+        """The engine is about to be freed: later requests get nothing."""
         self._saver = None
 
     def forms(self) -> tuple[Form, ...]:

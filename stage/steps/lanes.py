@@ -30,7 +30,7 @@ class Lane:
     session_id: int
     route_id: int
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
-    is_kept: bool = False  # nobody waits for the session: see SessionOptions.kept
+    is_kept: bool = False  # no stream waits for the session: see SessionOptions.kept
     is_left: bool = False  # its epoch has ended; the next one may continue from its rows
 
     @property
@@ -202,5 +202,5 @@ class LaneTable:
 
 
 def _not_open(session_id: int) -> SessionError:
-    """What an epoch has left is not open either, before the next one opens it."""
+    """A lane left by an epoch is not open either, before the next one opens it."""
     return SessionError(f"session {session_id:x} is not open on this stage")

@@ -182,5 +182,5 @@ def wanted_rows(frame: QueuedFrame) -> list[int]:
 
 
 def drafts_of(frames: list[QueuedFrame]) -> list[int]:
-    """Return the tokens of all drafted rows, in order, as they go on to the next stage."""
+    """Return the tokens of all drafted rows, in order, for the next stage."""
     return [token for frame in frames for token in frame.draft_tokens]

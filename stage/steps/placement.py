@@ -33,7 +33,7 @@ def grid_at(placed: Placed) -> Grid:
 
 
 def run_length(placed: list[Placed], at: int) -> int:
-    """Return how many frames from `at` on stand behind each other in one received message."""
+    """Return how many frames from `at` on are adjacent in one received message."""
     first = placed[at].frame
     payload, end_row = first.payload, first.first_row + first.n_rows
     run = 1
@@ -47,7 +47,7 @@ def run_length(placed: list[Placed], at: int) -> int:
 
 
 def heads_of(forwarded: list[QueuedFrame]) -> list[Head]:
-    """Return the headers of frames that go on to the next stage; sealing fills the checksums in."""
+    """Return the headers of frames for the next stage; sealing fills the checksums in."""
     return [
         (f.session_id, f.epoch, f.position, f.n_rows, f.flags, f.argument, 0, f.arrived_ns, f.trace) for f in forwarded
     ]

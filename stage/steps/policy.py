@@ -161,7 +161,7 @@ def _of_envelope(frames: Sequence[QueuedFrame], envelope: int, taken: int, max_r
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a stage knows that policies go by."""
+    """The stage's facts that policies use."""
 
     max_rows: int
     """Rows of one native step."""

@@ -24,7 +24,7 @@ class Restores:
         self._waiting: dict[tuple[int, int], list[QueuedFrame]] = {}  # who copies from one another share a list
 
     def sift(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
-        """Return the frames that may go on now, in order; the others follow once their states have been read."""
+        """Return the frames that may continue now, in order; the others follow once their states have been read."""
         if not self._waiting and not any(frame.flags & Flag.RESTORE for frame in frames if not frame.n_rows):
             return frames
         going: list[QueuedFrame] = []

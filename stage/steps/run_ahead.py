@@ -44,7 +44,7 @@ _Key = tuple[int, int]  # QueuedFrame.session_key
 
 @dataclasses.dataclass(slots=True)
 class _Stream:
-    """What a session will probably ask for next."""
+    """A session's probable next request."""
 
     position: int = 0
     token: int = 0
@@ -60,7 +60,7 @@ class _Stream:
         return self.is_due and not self.sits_out
 
     def arrived(self, frame: QueuedFrame) -> None:
-        """Compare what was expected with a frame that came."""
+        """Compare the expected frame with one that came."""
         if not self.is_due:
             return
         self.is_due = False
@@ -108,7 +108,7 @@ class RunAhead:
         self.n_used = self.n_dropped = 0  # rows computed ahead, by what became of them
         self._n_reported = 0  # of those that were dropped
 
-    # --- what is computed ahead ---------------------------------------------------------------------------------------
+    # --- rows ahead ---------------------------------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
@@ -117,7 +117,7 @@ class RunAhead:
 
     @property
     def lanes(self) -> frozenset[int]:
-        """The lanes that hold a row that nobody has asked for yet."""
+        """The lanes that hold a row that was not asked for yet."""
         rows = {} if self._computed is None else self._computed.rows
         return frozenset([item.lane.index for item in rows.values()])
 
@@ -274,7 +274,7 @@ class RunAhead:
         return result
 
     def _riders(self, part: Step) -> list[QueuedFrame]:
-        """Return the rows that are computed beside the rows of a step, and take all other rows ahead back."""
+        """Return the rows that are computed with the rows of a step, and take all other rows ahead back."""
         waiting = {} if self._computed is None else self._computed.rows
         self._computed = None
         self._drop(waiting.values())
@@ -289,7 +289,7 @@ class RunAhead:
         return self._frames(keys, self._room(part.n_rows), part.taken_ns)
 
     def _expect(self, result: StepResult) -> None:
-        """Note what the streams of a step will ask for next, and tell what was computed in vain."""
+        """Note the next expected frames of a step's streams, and report rows computed in vain."""
         result.n_dropped, self._n_reported = self.n_dropped - self._n_reported, self.n_dropped
         members = {frame.session_key: frame for frame in result.members}
         for output in result.outputs:

@@ -133,7 +133,7 @@ class Runner:
             self._bell.close()
 
     def _refuse_calls(self) -> None:
-        """Answer every waiting `call`; nobody may wait for a thread that has ended."""
+        """Answer every waiting `call`; none may wait for a thread that has ended."""
         with self._bell.lock:
             self._stopping = True
             calls, self._calls = self._calls, []
@@ -182,7 +182,7 @@ class Runner:
             self._loop.call_soon_threadsafe(self._hand_over, result)
 
     def _work_ahead(self) -> None:
-        """Compute rows that nobody has asked for yet, while nothing waits."""
+        """Compute rows that were not asked for yet, while nothing waits."""
         step = self._ahead.next_step(time.monotonic_ns())
         if step is None:
             return

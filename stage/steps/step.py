@@ -153,7 +153,7 @@ class StepExecutor:
         result.started_ns = time.monotonic_ns()
         try:
             frames = result.step.frames
-            if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows stand behind all others
+            if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows come after all others
                 _decode_prompts(self.engine, n_rows, placed, meanwhile)
             else:
                 self.engine.decode(n_rows, meanwhile=meanwhile)
@@ -241,12 +241,12 @@ class StepExecutor:
     # --- controls and placement ---------------------------------------------------------------------------------------
 
     def _current(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
-        """Leave out frames whose epoch ended while they waited: nobody is left to tell."""
+        """Leave out frames whose epoch ended while they waited: no coordinator expects an answer."""
         routes = self.routes
         return [f for f in frames if (wiring := routes.get(f.route_id)) is not None and wiring.epoch == f.epoch]
 
     def _apply_control(self, outputs: dict[int, RouteOutput], frame: QueuedFrame) -> bool:
-        """Apply a control; returns whether it goes on downstream."""
+        """Apply a control; returns whether it is passed on downstream."""
         try:
             self.sessions.control(frame)
         except RelaylineError as error:
@@ -349,7 +349,7 @@ class StepExecutor:
         else:
             np.copyto(out, rows)
 
-    # --- what leaves --------------------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------------------
 
     def _output(self, outputs: dict[int, RouteOutput], route_id: int) -> RouteOutput:
         if route_id not in outputs:

@@ -117,7 +117,7 @@ class StepResult:
     error: str = ""  # label of the error with which the native decode failed
     context: bytes = trace_context.NONE  # 25 bytes, of the batch's span; zeros when none is recorded
     # Of rows computed ahead, see stage.steps.run_ahead:
-    riding: list[Placed] = dataclasses.field(default_factory=list)  # rows of the decode that nobody has asked for yet
+    riding: list[Placed] = dataclasses.field(default_factory=list)  # rows of the decode that were not asked for yet
     computed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # all frames of the decode
     is_ahead: bool = False  # the decode began before these frames came
     is_reported: bool = False  # some result has the decode's time
@@ -167,7 +167,7 @@ class Snapshot(NamedTuple):
     lanes_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
     queued_frames: int = 0  # waiting for a step, controls included
     queued_rows: int = 0
-    running: Step | None = None  # the engine's present work; nobody changes a step that was taken
+    running: Step | None = None  # the engine's present work; a taken step is never changed
 
 
 @dataclasses.dataclass(slots=True)

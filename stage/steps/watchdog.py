@@ -31,7 +31,7 @@ class StepWatch:
         self._n_looks = self._n_looks_max = 0
 
     def look(self, step: Step | None) -> NativeError | None:
-        """Say what runs now; call it every LOOK_EVERY_S. Returns why the stage should end, once it should."""
+        """Report the present step; call it every LOOK_EVERY_S. Returns why the stage should end, once it should."""
         if step is None or step is not self._step:
             self._step, self._n_looks = step, 0
             self._n_looks_max = math.ceil(self._limit_s(step) / LOOK_EVERY_S) if step else 0

@@ -29,7 +29,7 @@ GRAMMAR_STEP_ITEMS_MAX = 5_000  # of the same for all tokens that may come next:
 # many tokens behind which it may be complete. 30,000 take 6 ms.
 GRAMMAR_EXPRESSION_ITEMS_MAX = 60_000
 GRAMMAR_LEXER_FUEL_MAX = 50_000  # llguidance's measure of work on regular expressions, for one token: under 20 ms
-GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens tells them all
+GRAMMAR_TOKENS_MAX = 32_768  # tokens that a session with a grammar may generate: each of its opens carries them all
 PLAIN_OPTIONS_BYTES_MAX = 7_168  # serialized SessionOptions of one open frame, of a session without a grammar
 OPTIONS_BYTES_MAX = 256 * 1024  # of any session
 OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one envelope; further ones follow in another
@@ -74,7 +74,7 @@ ERROR_TEXT_BYTES_MAX = 2_000  # longer native messages are cut; percent-encoded 
 PEER_TEXT_CHARS_MAX = ERROR_TEXT_BYTES_MAX  # of what another process says, in a log, an answer or on a terminal
 PEER_NAME_CHARS_MAX = 128  # of a name that it says: of a stage, a host, a version, an instance
 LOG_VALUE_CHARS_MAX = 4_000  # of one line's text and of each of its fields, from any source
-STORED_RESPONSES_MAX = 1_024  # of /v1/responses, kept for clients that go on from them
+STORED_RESPONSES_MAX = 1_024  # of /v1/responses, kept for clients that continue them
 STORED_RESPONSES_BYTES_MAX = 64 * 1024 * 1024  # of all of them
 LOGPROBS_MAX = 20  # the OpenAI API's ceiling for top_logprobs
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LAYOUTS = ("unified", "per-lane")
-KV_LAYOUTS = ("auto", *LAYOUTS)  # what may be asked for
+KV_LAYOUTS = ("auto", *LAYOUTS)  # the possible settings
 LONG_LANE_TOKENS = 1_024  # from which on a lane is taken for one whose stream grows long
-# Architectures on which llama.cpp aborts where lanes have cells of their own (ggml_can_repeat in the model's graph).
+# Architectures on which llama.cpp aborts if lanes have separate cells (ggml_can_repeat in the model's graph).
 UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
 # For these, llama.cpp gives each lane its own cells whatever the setting, each lane with as many as all lanes together
 # would share.

@@ -13,7 +13,7 @@ class Phase(enum.StrEnum):
     """What clients get from a pipeline."""
 
     STARTING = "starting"
-    """Its processes are being started; nobody answers yet."""
+    """Its processes are being started; none answers yet."""
     LOADING = "loading"
     """The coordinator answers; the stages have not all been there yet. Requests are refused."""
     READY = "ready"

@@ -33,7 +33,7 @@ def credential() -> Credential | None:
 
 
 def caller() -> Identity | None:
-    """Return who makes the call that is being handled, as far as `credential` tells."""
+    """Return the caller of the call being handled, as far as its credential states it."""
     shown = _CALLER.get()
     return shown.identity if shown is not None else None
 

@@ -100,7 +100,7 @@ class Proof(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """Who may make one call."""
+    """The permitted callers of one call."""
 
     roles: frozenset[Role]
     """Roles that a certificate may state."""
@@ -150,5 +150,5 @@ _HEALTH = Call(ANYBODY, Proof.NONE)
 
 
 def call_named(method: str) -> Call | None:
-    """Return who may call a method, or None if no role may."""
+    """Return the roles that may call a method, or None if none may."""
     return _HEALTH if method.startswith(HEALTH_PREFIX) else CALLS.get(method)

@@ -223,7 +223,7 @@ async def first_reply(
     HANDSHAKE_TRIES times: nothing has been accepted yet. Raises grpc.aio.AioRpcError.
     """
     for n_left in reversed(range(HANDSHAKE_TRIES)):
-        # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and goes on.
+        # Replies are parsed later: grpc.aio turns one that its deserializer refuses into None and continues.
         call = channel.stream_stream(path, request_serializer=None, response_deserializer=None)(metadata=metadata)
         try:
             try:

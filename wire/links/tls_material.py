@@ -84,7 +84,7 @@ def check_pair(cert: Path, key: Path, now: datetime.datetime | None = None) -> N
 
 
 def first_fault(ca: Path, cert: Path) -> Reason | None:
-    """Return the fault of its own for which a client with this material is refused, None if none shows here."""
+    """Return the fault for which a client with this material is refused, None if none shows here."""
     try:
         authorities, own = _certificates(_read(ca), ca), read_certificate(cert)
     except UsageError:

@@ -106,7 +106,7 @@ def check_model(path: Path, entries: Mapping[str, KeyValue], tensors: Iterable[T
 
 
 def tensor_problems(tensors: Iterable[Tensor]) -> Iterator[str]:
-    """Yield what no product, sum or norm of llama.cpp's takes."""
+    """Yield the tensors that no product, sum or norm of llama.cpp takes."""
     for tensor in tensors:
         kind = tensor.type_name
         if "tid2eid" in tensor.name:  # numbers of experts by token, which are looked up

@@ -245,7 +245,7 @@ class Message(Protocol):
 
     @property
     def more(self) -> Any:
-        """Text by name, for settings without a field of their own."""
+        """Text by name, for settings without a field."""
 
 
 def write_message(settings: Settings, message: Message) -> None:

@@ -85,14 +85,14 @@ class LlamaBody(CompletionBody, kw_only=True):
 class InfillBody(LlamaBody, kw_only=True):
     """POST /infill."""
 
-    prompt: str | None = None  # stands behind the prefix
+    prompt: str | None = None  # comes after the prefix
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[Chunk], Meta(max_length=EXTRA_MAX)] | None = None
 
 
 class AnswerOptions(Struct):
-    """What an answer repeats of its body."""
+    """The parts of a body that its answer repeats or obeys."""
 
     settings: dict[str, Any]
     texts: list[str]  # of the prompts
@@ -140,7 +140,7 @@ def read_infill(raw: bytes | bytearray, tokenizer: Tokenizer, ctx_tokens: int) -
 
 
 def filled_in(tokenizer: Tokenizer, prefix: str, suffix: str, more: str = "", param: str = "input_prefix") -> list[int]:
-    """Return the prompt that asks for what stands between two texts. Raises NotServedError, ContextLengthError."""
+    """Return the prompt that asks for the text between two texts. Raises NotServedError, ContextLengthError."""
     tokens = tokenizer.fill_in
     if tokens is None:
         raise NotServedError("suffix: this model has no fill-in-the-middle tokens; send none")

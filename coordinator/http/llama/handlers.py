@@ -26,7 +26,7 @@ class LlamaHandlers(Handlers):
         return await self._answer("llama", request)
 
     async def infill(self, request: web.Request) -> web.StreamResponse:
-        """POST /infill: what stands between two texts, for models whose vocabulary has tokens for that."""
+        """POST /infill: the text between two texts, for models whose vocabulary has tokens for that."""
         return await self._answer("infill", request)
 
     async def slots(self, request: web.Request) -> web.StreamResponse:

@@ -58,7 +58,7 @@ class OutputConfig(Struct, kw_only=True):
 
 
 class MessagesBody(Struct, kw_only=True):
-    """POST /v1/messages. None stands for absent."""
+    """POST /v1/messages. None means absent."""
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MESSAGES_MAX)]

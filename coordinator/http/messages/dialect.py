@@ -153,7 +153,7 @@ def _tokens(usage: Usage) -> tuple[int, int, int]:
 
 
 def _usage(n_prompt: int, n_cached: int, n_output: int) -> dict[str, Any]:
-    """Return the counts of a message; in the event that ends one, fewer are told."""
+    """Return the counts of a message; the event that ends one has fewer."""
     further = {"cache_creation": None, "inference_geo": None, "service_tier": "standard"}
     return _counts(n_prompt, n_cached, n_output) | further
 

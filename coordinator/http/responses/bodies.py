@@ -29,7 +29,7 @@ class TextConfig(Struct):
 
 
 class ResponsesBody(Struct, kw_only=True):
-    """POST /v1/responses. None stands for absent."""
+    """POST /v1/responses. None means absent."""
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=ITEMS_MAX)] | None = None

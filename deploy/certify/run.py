@@ -272,7 +272,7 @@ class _Certification:
             raise asyncio.CancelledError
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        """Run blocking work; a cancelled caller goes on only after the work has noticed and ended."""
+        """Run blocking work; a cancelled caller continues only after the work has noticed and ended."""
         work = asyncio.ensure_future(asyncio.to_thread(function))
         try:
             return await asyncio.shield(work)

@@ -26,7 +26,7 @@ from relayline.wire.common.phase import Phase
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A pipeline that serves, and how its manifest differs from what runs."""
+    """A serving pipeline, and how its manifest differs from the running one."""
 
     launched: Launched
     running: Manifest

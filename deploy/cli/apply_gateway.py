@@ -143,9 +143,9 @@ def _inner(plan: GatewayPlan, member: Member) -> tuple[Launch, StateDir]:
 def change(
     plan: GatewayPlan, launched: Launched, differs: GatewayDifference, again: Sequence[str] = (), *, as_json: bool
 ) -> None:
-    """Have the supervisor change what is behind the gateway, and wait until it has. `again`: what it starts again.
+    """Have the supervisor change the pipelines behind the gateway, and wait until it has.
 
-    Raises StartError where a pipeline does not come up.
+    `again`: those that restart. Raises StartError if a pipeline does not come up.
     """
     directory = launched.directory
     if directory.more.exists():
@@ -179,7 +179,7 @@ def change(
 
 
 async def _until_changed(plan: GatewayPlan, launched: Launched, new: Sequence[str], *, as_json: bool) -> None:
-    """Wait for the supervisor, which removes what was left for it; print what has to be run on other hosts."""
+    """Wait for the supervisor, which removes the file with its orders; print the commands for other hosts."""
     shown: set[str] = set()
     before = {record.name: record.pid for record in launched.state.processes}
     while launched.directory.more.exists():
@@ -205,7 +205,7 @@ def _tell_serving(directory: StateDir, names: Collection[str], pids: dict[str, i
 
 
 def _tell_lines(plan: GatewayPlan, name: str, shown: set[str], *, as_json: bool) -> None:
-    """Print, once, what is to be run on other hosts for a pipeline that starts; nothing for one elsewhere."""
+    """Print, once, the commands for other hosts of a pipeline that starts; nothing for one elsewhere."""
     state = plan.started.state_of(name).load()
     for record in state.processes if state is not None and not state.phase.has_ended else ():
         if record.command and record.state is HostState.WAITING and record.command not in shown:

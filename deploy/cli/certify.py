@@ -139,7 +139,7 @@ async def _until_stopped(config: CertifyConfig, facts: ModelFacts, stopping: asy
 
 @contextlib.contextmanager
 def _progress_bar(config: CertifyConfig, facts: ModelFacts) -> Iterator[ProgressCallback]:
-    """Yield a callback that draws a bar if stderr is a terminal; say there, too, what goes to disk."""
+    """Yield a callback that draws a bar if stderr is a terminal; there it also prints writes to the disk."""
     from relayline.deploy.certify.run import disk_needed
 
     console = Console(stderr=True)

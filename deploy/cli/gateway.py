@@ -133,7 +133,7 @@ def _backend(text: str, at: int, key: str) -> Any:
 
 
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
-    """Launch what a gateway's manifest describes. Raises UsageError, StartError."""
+    """Launch the pipelines of a gateway's manifest. Raises UsageError, StartError."""
     from relayline.deploy.cli.apply_gateway import applied_gateway
     from relayline.deploy.launch.behind import check_ports
     from relayline.deploy.launch.detach import Report, start_detached

@@ -88,9 +88,9 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 
 
 def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | None = None) -> JoinConfig | None:
-    """Return how stages join, None where their addresses are given. Raises UsageError for both, or neither.
+    """Return how stages join, None if their addresses are given.
 
-    `known`: who holds layers since an earlier coordinator served.
+    Raises UsageError for both, or neither. `known`: the holders of layers since an earlier coordinator served.
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage

@@ -44,7 +44,7 @@ class Request:
     tokens: list[int] = dataclasses.field(default_factory=list)
     token_ns: list[int] = dataclasses.field(default_factory=list)  # one entry per token
     error: str = ""
-    prediction: Sequence[int] = ()  # what the answer is said to be like; relayline alone reads it
+    prediction: Sequence[int] = ()  # the expected answer; only relayline reads it
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the body, before a greedy completion's own
 
     @property

@@ -245,7 +245,7 @@ def serve_command(**given: Any) -> None:
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
-    from_parameters(EngineSettings, given)  # what no stage would take is refused before anything is done with others
+    from_parameters(EngineSettings, given)  # settings that no stage would take are refused before anything starts
     (host, port), https = given["http"], http_tls_from(given)
     if given["exit_with_stdin"]:
         watch_stdin()
@@ -287,7 +287,7 @@ def serve_command(**given: Any) -> None:
 def _announcers(
     *, as_json: bool
 ) -> tuple[Callable[[Ready], None], Callable[[Joinable], None], Callable[[Place], None]]:
-    """Return what tells a supervisor, or a person, that clients are served, that stages may join, and who did."""
+    """Return the callback that reports to a supervisor, or a person: serving clients, joinable, joined stages."""
 
     def on_ready(ready: Ready) -> None:
         announce(

@@ -84,7 +84,7 @@ def _put(
     *,
     force: bool,
 ) -> None:
-    """Print the rendered files, or write them with what belongs beside them."""
+    """Print the rendered files, or write them with their companions."""
     if output is None:
         click.echo("---\n".join(files.values()), nl=False)
         return

@@ -34,7 +34,7 @@ Announce = Callable[[dict[str, Any]], None]
 
 
 def announce_survey(*, as_json: bool) -> Announce:
-    """Return what tells a supervisor, or a person, how far a survey is."""
+    """Return the callback that reports a survey's progress to a supervisor, or a person."""
 
     def announce(event: dict[str, Any]) -> None:
         if as_json:
@@ -74,7 +74,7 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
         raise click.exceptions.Exit(0)
     planned, record = found
     write_plan(plan_file, record)
-    if given["settle"] is not None:  # then one that is started again finds fixed layers, and goes on with them
+    if given["settle"] is not None:  # a restarted one then finds fixed layers, and continues with them
         write_settled(planned.manifest, given["settle"])
     given["manifest"], given["directory"] = planned.manifest, planned.directory
     given["join_listen"] = (given["join_listen"][0], _port(planned.join))
@@ -92,7 +92,7 @@ def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def teller(manifest: Manifest | None, plan_file: Path | None) -> Callable[[PoolState], dict[str, Any] | None]:
-    """Return what tells why stages have their layers once these have moved, and keeps it in the place of the plan."""
+    """Return the function that explains moved layers, and keeps its result in place of the plan."""
     model = manifest.model_path if manifest is not None else None
 
     def tell(state: PoolState) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ INTERVAL_MIN_S, INTERVAL_MAX_S = 0.2, 60.0
 KEYS_BYTES_MAX = 64
 BAR_CELLS = 16
 NAME_CELLS = 24
-WIDE_CELLS = 112  # below this width close reasons have lines of their own, and names are shorter
+WIDE_CELLS = 112  # below this width close reasons have separate lines, and names are shorter
 NAME_CELLS_NARROW = 17
 COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
 # Of GET /v1/pipeline: what else answers there has none of them.

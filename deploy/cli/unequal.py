@@ -36,7 +36,7 @@ def idle_line(described: dict[str, Any]) -> str:
 
 
 def gateway_lines(pipelines: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each pipeline behind a gateway: how it is, what it serves and has to do, and where it is."""
+    """Return a line for each pipeline behind a gateway: its state, models, work and address."""
     width = max((len(each["name"]) for each in pipelines), default=0)
     lines = []
     for each in pipelines:

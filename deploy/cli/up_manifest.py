@@ -32,7 +32,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     of preparing the model.
     """
     for table in (EngineSettings, ServingSettings, TelemetrySettings):
-        from_parameters(table, given)  # what no process would take is refused before anything is loaded
+        from_parameters(table, given)  # impossible settings are refused before anything is loaded
     http_tls_from(given)
     is_flag = given["target"] is None and given["model"] is not None
     if not is_flag and (gateway := gateway_of(given["target"], Path.cwd())) is not None:

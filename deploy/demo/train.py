@@ -220,7 +220,7 @@ class Run:
         self.step, self.elapsed_s = 0, 0.0
 
     def load(self) -> bool:
-        """Go on from the checkpoint, if there is one."""
+        """Continue from the checkpoint, if there is one."""
         checkpoint = self._work / "checkpoint.pt"
         if not checkpoint.exists():
             return False

@@ -35,9 +35,9 @@ async def examine_gateway(
     *,
     deep: bool = False,
 ) -> list[Finding]:
-    """Examine this machine and what a gateway's manifest names.
+    """Examine this machine and everything that a gateway's manifest names.
 
-    `pipelines`: those behind it, this machine's hosts as `localhost`; `launched`: what was launched here, by name.
+    `pipelines`: those behind it, this machine's hosts as `localhost`; `launched`: those launched here, by name.
     """
     directory = state_root() / gateway.name
     patients = {

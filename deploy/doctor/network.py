@@ -169,7 +169,7 @@ async def look_coordinator(url: str) -> list[Finding]:
 
 
 def _phase_of(body: bytes) -> str:
-    """Return the phase that a coordinator's /health tells, empty where it tells none."""
+    """Return the phase in a coordinator's /health, empty if there is none."""
     try:
         answer = json.loads(body)
     except ValueError:

@@ -88,7 +88,7 @@ class Board:
             try:
                 self._directory.store(state)
             except OSError as error:
-                # What runs goes on; only `status` sees an older state until there is room again.
+                # The pipeline keeps running; only `status` sees an older state until there is room again.
                 log.warning("the state cannot be stored: %s", error)
 
 

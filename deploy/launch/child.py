@@ -123,7 +123,7 @@ class Child:
             try:
                 self._take_line(line.decode(errors="replace").rstrip(), is_stdout=is_stdout)
             except OSError:
-                continue  # who was shown the lines has gone, as a terminal that was closed; the child works on
+                continue  # the reader of the lines has gone, such as a closed terminal; the child continues
             except Exception:
                 log.exception("a line of %s could not be handled", self.name)
 

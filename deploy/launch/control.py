@@ -22,7 +22,7 @@ from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir, 
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
-ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for what runs now; it asks its stages for up to two seconds
+ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for the running state; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
 REFUSED = "the coordinator answers"  # and without some of the requested parts
 KILL_WAIT_S = 10.0
@@ -139,7 +139,7 @@ def _held(stage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(kept: dict[str, Any] | None, live: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return who got which layers and why, if it is about what runs; None for a plan that layers moved away from."""
+    """Return which stage got which layers and why, if that is the running state; None for an outdated plan."""
     planned = (live.get("planned") if live is not None else None) or kept
     if planned is None or live is None:
         return planned

@@ -37,7 +37,7 @@ class Difference:
     others: tuple[Change, ...]
     """What needs a new start."""
     added: tuple[Stage, ...] = ()
-    """Stages that join what runs."""
+    """Stages that join the running pipeline."""
 
 
 def difference(
@@ -72,7 +72,7 @@ def difference(
         if before.get(key) != after.get(key) and not key.endswith("].layers")
     )
     if names != list(holders if holders is not None else names):
-        return Difference((), cuts, others, added)  # others stand in for some: there is nothing to compare
+        return Difference((), cuts, others, added)  # others have taken their places: there is nothing to compare
     edges = (0, *cuts, n_layers)
     ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
     new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(wanted.fixed_cuts(), cuts, strict=True))
@@ -102,7 +102,7 @@ def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
 
 
 def _settled_like(running: Manifest, wanted: Manifest) -> Manifest:
-    """Return the manifest with every choice made but that of layers, which are taken from what runs."""
+    """Return the manifest with every choice made except layers, which are those of the running pipeline."""
     assert wanted.model_path is not None
     ranges = [stage.layer_range or (0, 1) for stage in running.stages]
     ranges += [(0, 1)] * (len(wanted.stages) - len(ranges))

@@ -38,7 +38,7 @@ def keep_plan(manifest: Manifest, model: Path, path: Path) -> None:
 
 
 def plan_event(manifest: Manifest, path: Path) -> dict[str, Any] | None:
-    """Return the event that tells who gets which layers and why; None where hosts gave nothing to choose, or later."""
+    """Return the event that explains the plan; None if there was nothing to choose from hosts, or it comes later."""
     planned = read_plan(path)
     if planned is None or None not in manifest.fixed_cuts() or all(stage.is_local for stage in manifest.stages):
         return None

@@ -23,7 +23,7 @@ class GatewayDifference:
     added: tuple[Member, ...]
     removed: tuple[Member, ...]
     changed: tuple[Member, ...]
-    """As they are to be: what runs under these names ends, and these begin."""
+    """In their new form: the running ones of these names end, and these begin."""
     staying: tuple[Member, ...]
     others: tuple[str, ...]
     """Fields of the gateway itself; they take a restart."""
@@ -68,7 +68,7 @@ def _facts(manifest: GatewayManifest, member: Member) -> tuple[Any, ...]:
 
 
 def _own(manifest: GatewayManifest) -> dict[str, Any]:
-    """Return what the manifest says of the gateway itself, with paths in full."""
+    """Return the manifest's part on the gateway itself, with full paths."""
     spec = manifest.spec
     values = {f"http.{key}": value for key, value in spec.http.model_dump(mode="json", by_alias=True).items()}
     if spec.http.tls is not None:

@@ -115,7 +115,7 @@ class Keeper:
                 log.warning("the gateway was not changed: %s", error)
             finally:
                 self._directory.restart.unlink(missing_ok=True)
-                self._directory.more.unlink(missing_ok=True)  # whoever asked waits for that
+                self._directory.more.unlink(missing_ok=True)  # the caller waits for that
 
     async def _change(self, served: ServedGateway) -> None:
         """Bring the gateway to the state of the manifest that was left for it. Raises as `plan_members`.
@@ -146,7 +146,7 @@ class Keeper:
 
     async def _roll(self, served: ServedGateway, planned: Sequence[MemberPlan]) -> None:
         """Replace pipelines one after the other. If one doesn't come up, those behind it stay as they are."""
-        waiting = sorted(planned, key=lambda each: each.local is not None)  # what is started elsewhere takes no time
+        waiting = sorted(planned, key=lambda each: each.local is not None)  # pipelines started elsewhere take no time
         for each in waiting:
             if each.local is not None:
                 self.board.set_process(each.local.name, is_behind=True)
@@ -186,7 +186,7 @@ class Keeper:
         self.board.remove(self._record_name(name))
 
     async def _retire(self, served: ServedGateway, name: str, *, is_failed: bool = False) -> None:
-        """Let what leaves end its requests, then end it."""
+        """Let the leaving pipelines finish their requests, then end them."""
         await served.forget_leaving(name)
         if (kept := self._kept.pop(name, None)) is not None:
             await self._end(kept)

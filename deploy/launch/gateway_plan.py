@@ -86,7 +86,7 @@ class MemberPlan:
 def plan_gateway(
     manifest: GatewayManifest, source: Path, name: str, state_dir: Path, log_flags: Sequence[str] = ()
 ) -> GatewayPlan:
-    """Return what is to be started under this name.
+    """Return the plan of the gateway of this name.
 
     Raises UsageError for manifests and files that cannot be used, OSError for those that cannot be read.
     """

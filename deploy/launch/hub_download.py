@@ -51,7 +51,7 @@ def load_blob(repo: str, file: str, revision: str) -> None:
 
 @contextlib.contextmanager
 def _partial(path: Path) -> Iterator[BinaryIO]:
-    """Open what an earlier attempt left, at its end; waits for another process that is loading the same."""
+    """Open an earlier attempt's file, at its end; waits for another process that downloads the same."""
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

@@ -32,7 +32,7 @@ class KeptLayers(msgspec.Struct, frozen=True):
 
 
 def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
-    """Return the file's record of who holds which layers, None without one.
+    """Return the file's record of the holders and their layers, None without one.
 
     `base`: the split that the coordinator was started with.
     """

@@ -70,7 +70,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
-    """What a launch starts with."""
+    """Everything that a launch starts with."""
 
     manifest: Manifest
     """With every path in full and every choice made, but for layers that a survey is to decide."""

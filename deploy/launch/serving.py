@@ -135,15 +135,15 @@ class ServedSplit:
 
     directory: Path
     n_stages: int
-    """Of the split that it was told to serve, which layers may have moved away from since."""
+    """Of the split given at the start, from which layers may have moved since."""
     known: PoolState | None
-    """Who holds which layers since; None for nothing that differs."""
+    """The holders and their layers since then; None for no difference."""
     cut_model: Cut | None
-    """Splits the model anew."""
+    """Splits the model again."""
     read_shape: ReadShape | None
-    """Tells the model's sizes."""
+    """Returns the model's sizes."""
     on_moved: Callable[[PoolState], None] | None
-    """Keeps who holds which layers."""
+    """Keeps the holders and their layers."""
 
 
 def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:

@@ -43,7 +43,7 @@ LAYERS_FILE = "layers.json"
 PLAN_FILE = "plan.json"
 MORE_FILE = "more.json"
 RESTART_FILE = "restart.json"
-MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that there is such a file
+MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that such a file exists
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 

@@ -247,7 +247,7 @@ class Supervisor:
         return address_of(self.plan.advertised_host, int(port)) if host in ("0.0.0.0", "[::]") else address
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Take what the coordinator tells of itself and of its stages."""
+        """Take the coordinator's report of itself and its stages."""
         if event["event"] in ("joinable", "surveying"):
             # It comes back where clients and stages look for it. During a survey there is no API yet.
             url = event.get("url", "")
@@ -272,7 +272,7 @@ class Supervisor:
         name, address = event["name"], event.get("address") or ""
         was, known = self.board[name].state, HostState(event["state"])
         if name in self._stages:
-            # What runs here is seen at first hand; the coordinator only knows what a starting stage is busy with.
+            # Stages here are seen at first hand; the coordinator only knows a starting stage's present work.
             at_work = (HostState.MEASURING, HostState.FETCHING, HostState.LOADING)
             if (known in at_work and was in (HostState.STARTING, *at_work)) or known in IDLE:
                 self.board.set_process(name, state=known)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def with_more(running: Manifest, stages: Sequence[Stage]) -> Manifest:
-    """Return the settled manifest of what runs, with these stages too, which hold nothing yet."""
+    """Return the settled manifest of the running pipeline with these stages added, which hold nothing yet."""
     spec = running.spec.model_copy(update={"spares": (*running.spares, *stages)})
     return running.model_copy(update={"spec": spec}).with_directory(running.directory)
 

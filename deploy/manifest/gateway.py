@@ -28,7 +28,7 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$", max_len
 
 
 class Place(Part):
-    """Where one pipeline is, besides what it runs."""
+    """The address of a pipeline that runs elsewhere, and its credentials."""
 
     url: Url | None = None
     """Address of a pipeline that runs elsewhere, as http://10.0.0.7:8080."""
@@ -64,7 +64,7 @@ class PipelineEntry(Place):
     name: Annotated[DnsLabel, Field(max_length=NAME_CHARS_MAX)]
     """By which routes, logs and metrics call it."""
     manifest: FilePath | None = None
-    """A manifest of kind Pipeline. `up` starts it, for the gateway alone: at a port of its own on loopback."""
+    """A manifest of kind Pipeline. `up` starts it for the gateway alone, at its own port on loopback."""
     replicas: Annotated[tuple[Replica, ...], Field(max_length=PIPELINES_MAX)] = ()
     """More of the same, called NAME-2, NAME-3 and so on."""
 
@@ -90,7 +90,7 @@ class GatewayHttp(Part):
 
 
 class GatewaySpec(Part):
-    """What stands behind the address."""
+    """The pipelines behind the address."""
 
     pipelines: Annotated[tuple[PipelineEntry, ...], Field(min_length=1, max_length=PIPELINES_MAX)]
     """The pipelines. Those that serve the same model share its requests; the first one's is used without `model`."""
@@ -118,7 +118,7 @@ class Member:
     name: str
     place: Place
     manifest: Path | None
-    """Of what `up` starts; None for what runs elsewhere."""
+    """For pipelines that `up` starts; None for others."""
     stages: tuple[Stage, ...] | None = None
     """In place of the manifest's."""
 
@@ -209,5 +209,5 @@ def is_gateway(path: Path) -> bool:
         with path.open("rb") as file:
             value: Any = read_document(file.read(TEXT_BYTES_MAX + 1)).value
     except (OSError, TextError, UsageError):
-        return False  # reading it as a pipeline's manifest reports what is wrong
+        return False  # reading it as a pipeline's manifest reports the mistake
     return isinstance(value, dict) and value.get("kind") == KIND

@@ -171,7 +171,7 @@ def _wrong_value(error: ErrorDetails) -> str:
 
 
 def _is_echo(error: ErrorDetails) -> bool:
-    """Return whether this only says that a list lacks the entries that were refused for mistakes of their own."""
+    """Return whether this only reports that a list lacks entries, which were refused for their own mistakes."""
     return error["type"] == "too_short" and len(error["input"]) >= error.get("ctx", {}).get("min_length", 0)
 
 

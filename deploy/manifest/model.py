@@ -155,7 +155,7 @@ Stages = Annotated[
 
 
 class Spec(Part):
-    """What runs."""
+    """The pipeline: its model, stages and settings."""
 
     model: Model
     """The model."""

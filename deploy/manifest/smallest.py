@@ -27,7 +27,7 @@ class StageFlags:
     n_threads: int | None = None
     gpu_layers: int | None = None
     devices: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What is said of DEVICE_SETTINGS, by their names."""
+    """The given DEVICE_SETTINGS, by their names."""
     pin: bool = True
     """Whether stages keep to their share of the cores."""
 

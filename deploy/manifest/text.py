@@ -132,7 +132,7 @@ def _one_line(message: str) -> str:
 
 
 class _Builder:
-    """Nodes to values. Collects complaints and goes on, except where a bound ends it."""
+    """Nodes to values. Collects complaints and continues, except where a bound ends it."""
 
     def __init__(self) -> None:
         self.complaints: list[Complaint] = []

@@ -14,7 +14,7 @@ STEP_NS = 1.5e6  # launches and the host's work of one step of a whole model
 
 
 class GpuSpeed(NamedTuple):
-    """What a GPU reaches."""
+    """The attainable speed of a GPU."""
 
     bytes_per_s: float
     flops: float
@@ -38,7 +38,7 @@ _SHEETS: tuple[tuple[str, int, int], ...] = (
 
 
 def speed_of(description: str) -> GpuSpeed | None:
-    """Return what a GPU reaches, None for one that the table does not have.
+    """Return the attainable speed of a GPU, None for one that the table lacks.
 
     description: as llama.cpp lists it, such as `NVIDIA GeForce RTX 4090`.
     """

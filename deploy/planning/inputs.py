@@ -39,7 +39,7 @@ from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 
-LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # what a hop costs on one machine is in the host's work of a step
+LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # the cost of a hop on one machine is in the host's work of a step
 NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
 
 

@@ -60,7 +60,7 @@ class KnownHost(msgspec.Struct, frozen=True):
     memory_available_bytes: int = 0
     samples: tuple[_Sample, ...] = ()
     served: tuple[_Sample, ...] = ()
-    """What it measured later with layers that it served; the latest alone."""
+    """Its later measurements with served layers; only the latest."""
     in_service: float = 0.0
     is_doubtful: bool = False
     """Whether it was too busy to tell when it was measured; then its samples are not kept."""
@@ -85,7 +85,7 @@ class KnownHost(msgspec.Struct, frozen=True):
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """What a stage there can have; None if unknown."""
+        """The memory that a stage there may use; None if unknown."""
         return self.memory_available_bytes or self.memory_bytes or None
 
 
@@ -109,7 +109,7 @@ def threads_on(manifest: Manifest, stage: Stage, cores: int) -> int:
 
 
 def _path(manifest: Manifest, stage: Stage, model_key: str) -> Path:
-    # Here the launcher writes down what it chose, and a host elsewhere chooses for itself.
+    # Here the launcher records its choice, and a host elsewhere chooses for itself.
     threads = threads_on(manifest, stage, machine.cores()) if stage.is_local else stage.threads
     settings = (threads, stage.gpu_layers_used, manifest.engine.kv_type, mates_of(manifest, stage))
     # Stages of one host may keep to other cores each, so each is known by its name.

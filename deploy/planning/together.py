@@ -42,7 +42,7 @@ def missing_memory(plans: Sequence[Named]) -> list[str]:
 
 
 def pool_size_bytes(pool: Pool) -> int | None:
-    """Return what stages and coordinators may use of a memory; None where nobody knows."""
+    """Return how much of a memory stages and coordinators may use; None if unknown."""
     return usable_bytes(pool.memory_bytes) if isinstance(pool, Machine) else gpu_usable_bytes(pool)
 
 

@@ -171,7 +171,7 @@ def _host_file(pipeline: Inside, host: str, stages: list[Stage]) -> str:
 
 
 def _credentialed(pipeline: Inside, stage: Stage, gpus: Sequence[str]) -> Mapping:
-    """Return the service of a stage whose credential is in a directory beside the file."""
+    """Return the service of a stage whose credential is in a directory next to the file."""
     command = pipeline.stage_command(
         join=pipeline.coordinator_host, name=stage.name, advertise=stage.host, ports=pipeline.ports_of(stage)
     )

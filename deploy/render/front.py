@@ -16,7 +16,7 @@ from relayline.wire.common.errors import UsageError
 
 GATEWAY = "gateway"
 MANIFEST_FILE = "/etc/relayline/gateway.yaml"
-BACKENDS_DIR = "/etc/relayline/backends"  # below it, by a pipeline's name, what it is asked with
+BACKENDS_DIR = "/etc/relayline/backends"  # below it, by a pipeline's name, the key for its requests
 KEYS_FILE, CA_FILE = "keys", "ca.pem"
 
 

@@ -68,7 +68,7 @@ class Inside:
     enrol_port: int = 0
     """Where hosts get their certificates by a token; 0: nowhere."""
     own: str = ""
-    """Its name behind a gateway, in the names of its parts beside those of other pipelines; empty for one by itself."""
+    """Its name behind a gateway, part of its objects' names next to other pipelines'; empty for a single one."""
 
     def part(self, name: str) -> str:
         """Return the name of one of its parts where all pipelines have their parts in one file."""

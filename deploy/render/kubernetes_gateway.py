@@ -51,7 +51,7 @@ def render(gateway: GatewayManifest, pipelines: tuple[Behind, ...]) -> dict[str,
 
 
 def _check_together(front: Front) -> None:
-    """Raise UsageError for what the pipelines of one deployment cannot have together."""
+    """Raise UsageError for combinations that the pipelines of one deployment cannot have."""
     name = front.gateway.name
     if not re.match("[a-z]", name):
         raise UsageError(f"metadata.name {name!r} begins with a digit; Kubernetes wants a letter for Services")

@@ -247,7 +247,7 @@ class Receiver(service_grpc.TraceServiceServicer):
     def wait_for_call(self, n_calls: int = 1) -> None:
         """Block until exporters have made so many calls, whatever the answers were."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.n_calls >= n_calls, TIMEOUT_S), "nobody called"
+            assert self._changed.wait_for(lambda: self.n_calls >= n_calls, TIMEOUT_S), "no call came"
 
 
 def _handler_of(receiver: Receiver) -> type[http.server.BaseHTTPRequestHandler]:

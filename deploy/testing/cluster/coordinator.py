@@ -74,7 +74,7 @@ class Coordinator:
         self._held: list[dict[int, int]] = []
         self._sender: Sender | None = None
         self._attempted = 0  # the epoch of the attempt; 0: none
-        self._lost: RelaylineError | None = None  # why the latest epoch cannot go on
+        self._lost: RelaylineError | None = None  # the error that ends the latest epoch
         self._readers: list[ReturnReader] = []
         self._quiet = Silence()
         self._is_planned = False

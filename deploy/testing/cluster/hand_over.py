@@ -32,7 +32,7 @@ class HandOver:
 
     def __init__(self, clock: Clock, process: Process, stage: Stage, seed: int) -> None:
         self._clock, self._process, self._stage = clock, process, stage
-        self._rng = random.Random(seed)  # of its own: other draws of a history stay what they were
+        self._rng = random.Random(seed)  # a separate one: other draws of a history stay the same
         self._change = 0
         self._old: tuple[Handing, int] | None = None  # the engine of before and its first layer
         self._taking: Sources | None = None
@@ -45,7 +45,7 @@ class HandOver:
         return self._taking is not None
 
     def restarted(self) -> None:
-        """An engine was made: nothing is left of what was."""
+        """A new engine was made: it has nothing of the old one."""
         self._change, self._old, self._taking = 0, None, None
 
     def switched(self, change: int, handing: Handing, first_layer: int) -> None:
@@ -53,7 +53,7 @@ class HandOver:
         self._change, self._old = change, (handing, first_layer)
 
     def take(self, change: int, takes: Sequence[tuple[Process, HandOver, range]]) -> None:
-        """Take over lanes from those who had the layers, in layer order."""
+        """Take over lanes from the earlier holders, in layer order."""
         if not takes:
             return
         taking: Sources = [[] for _ in takes]

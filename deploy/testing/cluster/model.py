@@ -51,7 +51,7 @@ def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
 
 
 def value_of(token: int) -> int:
-    """Return what goes into the first layer for a token, or for a row of an image by its number in a history."""
+    """Return the first layer's input for a token, or for a row of an image by its number in a history."""
     return token if token < ROW_TOKEN_MIN else token % N_VOCAB
 
 

@@ -48,7 +48,7 @@ class Mover:
         self.n_kept = 0  # stages that kept their loaded layers
         self.n_handed = 0  # changes that gave layers to other nodes than before
         self._switching = 0
-        self._takes: dict[int, list[tuple[Node, range]]] = {}  # of the latest change: who had which layers, by place
+        self._takes: dict[int, list[tuple[Node, range]]] = {}  # of the latest change: earlier holders, by place
         for node in nodes:
             self._watch(node)
 

@@ -58,7 +58,7 @@ class NodeRoute:
     n_returned: int = 0
 
     def report(self, stage_index: int, output: RouteOutput) -> None:
-        """Send the coordinator what a step has for it."""
+        """Send the coordinator the results of a step."""
         if output.samples or output.faults or output.progress:
             message = pb.ReturnResponse(
                 epoch=output.epoch,

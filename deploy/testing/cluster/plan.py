@@ -27,7 +27,7 @@ TROUBLE_NS = 2 * S  # from the start, in which faults and clients begin
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Image:
-    """Where an image stands in a prompt, and its sides in rows."""
+    """An image's place in a prompt, and its sides in rows."""
 
     start: int
     width: int

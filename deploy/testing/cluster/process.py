@@ -25,7 +25,7 @@ class Process:
         return self.is_up and not self.is_hung
 
     def start(self) -> None:
-        """Start anew."""
+        """Start again."""
         self.instance += 1
         self.is_up, self.is_hung = True, False
         self._waiting = []
@@ -56,7 +56,7 @@ class Process:
             self.is_hung, self.silent_since_ns = True, self._clock.now_ns
 
     def go_on(self, instance: int) -> None:
-        """Let the process go on after it hung, if it is still the same one."""
+        """Let the process continue after it hung, if it is still the same one."""
         if self.is_up and self.instance == instance and self.is_hung:
             self.is_hung = False
             waiting, self._waiting = self._waiting, []

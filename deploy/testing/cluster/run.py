@@ -166,7 +166,7 @@ class Cluster:
 
     def _arrive(self, number: int, wish: Wish) -> None:
         coordinator = self.coordinators[wish.coordinator]
-        if coordinator.conductor.availability.phase is Phase.LOADING:  # clients are told, and ask again
+        if coordinator.conductor.availability.phase is Phase.LOADING:  # clients get an error, and ask again
             self.clock.after(100 * MS, self._arrive, number, wish)
             return
         self._n_to_come -= 1

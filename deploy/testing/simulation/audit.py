@@ -179,7 +179,7 @@ class Audit(Trace):
         self._caps.check(rows, kind, plan, is_overdue=is_overdue)
 
     def _take(self, frame: OutFrame) -> None:
-        """Take a frame out of the books of what waits at the coordinator."""
+        """Remove a frame from the books of frames that wait at the coordinator."""
         session_id, now_ns = frame.session.session_id, self._simulation.now_ns
         if frame.flags & Flag.PREFILL:
             self._prompts.chunk_left(session_id, now_ns, is_last=bool(frame.flags & Flag.WANTS_SAMPLE))

@@ -14,7 +14,7 @@ class FrameBook:
         self._n_waiting = 0  # and in all of them
 
     def count_queue(self, stage: SimStage) -> None:
-        """Count the queue of a stage anew. Raises Violation if frames wait for a free engine."""
+        """Count the queue of a stage again. Raises Violation if frames wait for a free engine."""
         n_waiting = stage.n_waiting
         self._n_waiting += n_waiting - self._waiting[stage.index]
         self._waiting[stage.index] = n_waiting

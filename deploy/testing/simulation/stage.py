@@ -140,7 +140,7 @@ class SimStage:
         return max(now_ns, self.stalled_until_ns) + cost_ns + (self.model.host_ns if self.placed else 0)
 
     def finish(self, now_ns: int) -> list[QueuedFrame]:
-        """End the step; returns the frames that go on: controls first, then row frames."""
+        """End the step; returns the frames for the next stage: controls first, then row frames."""
         step = self.step
         assert step is not None
         self.step = None

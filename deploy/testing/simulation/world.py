@@ -55,7 +55,7 @@ def measured(costs_ms: Sequence[tuple[int, float]], factor: float = 1.0) -> Cost
 staircase = functools.partial(measured, STAIRCASE_MS)  # tiles of four rows, the rest runs row by row
 arithmetic = functools.partial(measured, ARITHMETIC_MS)  # bound by arithmetic from the second row on
 matrix = functools.partial(measured, MATRIX_MS)  # matrix units serve every step of more than one row
-gpu = functools.partial(measured, GPU_MS)  # rows cost little beside reading the weights
+gpu = functools.partial(measured, GPU_MS)  # rows cost little compared with reading the weights
 
 CURVES: dict[str, Callable[..., CostCurve]] = {  # of a factor
     "staircase": staircase,

@@ -49,10 +49,10 @@ class Turn:
         return (self.request.token_ns[0] - self.request.due_ns) / 1e9 if self.request.token_ns else 0.0
 
 
-async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, prefix_lanes: int) -> list[Turn]:
+async def talk(path: Path, texts: Sequence[Sequence[Prompt]], n_tokens: int, prefix_lanes: int) -> list[Turn]:
     """Run one pipeline and all chats; said[chat][turn] holds the user's new tokens."""
-    longest = max(sum(map(len, chat)) + n_tokens * len(chat) for chat in said)
-    n_lanes = 2 * len(said) + 1  # one for each chat's stream, one for its kept prefix, and one to copy into
+    longest = max(sum(map(len, chat)) + n_tokens * len(chat) for chat in texts)
+    n_lanes = 2 * len(texts) + 1  # one for each chat's stream, one for its kept prefix, and one to copy into
     settings: dict[str, Any] = {"ctx_tokens": longest, "n_lanes": n_lanes, "prefix_lanes": prefix_lanes}
     manifest = with_stages(smallest_manifest(path, **settings), StageFlags(N_STAGES), 0)
     turns: list[Turn] = []
@@ -68,7 +68,7 @@ async def talk(path: Path, said: Sequence[Sequence[Prompt]], n_tokens: int, pref
                 await load.complete(session, target, history, request)
                 history += tuple(request.tokens)
 
-        await asyncio.gather(*map(chat, said))
+        await asyncio.gather(*map(chat, texts))
     return turns
 
 
@@ -110,16 +110,16 @@ async def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         options.shape, options.repeats = "toy", 1
     path, n_vocab = model(SHAPES[options.shape], options.type), SHAPES[options.shape].n_vocab
-    later = prompts_for(options.chats * options.turns, options.said, n_vocab, seed=9)
+    later = prompts_for(options.chats * options.turns, options.texts, n_vocab, seed=9)
     system = prompts_for(1, options.system, n_vocab, seed=10)[0] if options.system else ()
-    said = [
+    texts = [
         [system + first, *later[at * options.turns : (at + 1) * options.turns - 1]]
         for at, first in enumerate(prompts_for(options.chats, options.prompt, n_vocab))
     ]
     turns: list[Turn] = []
     for _ in range(options.repeats):
         for prefix_lanes in (0, options.chats):
-            turns += await talk(path, said, options.tokens, prefix_lanes)
+            turns += await talk(path, texts, options.tokens, prefix_lanes)
     wrong = await wrong_turns(path, options.type, turns)
     facts = {"machine": machine.facts(), "model": path.stem, "wrong": wrong}
     rows = [

@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             artifact = write_pipeline(Path(directory), shape, [1])[0]
             found += walks(artifact, heads, contexts, max(rows[0]), rows)
     show(found)
-    said = [dataclasses.asdict(walk) | {"cliffs": walk.cliffs()} for walk in found]
+    written = [dataclasses.asdict(walk) | {"cliffs": walk.cliffs()} for walk in found]
     machine.write_json(
-        options.out / "cliffs.json", {"machine": machine.facts(), "kernels": ggml.kernels(), "walks": said}
+        options.out / "cliffs.json", {"machine": machine.facts(), "kernels": ggml.kernels(), "walks": written}
     )
     return 0
 

@@ -266,8 +266,8 @@ async def _at_one_point(
     for name, target in targets:
         run = await bench.measure(session, "streams", name, target, n_streams, repeat)
         if name == "auto" and bench.plan.rounds == 1:
-            said = await stages.ask(await parts.pipeline_status(session, target))
-            run.extra |= stages.figures(said, run.requests, bench.plan.n_prompt)
+            reports = await stages.ask(await parts.pipeline_status(session, target))
+            run.extra |= stages.figures(reports, run.requests, bench.plan.n_prompt)
 
 
 async def run(bench: Bench) -> None:

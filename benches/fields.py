@@ -181,8 +181,8 @@ async def _ask(session: aiohttp.ClientSession, url: str, request: Request) -> An
 def compared(theirs: Answer, ours: Answer) -> list[str]:
     """Return the differences of two answers. Two refusals of one status are alike: texts and forms differ."""
     if theirs.status != ours.status:
-        said = " | ".join(str(each.body)[:160] for each in (theirs, ours))
-        return [f"status {theirs.status} theirs, {ours.status} ours: {said}"]
+        bodies = " | ".join(str(each.body)[:160] for each in (theirs, ours))
+        return [f"status {theirs.status} theirs, {ours.status} ours: {bodies}"]
     if theirs.status != 200:
         return []
     return list(dict.fromkeys(differences(theirs.body, ours.body)))

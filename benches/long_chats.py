@@ -29,7 +29,7 @@ from relayline.wire.settings.table import PREFIX_MEMORY_AUTO
 N_STAGES, N_LANES, N_SAID = 2, 2, 30
 
 
-async def talk(path: Path, first: Sequence[Any], said: Sequence[Any], n_tokens: int, tier_bytes: int) -> list[Any]:
+async def talk(path: Path, first: Sequence[Any], additions: Sequence[Any], n_tokens: int, tier_bytes: int) -> list[Any]:
     """Run one pipeline and two rounds of all chats; returns one entry for each request."""
     ctx_tokens = len(first[0]) + N_SAID + 2 * n_tokens
     settings: dict[str, Any] = {"ctx_tokens": ctx_tokens, "n_lanes": N_LANES, "prefix_memory_bytes": tier_bytes}
@@ -44,7 +44,7 @@ async def talk(path: Path, first: Sequence[Any], said: Sequence[Any], n_tokens: 
                 await load.complete(session, target, history, request)
                 ttft_s = (request.token_ns[0] - request.due_ns) / 1e9 if request.token_ns else 0.0
                 results.append({"round": round_ + 1, "chat": chat, "n_prompt": len(history), "ttft_s": ttft_s})
-                histories[chat] = (*history, *request.tokens, *said[chat])
+                histories[chat] = (*history, *request.tokens, *additions[chat])
                 await asyncio.sleep(0)
         async with session.get(f"{ready['url']}/v1/pipeline") as answer:
             described = await answer.json()
@@ -69,10 +69,10 @@ async def main(argv: Sequence[str] | None = None) -> int:
         options.shape, options.prompt = "toy", min(options.prompt, 400)
     path, n_vocab = model(SHAPES[options.shape], options.type), SHAPES[options.shape].n_vocab
     first = prompts_for(options.chats, options.prompt, n_vocab)
-    said = prompts_for(options.chats, N_SAID, n_vocab, seed=9)
+    additions = prompts_for(options.chats, N_SAID, n_vocab, seed=9)
     runs = {}
     for name, tier_bytes in (("tier", PREFIX_MEMORY_AUTO), ("none", 0)):
-        *asked, tiers = runs[name] = await talk(path, first, said, options.tokens, tier_bytes)
+        *asked, tiers = runs[name] = await talk(path, first, additions, options.tokens, tier_bytes)
         rounds = [statistics.median(one["ttft_s"] for one in asked if one["round"] == at) for at in (1, 2)]
         print(f"{name}: first token after {rounds[0]:.3f} s, in the second round after {rounds[1]:.3f} s; {tiers}")
     machine.write_json(options.out / "long_chats.json", {"machine": machine.facts(), "model": path.stem, "runs": runs})

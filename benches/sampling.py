@@ -145,14 +145,14 @@ def step_us(options: SamplingOptions, rows: Logits, n_steps: int) -> tuple[list[
         def together(asks: list[Ask] = asks) -> list[object]:
             return list(sample_rows(asks))
 
-        said: list[list[object]] = []
+        results: list[list[object]] = []
         for way, taken_us in zip((alone, together, together), found, strict=True):
             if taken_us is found[2]:
                 prepare_noise(n_vocab, [(sampler, at) for sampler, _, at in asks])
             started_ns = time.thread_time_ns()
-            said.append(way())
+            results.append(way())
             taken_us.append((time.thread_time_ns() - started_ns) / 1e3 / len(rows))
-        if said[0] != said[1] or said[0] != said[2]:
+        if results[0] != results[1] or results[0] != results[2]:
             raise RuntimeError(f"rows that were drawn together said something else at position {position}: {options}")
     return found
 

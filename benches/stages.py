@@ -72,10 +72,10 @@ async def ask(status: dict[str, Any]) -> list[pb.StatusResponse]:
     asked = list(enumerate(status.get("stages", ())))
     clients = [StageClient(stage["address"], LinkSecurity(token=TOKEN), local_identity(at)) for at, stage in asked]
     try:
-        said = await asyncio.gather(*(client.status(with_recent=True) for client in clients))
+        statuses = await asyncio.gather(*(client.status(with_recent=True) for client in clients))
     finally:
         await asyncio.gather(*(client.close() for client in clients))
-    return [one for one in said if one is not None]
+    return [one for one in statuses if one is not None]
 
 
 def idle(stages: Sequence[Sequence[Interval]], from_ns: int, to_ns: int) -> dict[str, float]:
@@ -134,19 +134,19 @@ def _in_steps_ns(stages: Sequence[Sequence[Interval]], window: Interval) -> list
     return [sum(max(0, min(end, to_ns) - max(start, from_ns)) for start, end in steps) for steps in stages]
 
 
-def figures(said: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
+def figures(statuses: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
     """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and the figures of `evenness`, `idle` and
     `work`. Pure. For streams that asked once. All but the first two cover the time in which all streams decode: from
     the last first token to the first last one. (None of them is valid for streams that ask again, since prompts are
     read all the time then.) Unknown figures are left out, if curves were not measured or answers were too short.
     """
     found: dict[str, float] = {}
-    costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in said]
+    costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in statuses]
     if costs and all(cost.decode.is_known and cost.prefill.is_known for cost in costs):
         most = allowed(costs, len(requests), n_prompt, requests[0].n_tokens)
         found |= {"allowed_tok_s": most.tok_s, "allowed_decode_tok_s": most.decode_tok_s}
     if all(request.token_ns for request in requests):
-        steps = [list(zip(one.step_start_ns, one.step_end_ns, strict=True)) for one in said]
+        steps = [list(zip(one.step_start_ns, one.step_end_ns, strict=True)) for one in statuses]
         # Stages remember a bounded number of steps: before the first of them idle and forgotten look the same.
         firsts = [*(request.token_ns[0] for request in requests), *(known[0][0] for known in steps if known)]
         window = (max(firsts), min(request.token_ns[-1] for request in requests))

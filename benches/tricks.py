@@ -109,8 +109,8 @@ def rows_in_c(n_rows: int) -> list[float]:
 def spans_in_c() -> list[float]:
     """Return the time to encode one span of a batch, by our encoder and by OpenTelemetry's."""
     attributes: dict[str, AttributeValue] = {f"relayline.batch.number_{at}": at for at in range(N_ATTRIBUTES)}
-    said = Finished("decode ×8", trace_context.new_root(), trace_context.NONE, 1, 2, attributes)
-    spans = [FinishedSpan(said, Resource({}), InstrumentationScope("relayline"), 0, 0) for _ in range(N_SPANS)]
+    finished = Finished("decode ×8", trace_context.new_root(), trace_context.NONE, 1, 2, attributes)
+    spans = [FinishedSpan(finished, Resource({}), InstrumentationScope("relayline"), 0, 0) for _ in range(N_SPANS)]
     calls: list[Callable[[], object]] = [lambda: request_of(spans), lambda: encode_spans(spans)]
     return [each / N_SPANS for each in per_call_us(calls, 3)]
 

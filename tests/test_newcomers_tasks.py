@@ -41,7 +41,7 @@ def files_with(pattern: str) -> set[str]:
     return {path for path, text in product().items() if found.search(text)}
 
 
-def said(task: str) -> int:
+def documented(task: str) -> int:
     """The number of files that the page says for a task."""
     found = re.search(rf"\ba {task} (\d+)\b", PAGE.read_text())
     assert found, f"the page says no number for a {task}"
@@ -53,7 +53,7 @@ def test_a_setting_is_its_entry_and_its_use(name: str) -> None:
     assert name in {entry.name for table in TABLES for entry in entries(table)}
     found = files_with(rf"\b{name}\b")
     assert SETTING_TABLE in found
-    assert len(found) == said("setting"), found
+    assert len(found) == documented("setting"), found
 
 
 @pytest.mark.parametrize("name", ["top_n_sigma", "typical_p"])
@@ -63,7 +63,7 @@ def test_a_sampler_field_is_its_entry_and_its_use(name: str) -> None:
     found = {path for path in files_with(rf"['\"]{name}['\"]") if not path.startswith("coordinator/http/llama/")}
     assert FIELD_TABLE in found
     assert all(path.startswith("stage/sampling/") for path in found - {FIELD_TABLE})
-    assert len(found) == said("sampler field"), found
+    assert len(found) == documented("sampler field"), found
 
 
 @pytest.mark.parametrize("name", ["plamo3", "jamba", "granitehybrid", "mamba"])
@@ -82,4 +82,4 @@ def test_a_rule_of_a_family_stands_next_to_the_table() -> None:
     }
     assert family_rules.__name__ in rules
     assert rules <= {family_rules.__name__, family.__name__}
-    assert said("family") == 2
+    assert documented("family") == 2

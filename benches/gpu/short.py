@@ -192,8 +192,8 @@ class Short:
                 child.terminate()
         if not out:
             raise RuntimeError(errors.decode(errors="replace").strip().splitlines()[-1])
-        said: dict[str, Any] = json.loads(out)
-        return {"exit_code": child.returncode, "tolerance": said.get("tolerance"), "cuts": said.get("cuts")}
+        report: dict[str, Any] = json.loads(out)
+        return {"exit_code": child.returncode, "tolerance": report.get("tolerance"), "cuts": report.get("cuts")}
 
 
 @contextlib.asynccontextmanager

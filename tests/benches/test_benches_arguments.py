@@ -16,7 +16,7 @@ from relayline.wire.telemetry.config import LEVEL_NAMES
 
 
 @pytest.mark.parametrize(
-    ("read", "argv", "said"),
+    ("read", "argv", "message"),
     [
         (
             compare.parse,
@@ -44,12 +44,12 @@ from relayline.wire.telemetry.config import LEVEL_NAMES
     ],
 )
 def test_arguments_without_a_measurement_are_refused_in_one_line(
-    read: Callable[[Sequence[str]], object], argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    read: Callable[[Sequence[str]], object], argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         read(argv)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_old_results_do_not_pass_for_new_ones(tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ def answered(*token_ms: int) -> Request:
 
 def test_overlap_counts_while_every_stream_decodes() -> None:
     # One stage alone until the second stream's first token at 40 ms and from the first stream's end at 80 on.
-    said = [asked([(0, 40), (40, 60), (60, 80), (80, 100)]), asked([(10, 30), (45, 60), (60, 80)])]
+    statuses = [asked([(0, 40), (40, 60), (60, 80), (80, 100)]), asked([(10, 30), (45, 60), (60, 80)])]
     requests = [answered(20, 60, 80), answered(40, 60, 100)]
-    found = stages.figures(said, requests, 4)
+    found = stages.figures(statuses, requests, 4)
     assert found["overlap_decode"] == pytest.approx(35 / 40)
     assert found["step_evenness"] == pytest.approx(35 / 40)
     assert found["allowed_tok_s"] > 0
     assert found["decode_reached"] * found["step_work"] == pytest.approx(1.0), "the first stage computes all the time"
-    forgotten = [asked([(60, 80), (80, 100)]), said[1]]
+    forgotten = [asked([(60, 80), (80, 100)]), statuses[1]]
     assert stages.figures(forgotten, requests, 4)["overlap_decode"] == pytest.approx(1.0)
 
 

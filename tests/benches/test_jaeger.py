@@ -105,15 +105,15 @@ def jaeger_running(directory: Path) -> Iterator[Jaeger]:
     (directory / "jaeger.yaml").write_text(yaml.safe_dump(config))
     child = subprocess.Popen([PROGRAM, "--config", directory / "jaeger.yaml"], stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
-    said: list[str] = []
+    lines: list[str] = []
     try:
         for line in child.stderr:
-            said.append(line)
+            lines.append(line)
             if "Everything is ready" in line:
                 break
         else:
-            raise AssertionError(f"Jaeger did not start, exit code {child.wait()}: {''.join(said[-5:])}")
-        reader = threading.Thread(target=said.extend, args=(child.stderr,), daemon=True)
+            raise AssertionError(f"Jaeger did not start, exit code {child.wait()}: {''.join(lines[-5:])}")
+        reader = threading.Thread(target=lines.extend, args=(child.stderr,), daemon=True)
         reader.start()
         yield Jaeger(ports[0], ports[2])
         child.terminate()

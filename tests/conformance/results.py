@@ -84,14 +84,14 @@ def _read_go(result: Result, report: Path) -> None:
 
 def _read_cargo(result: Result, printed: str) -> None:
     """Read what `cargo test` prints: a line for each test, then what each failed one printed."""
-    said = dict(
+    outputs = dict(
         re.findall(r"^---- (\S+) stdout ----\n(.*?)(?=^---- |^failures:|\Z)", printed, re.MULTILINE | re.DOTALL)
     )
     for test, outcome in re.findall(r"(?m)^test (\S+) \.\.\. (ok|FAILED|ignored)", printed):
         result.n_passed += outcome == "ok"
         result.n_skipped += outcome == "ignored"
         if outcome == "FAILED":
-            result.failures.append((test, _short(said.get(test, "").partition("stack backtrace:")[0])))
+            result.failures.append((test, _short(outputs.get(test, "").partition("stack backtrace:")[0])))
     if "\ntest result: " not in printed:
         result.failures.append(("the suite", _short(f"it did not come to its end: {printed[-MESSAGE_CHARS:]}")))
 

@@ -53,12 +53,12 @@ def test_it_is_a_small_hybrid_with_a_prediction_layer_and_the_first_ones_tokens(
         (DEMO / "heldout.txt").read_text(encoding="utf-8")[:5_000],
         "<|user|>Hello<|end|><|assistant|> äöü \U0001f600",
     ]
-    said = []
+    vocabularies = []
     for name, model in (("first", DEMO_MODEL), ("second", MODEL)):
         pipeline = split_model(model, tmp_path / name, n_stages=2)
         tokenizer = Tokenizer.load(tmp_path / name / pipeline.tokenizer.file)
-        said.append(([tokenizer.encode(text) for text in texts], tokenizer.chat_template, tokenizer.bos))
-    assert said[0] == said[1]
+        vocabularies.append(([tokenizer.encode(text) for text in texts], tokenizer.chat_template, tokenizer.bos))
+    assert vocabularies[0] == vocabularies[1]
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
@@ -106,13 +106,13 @@ class Drafting:
     def logits(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Of the token after each, and of the one after that: f32 [n, n_vocab] and [n - 1, n_vocab]."""
         main, draft = self._contexts
-        said = self._decode(main, tokens)
+        main_logits = self._decode(main, tokens)
         width = llama.llama_model_n_embd(self._model)
         rows = np.ascontiguousarray(np.ctypeslib.as_array(self._rows(main), (len(tokens), width))[:-1])
         self._batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         drafted = self._decode(draft, tokens[1:])
         self._batch.embd = None  # these rows are not the batch's to free
-        return said, drafted
+        return main_logits, drafted
 
     def _decode(self, context: object, tokens: list[int]) -> np.ndarray:
         batch = self._batch
@@ -133,8 +133,8 @@ class Drafting:
 
 def test_the_prediction_layer_drafts_what_the_model_then_says(text: list[int]) -> None:
     drafting = Drafting()
-    said, drafted = drafting.logits(text)
+    main_logits, drafted = drafting.logits(text)
     drafting.close()
     assert loss(drafted[:-1], text[2:]) < 5.0
-    hits = (drafted.argmax(axis=1) == said[1:].argmax(axis=1)).mean()
+    hits = (drafted.argmax(axis=1) == main_logits[1:].argmax(axis=1)).mean()
     assert hits > 0.4, f"only {hits:.2f} of its drafts would be accepted"

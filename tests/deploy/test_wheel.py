@@ -52,5 +52,5 @@ def test_a_wheel_holds_all_that_runs(tmp_path: Path) -> None:
     assert looked.returncode == 0, looked.stderr
     assert looked.stdout.split() == [str(installed / "relayline" / "wire" / "__init__.py"), "True", "True"]
     command = [sys.executable, "-P", "-m", "relayline.deploy.cli", "--version"]
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert said.stdout.startswith("relayline, version "), said.stderr
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("relayline, version "), done.stderr

@@ -39,8 +39,8 @@ PIECES = 100  # of an answer, more than can be under way when its pipeline is ki
 
 async def asked(session: aiohttp.ClientSession, model: str, *texts: str) -> tuple[str, int]:
     """Which pipeline answered, and how many tokens of the prompt it knew."""
-    said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
-    body = {"model": model, "messages": said, "max_tokens": 2}
+    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+    body = {"model": model, "messages": messages, "max_tokens": 2}
     async with session.post("/v1/chat/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         found: dict[str, Any] = await answer.json()

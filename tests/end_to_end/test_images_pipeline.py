@@ -183,21 +183,21 @@ async def test_answers_are_those_of_the_whole_model_alone_and_together(model: Mo
 
 @each_way
 async def test_the_next_turn_reads_what_is_new_and_no_other_image_is_taken_for_one(model: Model) -> None:
-    said = "look at this with care, and tell all that you see: "
+    question = "look at this with care, and tell all that you see: "
     async with chats(model, prefix_lanes=4, kv_layout="per-lane") as client:
-        first = await client.answer(said, picture(5))
+        first = await client.answer(question, picture(5))
         n_prompt = first["usage"]["prompt_tokens"]
         await until_kept(client.running, 1)
         before = await rows_of(client.running)
-        again = await client.answer(said, picture(5))
+        again = await client.answer(question, picture(5))
         n_again = (await rows_of(client.running))[0] - before[0]
-        other = await client.answer(said, picture(6))
+        other = await client.answer(question, picture(6))
         cached = other["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert n_again < n_prompt, "the same image was read again"
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == n_prompt - 1
     assert cached <= other["prompt_token_ids"].index(-1), "another image was copied"
     for answer, seed in ((first, 5), (again, 5), (other, 6)):
-        assert_as_whole(model, answer, said, picture(seed))
+        assert_as_whole(model, answer, question, picture(seed))
 
 
 @each_way
@@ -240,8 +240,8 @@ async def test_wrong_guesses_behind_an_image_are_taken_back(model: Model) -> Non
     parts = ("what is in", picture(50), "this?")
     async with chats(model, draft=4, rewind_rows=4) as client:
         first = await client.answer(*parts, n_tokens=40)
-        said = first["choices"][0]["message"]["content"]
-        predicted = {"type": "content", "content": said[:20] + "wrong" + said[20:]}
+        answer_text = first["choices"][0]["message"]["content"]
+        predicted = {"type": "content", "content": answer_text[:20] + "wrong" + answer_text[20:]}
         again = await asyncio.gather(
             *(client.answer(*parts, n_tokens=40, prediction=predicted, seed=n) for n in (1, 2))
         )
@@ -270,20 +270,20 @@ async def test_images_that_cannot_fit_are_refused_before_they_are_encoded(model:
     async with chats(model) as client:
         images = [picture(20 + seed) for seed in range(16)]
         body = {"messages": [{"role": "user", "content": content(*images, *images, "!")}]}
-        said = await client.post("/v1/chat/completions", body, 400)
-        assert "at most 16 images" in said["error"]["message"]
+        refusal = await client.post("/v1/chat/completions", body, 400)
+        assert "at most 16 images" in refusal["error"]["message"]
         body["messages"][0]["content"] = content("x" * 200, *images[:15])
-        said = await client.post("/v1/chat/completions", body, 400)
-        assert said["error"]["code"] == "context_length_exceeded"
+        refusal = await client.post("/v1/chat/completions", body, 400)
+        assert refusal["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)
 async def test_steps_too_small_for_an_image_that_is_one_step_are_refused_by_name(model: Model) -> None:
     async with chats(model, max_rows=15) as client:
         body = {"messages": [{"role": "user", "content": content("see", picture(1))}]}
-        said = await client.post("/v1/chat/completions", body, 501)
-        assert "16 rows of an image are one native step, and a stage takes 15" in said["error"]["message"]
-        assert "--max-rows 16" in said["error"]["message"]
+        refusal = await client.post("/v1/chat/completions", body, 501)
+        assert "16 rows of an image are one native step, and a stage takes 15" in refusal["error"]["message"]
+        assert "--max-rows 16" in refusal["error"]["message"]
         text = await client.answer("text is served", n_tokens=2)
     assert_as_whole(model, text, "text is served")
 

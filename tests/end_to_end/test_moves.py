@@ -98,10 +98,10 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
         first, second = was["cuts"]
         is_over, gaps = asyncio.Event(), Gaps()
         asking = [asyncio.create_task(answers_until(client, prompt, is_over, gaps)) for prompt in PROMPTS]
-        said = await move(pipeline, f"{first},{second - 1}")
+        output = await move(pipeline, f"{first},{second - 1}")
         is_over.set()
         moved = await asyncio.gather(*asking)
-        print(said.strip(), f"; longest silence for clients {gaps.longest_s:.2f} s")
+        print(output.strip(), f"; longest silence for clients {gaps.longest_s:.2f} s")
         for prompt, left, answers in zip(PROMPTS, undisturbed, moved, strict=True):
             for right in answers:
                 await assert_same_greedy(client, prompt, left, right)
@@ -115,7 +115,7 @@ async def test_layers_move_under_eight_streams(pipeline: Pipeline) -> None:
         assert now["move"]["paused_s"] < PAUSE_MAX_S
         # A step that takes longer than the switch waits for is computed again.
         assert now["move"]["replayed_tokens"] < now["move"]["kept_tokens"]
-        assert "; running requests kept " in said
+        assert "; running requests kept " in output
         old, new = ([entry["instance_id"] for entry in seen["stages"]] for seen in (before, after))
         assert [one == other for one, other in zip(old, new, strict=True)] == [True, False, False]
         assert [entry["restarts"] for entry in after["stages"]] == [0, 0, 0], "a switch is no restart"

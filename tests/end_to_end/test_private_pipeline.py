@@ -125,16 +125,16 @@ def test_a_host_of_the_pipeline_that_is_no_coordinator(
     assert "is for a stage, but this process is a coordinator; make one with `relayline certs issue" in last_line(done)
 
     async def take_over() -> list[str]:
-        said = []
+        messages = []
         for stage in stages:
             client = StageClient(stage.event["address"], security_of(ids.box2))
             with pytest.raises(UnauthenticatedError) as caught:
                 await client.describe()
-            said.append(caught.value.message)
+            messages.append(caught.value.message)
             assert await client.set_telemetry(pb.SetTelemetryRequest(level=pb.TELEMETRY_LEVEL_FRAMES)) is None
             assert await client.status(with_recent=False) is None
             await client.close()
-        return said
+        return messages
 
     assert asyncio.run(take_over()) == [
         f"stage {index} refuses this call: this credential is of another role" for index in (0, 1)

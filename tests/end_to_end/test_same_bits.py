@@ -45,9 +45,9 @@ class Stages:
         ]
         self.embedding = EmbeddingTable(self.engines[0].artifact)
 
-    def step(self, rows: list[Place], said: list[list[int]]) -> dict[Place, Logits]:
+    def step(self, rows: list[Place], texts: list[list[int]]) -> dict[Place, Logits]:
         first, last = self.engines
-        tokens = np.array([said[lane][position] for lane, position in rows], np.int32)
+        tokens = np.array([texts[lane][position] for lane, position in rows], np.int32)
         self.embedding.lookup(tokens, first.input_rows[: len(rows)])
         for engine in self.engines:
             engine.seq_ids[: len(rows)] = [lane for lane, _ in rows]
@@ -58,14 +58,14 @@ class Stages:
                 last.input_rows[: len(rows)] = first.output_rows[: len(rows)].astype(np.float16)
         return {place: last.logits(row).copy() for row, place in enumerate(rows)}
 
-    def read(self, steps: list[list[Place]], said: list[list[int]]) -> dict[Place, Logits]:
+    def read(self, steps: list[list[Place]], texts: list[list[int]]) -> dict[Place, Logits]:
         """Forget everything, then run these steps."""
         for engine in self.engines:
             for lane in range(N_LANES):
                 engine.clear(lane)
         found: dict[Place, Logits] = {}
         for rows in steps:
-            found |= self.step(rows, said)
+            found |= self.step(rows, texts)
         return found
 
 
@@ -94,10 +94,10 @@ def some_steps(rng: random.Random, rows_max: int) -> list[list[Place]]:
 
 def test_a_row_has_the_same_bits_in_any_company_below_a_tile(stages: Stages) -> None:
     rng = random.Random(5)
-    said = [[rng.randrange(3, 400) for _ in range(N_TOKENS)] for _ in range(N_LANES)]
-    alone = stages.read([[(lane, at)] for lane in range(N_LANES) for at in range(N_TOKENS)], said)
+    texts = [[rng.randrange(3, 400) for _ in range(N_TOKENS)] for _ in range(N_LANES)]
+    alone = stages.read([[(lane, at)] for lane in range(N_LANES) for at in range(N_TOKENS)], texts)
     for _ in range(4):
-        found = stages.read(some_steps(rng, TILE - 1), said)
+        found = stages.read(some_steps(rng, TILE - 1), texts)
         assert all(np.array_equal(found[place], alone[place]) for place in alone)
 
 
@@ -106,17 +106,17 @@ def test_a_row_has_the_same_bits_whatever_lanes_forget(stages: Stages) -> None:
     if stages.kv_layout == "unified" and not ggml.attends_in_order():
         pytest.skip("this build's sums over shared cells go in the order of the cells")
     rng = random.Random(5)
-    said = [[rng.randrange(3, 400) for _ in range(N_TOKENS)] for _ in range(N_LANES)]
-    alone = stages.read([[(lane, at)] for lane in range(N_LANES) for at in range(N_TOKENS)], said)
+    texts = [[rng.randrange(3, 400) for _ in range(N_TOKENS)] for _ in range(N_LANES)]
+    alone = stages.read([[(lane, at)] for lane in range(N_LANES) for at in range(N_TOKENS)], texts)
     held = [0] * N_LANES
-    stages.read([], said)
+    stages.read([], texts)
     for turn in range(60):
         rows: list[Place] = []
         for lane in rng.sample(range(N_LANES), N_LANES):
             n_rows = min(rng.choice((1, 1, 2, 4, 8)), N_TOKENS - held[lane])
             rows += [(lane, position) for position in range(held[lane], held[lane] + n_rows)]
             held[lane] += n_rows
-        found = stages.step(rows, said)
+        found = stages.step(rows, texts)
         assert all(np.array_equal(logits, alone[place]) for place, logits in found.items())
         for lane in range(N_LANES):
             n_left = 0 if turn % 20 == 5 * lane or held[lane] == N_TOKENS else held[lane] - rng.choice((0, 0, 1, 4))

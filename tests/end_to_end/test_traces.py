@@ -187,12 +187,12 @@ async def test_summaries_are_what_the_rings_hold(artifacts: list[Path], monkeypa
     for view in found:
         for stage in view["streams"][0]["stages"]:
             decode = [batch for batch in stage["batches"] if batch["phase"] == "decode"]
-            said = stage["summary"]
-            assert said["decode_steps"] == len(decode)
-            assert said["prefill_steps"] == len(stage["batches"]) - len(decode)
-            assert said["batch_rows_max"] == max(batch["rows"] for batch in decode)
-            assert said["decode_wait_ms"] == pytest.approx(sum(batch["wait_ms"] for batch in decode), abs=0.02)
-            assert said["batch_rows_mean"] == pytest.approx(
+            summary = stage["summary"]
+            assert summary["decode_steps"] == len(decode)
+            assert summary["prefill_steps"] == len(stage["batches"]) - len(decode)
+            assert summary["batch_rows_max"] == max(batch["rows"] for batch in decode)
+            assert summary["decode_wait_ms"] == pytest.approx(sum(batch["wait_ms"] for batch in decode), abs=0.02)
+            assert summary["batch_rows_mean"] == pytest.approx(
                 sum(batch["rows"] for batch in decode) / len(decode), abs=0.01
             )
     for decode_span in world.kept.spans(names.SPAN_DECODE):

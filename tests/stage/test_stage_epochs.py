@@ -80,9 +80,9 @@ async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
     async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
         await old.start()
         await old.send(*prompt(1), *prompt(2), *prompt(3), control(3, Flag.CLOSE))
-        said: set[int] = set()
-        while not {1, 2} <= said:
-            said |= {sample.session_id for sample in (await old.reply()).samples}
+        answered: set[int] = set()
+        while not {1, 2} <= answered:
+            answered |= {sample.session_id for sample in (await old.reply()).samples}
         before = (await stage.settled())[1]
         await new.start()
         assert new.held == {1: 3, 2: 3}, "ended sessions leave nothing"

@@ -60,9 +60,9 @@ def runs_from(pid: int, path: Path | None) -> bool:
 
 
 def _check_protocol() -> None:
-    said = _git("show", f"{LAST_RELEASE}:wire/common/bounds.py")
-    assert said is not None
-    found = re.search(r"^PROTOCOL_VERSION = (\d+)", said.stdout, re.MULTILINE)
+    done = _git("show", f"{LAST_RELEASE}:wire/common/bounds.py")
+    assert done is not None
+    found = re.search(r"^PROTOCOL_VERSION = (\d+)", done.stdout, re.MULTILINE)
     assert found, "the commit of the last release has no PROTOCOL_VERSION"
     if int(found[1]) != bounds.PROTOCOL_VERSION:
         text = f"the last release speaks protocol {found[1]}, the tree {bounds.PROTOCOL_VERSION}: they do not mix"

@@ -115,14 +115,14 @@ def mlflow_store(directory: Path) -> Iterator[MlflowStore]:
         command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert child.stdout is not None
-    said: list[str] = []
+    lines: list[str] = []
     for line in child.stdout:
-        said.append(line)
+        lines.append(line)
         if "Application startup complete" in line:
             break
     else:
-        raise AssertionError(f"MLflow did not start, exit code {child.wait()}: {''.join(said[-5:])}")
-    reader = threading.Thread(target=said.extend, args=(child.stdout,), daemon=True)
+        raise AssertionError(f"MLflow did not start, exit code {child.wait()}: {''.join(lines[-5:])}")
+    reader = threading.Thread(target=lines.extend, args=(child.stdout,), daemon=True)
     reader.start()
     try:
         yield MlflowStore(f"http://127.0.0.1:{port}")

@@ -198,8 +198,8 @@ def test_stream(path, body):
     case = operation.Case(body={"model": MODEL, **body, "stream": True}, media_type="application/json")
     response = case.call()
     assert response.status_code == 200, response.text
-    said = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    events = [json.loads(each) for each in said if each != "[DONE]"]
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(each) for each in lines if each != "[DONE]"]
     assert len(events) > 2
     wrong = {fault for event in events for fault in _faults(event, _vendor(path), STREAMED[path])}
     assert not wrong, "; ".join(sorted(wrong))

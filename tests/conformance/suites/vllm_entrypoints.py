@@ -115,11 +115,11 @@ def test_the_last_event_of_a_completion_has_text():
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_of_one_prompt_are_unlike(stream):
     found = text("import ", 20, n=3, temperature=1.0, seed=42, stream=stream)
-    said = ["", "", ""]
+    texts = ["", "", ""]
     for chunk in found if stream else [found]:
         for choice in chunk.choices:
-            said[choice.index] += choice.text
-    assert len(set(said)) == 3
+            texts[choice.index] += choice.text
+    assert len(set(texts)) == 3
 
 
 @pytest.mark.parametrize("route", ["completions", "chat"])
@@ -163,11 +163,11 @@ def test_stream_options_without_a_stream(route, options):
 def test_equal_prompts_get_equal_answers(prompts):
     one, other = text(prompts).choices
     assert one.text == other.text
-    said = ["", ""]
+    texts = ["", ""]
     for chunk in text(prompts, stream=True):
         (choice,) = chunk.choices
-        said[choice.index] += choice.text
-    assert said[0] == said[1]
+        texts[choice.index] += choice.text
+    assert texts[0] == texts[1]
 
 
 def test_beams():
@@ -252,9 +252,9 @@ def test_chat_prompt_logprobs(asked):
 def test_a_chat_goes_on():
     first = chat()
     assert (first.choices[0].finish_reason, first.usage.completion_tokens) == ("length", 5)
-    said = first.choices[0].message
-    assert said.role == "assistant"
-    more = [*TALK, {"role": "assistant", "content": said.content}, {"role": "user", "content": "as json"}]
+    answer = first.choices[0].message
+    assert answer.role == "assistant"
+    more = [*TALK, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "as json"}]
     assert chat(messages=more).choices[0].message.content is not None
 
 
@@ -313,8 +313,8 @@ def test_further_fields_of_a_message():
 
 
 def test_parts_are_read_as_their_text():
-    said = [chat(messages=[{"role": "user", "content": c}]) for c in ("hi", [{"type": "text", "text": "hi"}])]
-    assert said[0].choices[0].message.content == said[1].choices[0].message.content
+    answers = [chat(messages=[{"role": "user", "content": c}]) for c in ("hi", [{"type": "text", "text": "hi"}])]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
 def test_a_role_of_ones_own():
@@ -334,15 +334,15 @@ def test_invocations():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_answers(stream):
-    said = {}
+    answers = {}
     found = chat(20, n=3, temperature=0.7, seed=42, stream=stream)
     for chunk in found if stream else [found]:
         for choice in chunk.choices:
             part = choice.delta if stream else choice.message
-            said[choice.index] = said.get(choice.index, "") + (part.content or "")
-    assert sorted(said) == [0, 1, 2]
-    assert all(said.values())
-    assert len(set(said.values())) > 1
+            answers[choice.index] = answers.get(choice.index, "") + (part.content or "")
+    assert sorted(answers) == [0, 1, 2]
+    assert all(answers.values())
+    assert len(set(answers.values())) > 1
 
 
 # tests/entrypoints/openai/chat_completion/test_chat_echo.py
@@ -353,8 +353,8 @@ def test_a_last_message_is_gone_on_with(echo):
     saying = "An apple a day, keeps"
     messages = [{"role": "user", "content": "a saying"}, {"role": "assistant", "content": saying}]
     more = {"echo": echo, "continue_final_message": True, "add_generation_prompt": False}
-    said = chat(8, more, messages=messages).choices[0].message
-    assert (saying in said.content) == echo
+    answer = chat(8, more, messages=messages).choices[0].message
+    assert (saying in answer.content) == echo
 
 
 def test_all_logprobs_of_a_chat():
@@ -404,11 +404,11 @@ def test_a_forced_call(choice, stream):
         deltas = [c for chunk in found for c in chunk.choices]
         assert not any(c.delta.content for c in deltas)
         assert len([c.finish_reason for c in deltas if c.finish_reason]) == 1
-        said = "".join(call.function.arguments or "" for c in deltas for call in c.delta.tool_calls or ())
+        text = "".join(call.function.arguments or "" for c in deltas for call in c.delta.tool_calls or ())
     else:
         assert not found.choices[0].message.content
-        said = found.choices[0].message.tool_calls[0].function.arguments
-    jsonschema.validate(json.loads(said), PERSON)
+        text = found.choices[0].message.tool_calls[0].function.arguments
+    jsonschema.validate(json.loads(text), PERSON)
 
 
 @pytest.mark.parametrize("arguments", ["{}", ""])
@@ -602,8 +602,8 @@ def test_a_thought_of_an_earlier_answer():
 
 def test_events_build_the_response():
     events = [*respond(length=16, stream=True)]
-    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert said == events[-1].response.output_text
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text
     open_parts = []
     for event in events:
         if event.type.endswith(".added"):

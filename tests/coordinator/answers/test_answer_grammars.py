@@ -169,28 +169,28 @@ SHAPES = {
 
 
 @every_syntax
-@pytest.mark.parametrize("said", SHAPES)
+@pytest.mark.parametrize("example", SHAPES)
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_an_answer_of_a_shape_or_a_call(syntax: Syntax, said: str, is_thinking: bool) -> None:
-    if SHAPES[said].is_json and not syntax.trigger:
+def test_an_answer_of_a_shape_or_a_call(syntax: Syntax, example: str, is_thinking: bool) -> None:
+    if SHAPES[example].is_json and not syntax.trigger:
         pytest.skip("refused: nothing tells one JSON from the other")
     thought = "hm</think>\n" if is_thinking else ""
     options = {"is_required": False, "thinking": THINK, "is_thinking": is_thinking}
-    is_answer = fits(syntax, answer=grammar_of(SHAPES[said]), **options)
-    assert is_answer(thought + said)
+    is_answer = fits(syntax, answer=grammar_of(SHAPES[example]), **options)
+    assert is_answer(thought + example)
     assert is_answer(thought + write_calls(syntax, GOOD[:2]))
     assert not is_answer(thought + "other text")
     assert not is_answer(thought)
     assert not is_answer(thought + write_calls(syntax, [BAD[0]]))
 
 
-@pytest.mark.parametrize("said", SHAPES)
+@pytest.mark.parametrize("example", SHAPES)
 @either_marks
-def test_a_shape_holds_from_where_the_thought_ends(said: str, marks: Mapping[str, int]) -> None:
-    is_answer = Fits(after_thoughts(grammar_of(SHAPES[said]), THINK, marks), marks)
-    assert is_answer(f"so {{ it is\n</think>\n\n{said}")
-    assert not is_answer(said)
-    assert not is_answer(f"so</think>{said} more")
+def test_a_shape_holds_from_where_the_thought_ends(example: str, marks: Mapping[str, int]) -> None:
+    is_answer = Fits(after_thoughts(grammar_of(SHAPES[example]), THINK, marks), marks)
+    assert is_answer(f"so {{ it is\n</think>\n\n{example}")
+    assert not is_answer(example)
+    assert not is_answer(f"so</think>{example} more")
 
 
 @pytest.mark.parametrize("is_required", [False, True])
@@ -254,20 +254,20 @@ def led_by(syntax: Syntax, schema: Schema) -> str:
     wanted = Wanted(syntax=syntax, tools={"pick": lean(schema)}, marks={}, is_required=True, is_parallel=False)
     grammar = calls_grammar(wanted)
     matcher = LLMatcher(VOCABULARY, grammar, log_level=0)
-    said: list[int] = []
-    while 256 not in said:
-        assert len(said) < 2_000
+    taken: list[int] = []
+    while 256 not in taken:
+        assert len(taken) < 2_000
         bits = matcher.compute_bitmask()
         fitting = [token for token in range(257) if bits[token // 8] >> token % 8 & 1]
-        said.append(256 if 256 in fitting else max(fitting))
-        matcher.consume_token(said[-1])
-    return bytes(said[:-1]).decode()
+        taken.append(256 if 256 in fitting else max(fitting))
+        matcher.consume_token(taken[-1])
+    return bytes(taken[:-1]).decode()
 
 
-def read_by(syntax: Syntax, schema: Schema, said: str) -> Parts:
+def read_by(syntax: Syntax, schema: Schema, text: str) -> Parts:
     reading = CallReading(syntax=syntax, types={"pick": _types(schema)})
     reader = AnswerReader(None, is_thinking=False, calls=reading)
-    parts = reader.push(said).with_more(reader.finish())
+    parts = reader.push(text).with_more(reader.finish())
     assert reader.n_calls == 1
     return parts
 
@@ -295,9 +295,9 @@ def test_strings_are_read_as_strings_led_or_not(syntax: Syntax, kind: str, is_ro
         "$ref": "#/$defs/Held", "$defs": {"Zip": ZIP, "Held": of_object}
     }  # fmt: skip
     bare = write_calls(syntax, [("pick", {"value": min(values)})])
-    for said in (led_by(syntax, whole), bare):
-        written = "".join(part.arguments for part in read_by(syntax, whole, said).calls)
-        assert json.loads(written)["value"] in values, said
+    for example in (led_by(syntax, whole), bare):
+        written = "".join(part.arguments for part in read_by(syntax, whole, example).calls)
+        assert json.loads(written)["value"] in values, example
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------

@@ -392,7 +392,7 @@ def test_thoughts_before_a_call_without_a_mark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_open", "said", "thought"),
+    ("text", "is_open", "answer", "thought"),
     [
         ("<think>endless \n", False, "", "endless \n"),
         ("endless", True, "", "endless"),
@@ -404,9 +404,9 @@ def test_thoughts_before_a_call_without_a_mark() -> None:
         ("a</think>b<think>c</think>", True, "b<think>c</think>", "a"),
     ],
 )
-def test_thoughts_that_do_not_end_or_begin_late(text: str, is_open: bool, said: str, thought: str) -> None:
+def test_thoughts_that_do_not_end_or_begin_late(text: str, is_open: bool, answer: str, thought: str) -> None:
     found = same_at_every_cut(text, None, thinking=THINKING[0], is_thinking=is_open)
-    assert (found.text, found.reasoning) == (said, thought)
+    assert (found.text, found.reasoning) == (answer, thought)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -425,6 +425,6 @@ def test_the_table_is_sound() -> None:
 @pytest.mark.parametrize("held", ["<tool_", "<tool_call>", '<tool_call>\n{"name": "oth'])
 def test_a_call_that_is_cut_leaks_no_markup(held: str) -> None:
     reader = AnswerReader(None, is_thinking=False, calls=CallReading(syntax=HERMES))
-    said = reader.push(f"Let me see. {held}").text
-    assert (said + reader.finish(is_cut=True).text).strip() == "Let me see." + (" <tool_" if held == "<tool_" else "")
+    shown = reader.push(f"Let me see. {held}").text
+    assert (shown + reader.finish(is_cut=True).text).strip() == "Let me see." + (" <tool_" if held == "<tool_" else "")
     assert reader.n_calls == 0

@@ -20,7 +20,7 @@ class World:
     def __init__(self, lost_wait_s: float = 15.0) -> None:
         self.available = Availability(["desk", "laptop"], lost_wait_s, 0)
         self.now_s = 0
-        self.said: list[str] = []
+        self.lines_logged: list[str] = []
         self.n_refusals = 0
         self.hung: set[int] = set()
         self.second()
@@ -34,17 +34,17 @@ class World:
         for _ in range(n_times):
             self.now_s += 1
             for index in {0, 1} - self.hung:
-                self.said.append(self.available.heard(index, self.now_ns))
+                self.lines_logged.append(self.available.heard(index, self.now_ns))
             lines, is_over = self.available.look(self.now_ns)
-            self.said += lines
+            self.lines_logged += lines
             self.n_refusals += is_over
-        self.said = [line for line in self.said if line]
+        self.lines_logged = [line for line in self.lines_logged if line]
 
 
 def test_nobody_is_silent_who_beats_and_nobody_who_was_never_heard():
     world = World()
     world.second(100)
-    assert world.said == []
+    assert world.lines_logged == []
     fresh = Availability(["desk", "laptop"], 15, 0)
     for second in range(100):
         assert fresh.look(second * S) == ([], False)
@@ -55,14 +55,14 @@ def test_a_silent_host_is_named_once_and_again_when_it_answers():
     world = World()
     world.hung = {1}
     world.second(QUIET - 2)  # the first look at the last sign of life has been
-    assert world.said == []
+    assert world.lines_logged == []
     world.second(30)
-    assert world.said == ["laptop has not answered for 5 s"]
+    assert world.lines_logged == ["laptop has not answered for 5 s"]
     described = world.available.describe_stage(1, world.now_ns)
     assert (described["last_heard_s"], described["silent"]) == (QUIET + 28, True)
     world.hung = set()
     world.second()
-    assert world.said[1:] == [f"laptop answers again after {QUIET + 29} s"]
+    assert world.lines_logged[1:] == [f"laptop answers again after {QUIET + 29} s"]
     assert world.available.describe_stage(1, world.now_ns)["silent"] is False
 
 
@@ -70,7 +70,7 @@ def test_a_coordinator_that_was_stopped_itself_accuses_no_stage():
     world = World()
     world.now_s += 3_600
     world.second()
-    assert world.said == []
+    assert world.lines_logged == []
 
 
 def test_a_loss_is_recovering_then_unreachable_then_ready():

@@ -84,8 +84,8 @@ async def test_steps_that_our_clock_has_no_time_for_are_left_out() -> None:
     base_ns = time.monotonic_ns() + 1_000 * 10**9
     starts = [5, 500 * 10**9, base_ns - 30, base_ns - 10]
     ends = [7, base_ns - 20, base_ns - 25, base_ns - 5]
-    said = pb.StatusResponse(now_ns=base_ns, step_start_ns=starts, step_end_ns=ends, n_steps=4)
-    async with answering(said) as client:
+    response = pb.StatusResponse(now_ns=base_ns, step_start_ns=starts, step_end_ns=ends, n_steps=4)
+    async with answering(response) as client:
         status = await client.status(with_recent=True)
     assert status is not None
     assert status.n_steps == 4
@@ -120,7 +120,7 @@ async def test_a_bug_while_speeds_are_read_is_logged_and_the_next_look_counts(
     monkeypatch.setattr("relayline.coordinator.engine.connection.CURVE_REFRESH_S", 0.0)
     seen: asyncio.Queue[tuple[list[StageCost], list[Held]]] = asyncio.Queue()
     refreshing = asyncio.create_task(
-        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *said: seen.put_nowait(said))  # type: ignore[arg-type]
+        refresh_costs(Learning({1, 2, 4}), ["somebody"], lambda *change: seen.put_nowait(change))  # type: ignore[arg-type]
     )
     async with asyncio.timeout(20):
         for n_looks in (3, 5):
@@ -152,12 +152,13 @@ async def test_hold_times_count_only_if_all_stages_report_them(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("said", "taken"), [(13_000.0, 13_000.0), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
+    ("reported", "taken"), [(13_000.0, 13_000.0), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 0.0)]
 )
-def test_a_stages_reported_speed_is_made_safe_to_plan_with(said: float, taken: float) -> None:
+def test_a_stages_reported_speed_is_made_safe_to_plan_with(reported: float, taken: float) -> None:
     point = pb.CostPoint(n_rows=1, cost_ns=7)
     cost = stage_cost(
-        pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=said, context_tiled_ns=said), 64
+        pb.StatusResponse(decode_curve=[point], prefill_curve=[point], context_ns=reported, context_tiled_ns=reported),
+        64,
     )
     assert (cost.context_ns, cost.context_tiled_ns) == (taken, taken)
     assert cost.decode_ns(1) == 7 + HOST_STEP_NS

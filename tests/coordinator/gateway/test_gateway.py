@@ -91,8 +91,8 @@ async def test_a_stream_is_passed_on_as_it_is_made(tokenizer: Tokenizer) -> None
             assert gate.reached.is_set()
             gate.opened.set()
             raw += await answer.content.read()
-        said = [event["choices"][0]["delta"].get("content", "") for event in _events(raw)]
-        assert "".join(said) == "hello"
+        contents = [event["choices"][0]["delta"].get("content", "") for event in _events(raw)]
+        assert "".join(contents) == "hello"
         assert raw.endswith(b"data: [DONE]\n\n")
 
 
@@ -100,7 +100,7 @@ async def test_every_byte_and_header_of_an_answer_is_the_pipelines(tokenizer: To
     pieces = [b"data: {", b'"a":1}\n\n', bytes(range(256)) * 600, b": ping\n\n", b"data: [DONE]\n\n"]
     seen: list[tuple[str, bytes, CIMultiDict[str]]] = []
 
-    async def said(request: web.Request) -> web.StreamResponse:
+    async def echoed(request: web.Request) -> web.StreamResponse:
         seen.append((request.raw_path, await request.read(), CIMultiDict(request.headers)))
         reply = web.StreamResponse(status=207, headers={"Content-Type": "text/event-stream", "X-Own": "yes"})
         await reply.prepare(request)
@@ -115,7 +115,7 @@ async def test_every_byte_and_header_of_an_answer_is_the_pipelines(tokenizer: To
         return web.json_response({"phase": "ready"})
 
     app = web.Application()
-    app.add_routes([web.get("/v1/models", models), web.get("/v1/pipeline", described), web.post("/v1/what", said)])
+    app.add_routes([web.get("/v1/models", models), web.get("/v1/pipeline", described), web.post("/v1/what", echoed)])
     runner, port = await start_http(app, "127.0.0.1", 0)
     one = Pipeline(tokenizer, "a", "chat")
     one.port = port

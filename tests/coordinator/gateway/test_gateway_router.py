@@ -21,9 +21,9 @@ READY = Heard(("chat",), is_ready=True, n_lanes=4, started_unix_s=1)
 def router_of(**heard: Heard | None) -> Router:
     """A router whose pipelines have said this; None: not heard yet."""
     found = Router(heard)
-    for name, said in heard.items():
-        if said is not None:
-            backend_of(found, name).heard(said, 1)
+    for name, report in heard.items():
+        if report is not None:
+            backend_of(found, name).heard(report, 1)
     return found
 
 

@@ -229,7 +229,7 @@ async def test_without_a_key_no_body_is_asked_for_or_awaited(tokenizer: Tokenize
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n{more}\r\n"
             writer.write(head.encode())
-            said = await reader.read()  # to the end of the connection
-            assert said.startswith(b"HTTP/1.1 401 ")
-            assert b"connection: close" in said.lower()
+            answer = await reader.read()  # to the end of the connection
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert b"connection: close" in answer.lower()
             writer.close()

@@ -93,10 +93,10 @@ async def one(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]
     return int(first.split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))
 
 
-def error_of(said: bytes) -> tuple[int, dict[str, Any], bytes]:
+def error_of(received: bytes) -> tuple[int, dict[str, Any], bytes]:
     """The one JSON error in an answer that closed its connection: status, the error, the headers."""
-    headers, _, body = said.partition(b"\r\n\r\n")
-    assert b"content-type: application/json" in headers.lower(), said[:300]
+    headers, _, body = received.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in headers.lower(), received[:300]
     assert b"connection: close" in headers.lower() or headers.startswith(b"HTTP/1.0"), headers
     error = json.loads(body)["error"]
     assert sorted({*error} - {"retry_after_s"}) == ["code", "message", "param", "type"]
@@ -202,8 +202,8 @@ async def test_the_body_of_a_refused_request_is_not_awaited_and_the_connection_e
     tokenizer: Tokenizer, path: str, method: str, headers: tuple[str, ...], status: int, framing: str
 ) -> None:
     async with serving(tokenizer) as served:  # of the body nothing but its beginning comes
-        said = await answer_to(served, head(path, framing, *headers, method=method) + b"2\r\n{}\r\n")
-    assert error_of(said)[0] == status
+        received = await answer_to(served, head(path, framing, *headers, method=method) + b"2\r\n{}\r\n")
+    assert error_of(received)[0] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -238,8 +238,8 @@ async def test_expect_continue_is_answered_only_where_the_body_is_read(
         connected(served) as (reader, writer),
     ):
         writer.write(head(path, *headers, "Expect: 100-continue"))
-        said = await reader.readuntil(b"\r\n\r\n")
-        assert said.startswith(first)
+        received = await reader.readuntil(b"\r\n\r\n")
+        assert received.startswith(first)
         if b"100" in first:
             writer.write(PROMPT)
             assert (await one(reader))[0] == 200
@@ -327,8 +327,8 @@ async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_even
     try:
         for method, path in asking:
             where = path.replace("{name}", "a")
-            said = await answer_to(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
-            assert said.split()[1] == b"413", (method, path)
+            received = await answer_to(served, head(where, f"Content-Length: {(1 << 20) + 1}", method=method))
+            assert received.split()[1] == b"413", (method, path)
             body = json.dumps({"zzz": "x" * 100_000}).encode()
             sent = head(where, f"Content-Length: {len(body)}", "Connection: close", method=method) + body
             assert (await answer_to(served, sent)).split()[1] in (b"400", b"413", b"501"), (method, path)
@@ -355,8 +355,8 @@ async def test_connections_end_that_bring_no_whole_request(
     tokenizer: Tokenizer, sent: bytes, status: int | None
 ) -> None:
     async with serving(tokenizer, **SHORT) as served:
-        said = await answer_to(served, sent)
-    assert (error_of(said)[0] if said else None) == status
+        received = await answer_to(served, sent)
+    assert (error_of(received)[0] if received else None) == status
 
 
 async def test_a_connection_ends_some_time_after_its_last_request(tokenizer: Tokenizer) -> None:
@@ -547,19 +547,19 @@ async def test_a_stream_that_fails_does_not_end_like_a_whole_one(
     generator = FakeGenerator(lambda request: [*tokens(request, b"h", ends=False), StageLostError("gone")])
     async with serving(tokenizer, generator) as served, connected(served) as (reader, writer):
         writer.write(streamed(path, body, version))
-        said = await reader.readuntil(b"stage_lost")
+        received = await reader.readuntil(b"stage_lost")
         if version == "1.0":  # the end of the connection is the end of the answer there
             with pytest.raises(ConnectionResetError):
                 await reader.read()
-            assert b"chunked" not in said
+            assert b"chunked" not in received
         else:
-            said += await reader.read()
-            assert b"Transfer-Encoding: chunked" in said
-            assert not said.endswith(b"0\r\n\r\n")
+            received += await reader.read()
+            assert b"Transfer-Encoding: chunked" in received
+            assert not received.endswith(b"0\r\n\r\n")
     async with serving(tokenizer) as served, connected(served) as (reader, writer):
         writer.write(streamed(path, body, version).replace(b"Host", b"Connection: close\r\nHost"))
-        said = await reader.read()
-        assert said.endswith(b"data: [DONE]\n\n" if version == "1.0" else b"0\r\n\r\n")
+        received = await reader.read()
+        assert received.endswith(b"data: [DONE]\n\n" if version == "1.0" else b"0\r\n\r\n")
 
 
 KILLED = """
@@ -591,7 +591,7 @@ async def test_a_second_signal_ends_a_stream_like_a_failure(
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(await child.stdout.readline()))
         writer.write(streamed(*STREAMS[0], version))
-        said = await reader.readuntil(b"data: ")
+        received = await reader.readuntil(b"data: ")
         child.terminate()
         assert await child.stdout.readline() == b"draining\n"
         child.terminate()
@@ -599,8 +599,8 @@ async def test_a_second_signal_ends_a_stream_like_a_failure(
             with pytest.raises(ConnectionResetError):
                 await reader.read()
         else:
-            said += await reader.read()
-            assert not said.endswith(b"0\r\n\r\n")
+            received += await reader.read()
+            assert not received.endswith(b"0\r\n\r\n")
         writer.close()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -619,11 +619,13 @@ async def test_a_client_that_half_closes_gets_its_answer(tokenizer: Tokenizer, s
         writer.write(b"\r\n")  # as some clients do after a body
         writer.write_eof()
         await gate.reached.wait()
-        said = await reader.readuntil(b"H")  # the server has seen that its client sends no more
+        received = await reader.readuntil(b"H")  # the server has seen that its client sends no more
         gate.opened.set()
-        said += await reader.read()
-    assert said.startswith(f"HTTP/{version} 200 OK\r\n".encode())
-    assert said.endswith((b"data: [DONE]\n\n", b"0\r\n\r\n")) if stream else json.loads(said.split(b"\r\n\r\n")[1])
+        received += await reader.read()
+    assert received.startswith(f"HTTP/{version} 200 OK\r\n".encode())
+    assert (
+        received.endswith((b"data: [DONE]\n\n", b"0\r\n\r\n")) if stream else json.loads(received.split(b"\r\n\r\n")[1])
+    )
 
 
 async def test_a_client_that_half_closes_gets_all_of_its_answers(tokenizer: Tokenizer) -> None:

@@ -205,9 +205,9 @@ async def test_a_tool_may_return_an_image(tokenizer: Tokenizer) -> None:
 
 async def test_without_a_projector_chats_are_text_alone(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as served:
-        said = await post(served, "/v1/chat/completions", chat(b"1"), 400)
+        refusal = await post(served, "/v1/chat/completions", chat(b"1"), 400)
         models = await _get(served, "/v1/models")
-    assert "only text parts are supported: this model is served without a projector" in said["error"]["message"]
+    assert "only text parts are supported: this model is served without a projector" in refusal["error"]["message"]
     assert "architecture" not in models["data"][0]
 
 

@@ -96,12 +96,12 @@ async def test_penalties_and_biases(tokenizer: Tokenizer) -> None:
         assert len(served.generator.requests) == 1
 
 
-def follows(said: bytes) -> Script:
+def follows(text: bytes) -> Script:
     """Gives its script for any prediction, and marks predicted tokens as the pipeline does."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         at = 0
-        for event in tokens(request, said):
+        for event in tokens(request, text):
             is_predicted = event.token in request.prediction[at : at + 1]
             at += is_predicted
             yield event._replace(is_predicted=is_predicted)

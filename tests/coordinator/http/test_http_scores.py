@@ -97,9 +97,9 @@ async def test_events_say_how_far_the_answer_is(tokenizer: Tokenizer, route: str
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert (events[0].get("prompt_token_ids") or events[0]["choices"][0].get("prompt_token_ids")) == prompt
     assert not any("prompt_token_ids" in json.dumps(event) for event in events[1:])
-    said = [event["usage"]["completion_tokens"] for event in events]
-    assert said == sorted(said)
-    assert (said[0], said[-1]) == (0, 2)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (0, 2)
     assert all(event["timings"]["prompt_n"] == len(prompt) for event in events)
     assert events[-1]["timings"]["predicted_n"] == 2
 

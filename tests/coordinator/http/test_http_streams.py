@@ -152,9 +152,9 @@ async def test_a_broken_stream_ends_with_its_error_and_no_done_and_does_not_look
         _, failure = [(await reply.content.readuntil(b"\n\n")).removesuffix(b"\n\n") for _ in range(2)]
         with pytest.raises(aiohttp.ClientPayloadError, match="not completed"):
             await reply.read()
-    said = json.loads(failure.removeprefix(b"data: "))
-    assert said["error"].pop("retry_after_s") >= 1, "as the header of an answer that is refused"
-    assert said == {
+    body = json.loads(failure.removeprefix(b"data: "))
+    assert body["error"].pop("retry_after_s") >= 1, "as the header of an answer that is refused"
+    assert body == {
         "error": {
             "message": "stage 1 is gone",
             "type": "service_unavailable_error",

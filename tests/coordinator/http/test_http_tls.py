@@ -179,7 +179,7 @@ async def test_keys_in_the_clear_are_warned_of(
         caplog.at_level(logging.WARNING),
         protect_http(web.Application(), host, keys, protect_metrics=False, is_tls=is_tls),
     ):
-        said = [record.getMessage() for record in caplog.records]
+        logged = [record.getMessage() for record in caplog.records]
     expected = "API keys travel to 0.0.0.0 in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS"
-    assert said == ([expected] if warns else [])
+    assert logged == ([expected] if warns else [])
     assert host_of(f"{host}:1") == host

@@ -94,16 +94,16 @@ async def test_a_request_has_one_server_span_by_convention(
     assert span.kind is SpanKind.SERVER
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
-    said = attributes_of(span)
-    assert said.pop(names.CLIENT_ADDRESS) == "127.0.0.1"
-    assert said.pop(names.SERVER_PORT) == served.port
-    answer_id = said.pop(names.GEN_AI_RESPONSE_ID)
-    assert said.pop(names.ATTR_REQUEST_ID) == answer_id
-    assert said.pop(names.GEN_AI_USAGE_INPUT_TOKENS) == len(served.generator.requests[0].prompt_tokens)
+    attributes = attributes_of(span)
+    assert attributes.pop(names.CLIENT_ADDRESS) == "127.0.0.1"
+    assert attributes.pop(names.SERVER_PORT) == served.port
+    answer_id = attributes.pop(names.GEN_AI_RESPONSE_ID)
+    assert attributes.pop(names.ATTR_REQUEST_ID) == answer_id
+    assert attributes.pop(names.GEN_AI_USAGE_INPUT_TOKENS) == len(served.generator.requests[0].prompt_tokens)
     for left_out in (names.GEN_AI_USAGE_OUTPUT_TOKENS, names.GEN_AI_RESPONSE_FINISH_REASONS):
-        said.pop(left_out)  # sent by the pipeline, which is a fake here
-    assert said.pop("http.request.header.x-request-id") == "mine", "as the caller sent it"
-    assert said == {
+        attributes.pop(left_out)  # sent by the pipeline, which is a fake here
+    assert attributes.pop("http.request.header.x-request-id") == "mine", "as the caller sent it"
+    assert attributes == {
         "http.request.method": "POST", "http.route": route, "url.path": route, "url.scheme": "http",
         "http.response.status_code": 200, "server.address": "127.0.0.1",
         "gen_ai.operation.name": operation, "gen_ai.provider.name": "relayline",
@@ -135,11 +135,11 @@ async def test_prompts_and_answers_are_exported_only_on_request(
     exported = "".join(span.to_json() for span in world.kept.spans())
     assert (SECRET in exported) is content
     for span in [span for span in world.kept.spans() if span.kind is SpanKind.SERVER] if content else []:
-        said = attributes_of(span)
+        attributes = attributes_of(span)
         part = {"type": "text", "content": SECRET}
-        assert json.loads(str(said[names.GEN_AI_INPUT_MESSAGES])) == [{"role": "user", "parts": [part]}]
+        assert json.loads(str(attributes[names.GEN_AI_INPUT_MESSAGES])) == [{"role": "user", "parts": [part]}]
         answer = {"type": "text", "content": "hello"}
-        assert json.loads(str(said[names.GEN_AI_OUTPUT_MESSAGES])) == [{"role": "assistant", "parts": [answer]}]
+        assert json.loads(str(attributes[names.GEN_AI_OUTPUT_MESSAGES])) == [{"role": "assistant", "parts": [answer]}]
 
 
 async def test_refusals_name_their_error(tokenizer: Tokenizer) -> None:
@@ -150,7 +150,7 @@ async def test_refusals_name_their_error(tokenizer: Tokenizer) -> None:
             async with session.post("/v1/completions", json=body) as reply:
                 assert reply.status == status
     found = [attributes_of(span) for span in world.kept.spans("POST /v1/completions")]
-    assert [(said[names.HTTP_RESPONSE_STATUS_CODE], said[names.ERROR_TYPE]) for said in found] == [
+    assert [(attributes[names.HTTP_RESPONSE_STATUS_CODE], attributes[names.ERROR_TYPE]) for attributes in found] == [
         (429, "overloaded"), (400, "invalid_request"), (404, "model_not_found"),
     ]  # fmt: skip
 
@@ -163,10 +163,10 @@ async def test_numbers_that_no_attribute_holds_are_left_out(tokenizer: Tokenizer
         session.post("/v1/completions", json=body) as reply,
     ):
         assert reply.status == 200, "max_tokens is cut to the room there is"
-    said = attributes_of(world.kept.one("POST /v1/completions"))
-    assert names.GEN_AI_REQUEST_SEED not in said
-    assert names.GEN_AI_REQUEST_MAX_TOKENS not in said
-    assert all(value < 1 << 63 for value in said.values() if isinstance(value, int))
+    attributes = attributes_of(world.kept.one("POST /v1/completions"))
+    assert names.GEN_AI_REQUEST_SEED not in attributes
+    assert names.GEN_AI_REQUEST_MAX_TOKENS not in attributes
+    assert all(value < 1 << 63 for value in attributes.values() if isinstance(value, int))
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_the_requests(tokenizer: Tokenizer) -> None:
@@ -209,8 +209,8 @@ async def test_a_client_that_leaves_a_stream_has_had_its_status(tokenizer: Token
             await gate.reached.wait()
             reply.close()
             await served.generator.streams[0].closed.wait()
-    said = attributes_of(world.kept.one("POST /v1/completions"))
-    assert (said[names.HTTP_RESPONSE_STATUS_CODE], said[names.ERROR_TYPE]) == (200, "client_gone")
+    attributes = attributes_of(world.kept.one("POST /v1/completions"))
+    assert (attributes[names.HTTP_RESPONSE_STATUS_CODE], attributes[names.ERROR_TYPE]) == (200, "client_gone")
 
 
 async def test_a_client_that_leaves_with_the_last_event_has_had_its_answer(tokenizer: Tokenizer) -> None:

@@ -19,8 +19,8 @@ def image(data: bytes = PNG, head: str = "data:image/png;base64,") -> dict[str, 
     return {"type": "image_url", "image_url": {"url": head + base64.b64encode(data).decode()}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
 
 
 def chat(*parts: Any) -> list[dict[str, Any]]:
@@ -29,9 +29,9 @@ def chat(*parts: Any) -> list[dict[str, Any]]:
 
 def test_images_leave_marks_and_texts_alone_are_parted_by_lines() -> None:
     marked = take_images(chat(text("a"), text("b"), image(), text("c"), image(PNG + b"2"), image(PNG)))
-    said = marked.messages[1]["content"]
-    assert marked.shown(said) == "a\nb<__media__>c<__media__><__media__>"
-    assert marked.split(said) == (["a\nb", "c", "", ""], [0, 1, 2])
+    content = marked.messages[1]["content"]
+    assert marked.shown(content) == "a\nb<__media__>c<__media__><__media__>"
+    assert marked.split(content) == (["a\nb", "c", "", ""], [0, 1, 2])
     assert [each.data for each in marked.pictures] == [PNG, PNG + b"2", PNG]
     assert marked.pictures[1].sha256 == hashlib.sha256(PNG + b"2").digest()
     assert marked.pictures[1].param == "messages[1].content[4].image_url"

@@ -155,23 +155,23 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     for name in (names.SPAN_TOKENIZE, names.SPAN_QUEUE, names.SPAN_PREFILL, names.SPAN_DECODE):
         assert spans[name].parent is not None
         assert spans[name].parent.span_id == root.context.span_id
-    said = attributes_of(root)
-    assert said[names.HTTP_REQUEST_METHOD] == "POST"
-    assert said[names.HTTP_ROUTE] == "/v1/completions"
-    assert said[names.HTTP_RESPONSE_STATUS_CODE] == 200
-    assert said[names.GEN_AI_USAGE_INPUT_TOKENS] == 3
-    assert said[names.GEN_AI_USAGE_OUTPUT_TOKENS] == 3
-    assert said[names.GEN_AI_USAGE_REASONING_TOKENS] == 2
-    assert said[names.GEN_AI_RESPONSE_FINISH_REASONS] == ("length",)
-    assert said[names.GEN_AI_RESPONSE_ID] == "cmpl-r"
-    assert said[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] == pytest.approx(2_100e-9)
+    recorded = attributes_of(root)
+    assert recorded[names.HTTP_REQUEST_METHOD] == "POST"
+    assert recorded[names.HTTP_ROUTE] == "/v1/completions"
+    assert recorded[names.HTTP_RESPONSE_STATUS_CODE] == 200
+    assert recorded[names.GEN_AI_USAGE_INPUT_TOKENS] == 3
+    assert recorded[names.GEN_AI_USAGE_OUTPUT_TOKENS] == 3
+    assert recorded[names.GEN_AI_USAGE_REASONING_TOKENS] == 2
+    assert recorded[names.GEN_AI_RESPONSE_FINISH_REASONS] == ("length",)
+    assert recorded[names.GEN_AI_RESPONSE_ID] == "cmpl-r"
+    assert recorded[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] == pytest.approx(2_100e-9)
     decode = attributes_of(spans[names.SPAN_DECODE])
     assert decode[names.ATTR_SESSION_ID] == f"{session.session_id:016x}"
     assert decode[names.ATTR_REQUEST_ID] == "cmpl-r"
     assert decode[names.ATTR_TTFT] == 1_100e-9
     assert decode[names.ATTR_QUEUE] == 1_000e-9
     assert (decode[names.ATTR_ITL_MEAN], decode[names.ATTR_ITL_MAX]) == (100e-9, 100e-9)
-    assert names.ERROR_TYPE not in said
+    assert names.ERROR_TYPE not in recorded
 
 
 def test_the_ring_keeps_no_ended_span_and_later_spans_still_find_their_parent() -> None:
@@ -318,14 +318,14 @@ def test_the_decode_span_sums_up_what_the_stages_say() -> None:
     world.summary(session, 0)
     decode = world.kept.one(names.SPAN_DECODE)
     assert times_of(decode) == (3_100, 3_300)  # the wait for summaries is not part of it
-    said = attributes_of(decode)
-    assert said[names.ATTR_STAGE_STEPS] == (0, 6)
-    assert said[names.ATTR_STAGE_BATCH_ROWS_MEAN] == (0.0, 2.5)
-    assert said[names.ATTR_STAGE_BATCH_ROWS_MAX] == (0, 5)
-    assert said[names.ATTR_STAGE_WAIT_SUM] == (0, 79e-9)
-    assert said[names.ATTR_STAGE_DECODE_WAIT] == (0, 70e-9)
-    assert said[names.ATTR_STAGE_WAIT_MAX] == (0, 40e-9)
-    assert said[names.ATTR_STAGES_REPORTED] == (0, 1)
+    recorded = attributes_of(decode)
+    assert recorded[names.ATTR_STAGE_STEPS] == (0, 6)
+    assert recorded[names.ATTR_STAGE_BATCH_ROWS_MEAN] == (0.0, 2.5)
+    assert recorded[names.ATTR_STAGE_BATCH_ROWS_MAX] == (0, 5)
+    assert recorded[names.ATTR_STAGE_WAIT_SUM] == (0, 79e-9)
+    assert recorded[names.ATTR_STAGE_DECODE_WAIT] == (0, 70e-9)
+    assert recorded[names.ATTR_STAGE_WAIT_MAX] == (0, 40e-9)
+    assert recorded[names.ATTR_STAGES_REPORTED] == (0, 1)
     world.waits[0]()  # too late to matter
     assert len(world.kept.spans(names.SPAN_DECODE)) == 1
 
@@ -544,8 +544,8 @@ def test_baggage_goes_on_and_what_is_none_is_left_out() -> None:
     record = world.receive(baggage=header)
     session = world.open(record)
     world.observer.answered(record, 2_000)
-    said = attributes_of(world.kept.one("POST /v1/completions"))
-    found = {key: value for key, value in said.items() if key.startswith(names.BAGGAGE)}
+    recorded = attributes_of(world.kept.one("POST /v1/completions"))
+    found = {key: value for key, value in recorded.items() if key.startswith(names.BAGGAGE)}
     assert found["baggage.tenant"] == "blue team"
     assert "baggage.bad key" not in found
     assert len(found) == BAGGAGE_ENTRIES_MAX

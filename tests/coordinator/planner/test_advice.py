@@ -34,7 +34,7 @@ def host(name: str, gib_ms: float, *, gib: float | None = None, link: Link | Non
     return Host(name, Machine(name, 8, memory), 8, Speed(points, points, 0.0, "measured", 1.0), link=link or Link())
 
 
-def said(*hosts: Host, load: Load = LOAD) -> str:
+def advice_for(*hosts: Host, load: Load = LOAD) -> str:
     instance = Instance(MODEL, hosts, load)
     best = best_split(instance)
     assert best is not None
@@ -43,13 +43,13 @@ def said(*hosts: Host, load: Load = LOAD) -> str:
 
 def test_a_slow_helper_behind_a_slow_link_is_not_worth_it() -> None:
     far = Link(200_000_000, 1e6)
-    text = said(host("server", 100), host("phone", 3_000, link=far))
+    text = advice_for(host("server", 100), host("phone", 3_000, link=far))
     assert "don't span: server holds, if it has the memory, the whole model alone" in text
     assert "both hosts together make" in text
 
 
 def test_equal_hosts_learn_how_much_spanning_gives() -> None:
-    text = said(host("one", 400, gib=8), host("other", 400, gib=8))
+    text = advice_for(host("one", 400, gib=8), host("other", 400, gib=8))
     assert "don't span" not in text
     assert "holds the whole model alone and would make" in text
     assert "spanning makes" in text
@@ -57,23 +57,23 @@ def test_equal_hosts_learn_how_much_spanning_gives() -> None:
 
 def test_two_pipelines_are_advised_where_they_make_more_tokens() -> None:
     slow = Link(400_000_000, 1e9)
-    text = said(host("one", 100, gib=8, link=slow), host("other", 100, gib=8))
+    text = advice_for(host("one", 100, gib=8, link=slow), host("other", 100, gib=8))
     assert "two pipelines side by side, one on one and one on other, would make" in text
 
 
 def test_nothing_is_said_of_machines_that_cannot_hold_the_model() -> None:
-    text = said(host("one", 100, gib=1.6), host("other", 100, gib=1.6))
+    text = advice_for(host("one", 100, gib=1.6), host("other", 100, gib=1.6))
     assert "alone" not in text
     assert "two pipelines" not in text
 
 
 def test_the_link_that_limits_is_named_with_what_it_costs() -> None:
-    text = said(host("one", 50, gib=1.6, link=Link(300_000_000, 1e6)), host("other", 50, gib=1.6))
+    text = advice_for(host("one", 50, gib=1.6, link=Link(300_000_000, 1e6)), host("other", 50, gib=1.6))
     assert "the link from one to other (3e+02 ms, 0.008 Gbit/s) slows the pipeline down" in text
 
 
 def test_room_for_a_longer_context_and_a_larger_quantisation_is_reported() -> None:
-    text = said(host("one", 100, gib=2), host("other", 100, gib=2))
+    text = advice_for(host("one", 100, gib=2), host("other", 100, gib=2))
     assert (
         "there is room for more: this model as Q6_K, or contexts of 3,072 tokens instead of 1,024 would fit too" in text
     )

@@ -128,11 +128,11 @@ class Noting(GroupPlanner):
 
     def __init__(self) -> None:
         super().__init__([StageCost(staircase(), staircase(), 512) for _ in range(2)])
-        self.said: list[int] = []
+        self.pressures: list[int] = []
 
     def plan(self, n_streams: int, *, n_prompts: int, pressure_min: int = 0, **others: Any) -> GroupPlan:
         if n_streams and n_prompts:
-            self.said.append(pressure_min)
+            self.pressures.append(pressure_min)
         return super().plan(n_streams, n_prompts=n_prompts, pressure_min=pressure_min, **others)
 
 
@@ -143,16 +143,16 @@ def test_prompts_of_a_burst_count_twice_until_all_are_read() -> None:
     for session in sessions:
         start(scheduler, session)
     scheduler.plan()
-    assert planner.said.pop() == BURST_PRESSURE
+    assert planner.pressures.pop() == BURST_PRESSURE
     for session in sessions[:2]:
         scheduler.forget(session.session_id, 0)  # as if read: it runs now
         scheduler.decode(row(session.session_id))
     scheduler.plan()
-    assert planner.said.pop() == BURST_PRESSURE, "three run and one waits; it came when two ran"
+    assert planner.pressures.pop() == BURST_PRESSURE, "three run and one waits; it came when two ran"
     scheduler.forget(4, 0)
     start(scheduler, new_session(5))
     scheduler.plan()
-    assert planner.said.pop() == 0, "a single arrival is no burst"
+    assert planner.pressures.pop() == 0, "a single arrival is no burst"
 
 
 def test_prompts_that_take_long_to_read_are_no_burst() -> None:
@@ -161,7 +161,7 @@ def test_prompts_that_take_long_to_read_are_no_burst() -> None:
     for session_id in (2, 3, 4):
         start(scheduler, new_session(session_id, n_prompt=400))
     scheduler.plan()
-    assert planner.said.pop() == 0
+    assert planner.pressures.pop() == 0
 
 
 def test_paused_streams_count_until_all_of_them_go_on() -> None:
@@ -171,17 +171,17 @@ def test_paused_streams_count_until_all_of_them_go_on() -> None:
     paused.history.append(7)
     start(scheduler, paused)
     scheduler.plan()
-    assert planner.said.pop() == REPLAY_PRESSURE
+    assert planner.pressures.pop() == REPLAY_PRESSURE
     start(scheduler, new_session(3, n_prompt=400))
     scheduler.plan()
-    assert planner.said.pop() == REPLAY_PRESSURE
+    assert planner.pressures.pop() == REPLAY_PRESSURE
     scheduler.forget(2, 0)  # as if read: it runs now
     scheduler.decode(row(2))
     scheduler.plan()
-    assert planner.said.pop() == 0, "a new arrival is no replay"
+    assert planner.pressures.pop() == 0, "a new arrival is no replay"
     failed = new_session(4, n_prompt=400)
     failed.history.append(7)
     failed.replays = 1
     start(scheduler, failed)
     scheduler.plan()
-    assert planner.said.pop() == 0, "one session's own fault slows no other"
+    assert planner.pressures.pop() == 0, "one session's own fault slows no other"

@@ -272,9 +272,9 @@ def test_compare_against_a_running_pipeline(model: Path, tmp_path: Path) -> None
         assert all(figure["measured"] > 0 for figure in figures)
         idle = relayline("plan", path, "--compare", "--url", url, "--seconds", "0.1")
         assert idle.returncode == 0, idle.stderr
-        said = " ".join(idle.stdout.split())
+        output = " ".join(idle.stdout.split())
         assert re.search(
-            r"no tok/s from these readings: no stream decoded during the \d+\.\d s from start to end", said
+            r"no tok/s from these readings: no stream decoded during the \d+\.\d s from start to end", output
         )
     finally:
         up.stop()

@@ -239,7 +239,7 @@ def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (("trace",), 2, "either a REQUEST_ID or --last"),
         (("trace", "x", "--last"), 2, "either a REQUEST_ID or --last"),
@@ -250,10 +250,10 @@ def test_top_is_live_until_it_is_interrupted(served: Running) -> None:
         (("top",), 2, "needs a terminal"),
     ],
 )
-def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_mistakes_get_one_line(arguments: tuple[str, ...], code: int, message: str) -> None:
     seen = relayline(*arguments)
     assert seen.returncode == code
-    assert said in seen.stderr
+    assert message in seen.stderr
     assert "Traceback" not in seen.stderr
 
 

@@ -222,19 +222,19 @@ def test_which_kernels_are_in(facts: Any, outcome: Outcome, text: str) -> None:
 
 def test_devices_and_those_that_a_manifest_names() -> None:
     found = [("CUDA0", "H100", 70 * native.GIB, 80 * native.GIB), ("CPU", "EPYC", 0, 0)]
-    (said,) = native.judge_devices(found, {"CUDA0": "a", "CPU": "a"})
-    assert said.outcome is OK
-    assert said.found == "CUDA0: H100, 70.0 of 80.0 GiB free; CPU: EPYC"
-    (said,) = native.judge_devices(found, {"CUDA0": "a", "CUDA1": "b"})
-    assert said.outcome is FAILURE
-    assert said.found.startswith("stage 'b' asks for CUDA1; here are CUDA0: H100")
+    (finding,) = native.judge_devices(found, {"CUDA0": "a", "CPU": "a"})
+    assert finding.outcome is OK
+    assert finding.found == "CUDA0: H100, 70.0 of 80.0 GiB free; CPU: EPYC"
+    (finding,) = native.judge_devices(found, {"CUDA0": "a", "CUDA1": "b"})
+    assert finding.outcome is FAILURE
+    assert finding.found.startswith("stage 'b' asks for CUDA1; here are CUDA0: H100")
     assert native.judge_devices((), {"CUDA0": "a"}) == []  # llama.cpp does not load, which another line says
 
 
 def test_this_machines_own_devices() -> None:
-    (said,) = [f for f in native.look_native(wants_gpu=False, asked={"CUDA77": "card"}) if f.check == "devices"]
-    assert said.outcome is FAILURE
-    assert "stage 'card' asks for CUDA77; here are CPU: " in said.found
+    (finding,) = [f for f in native.look_native(wants_gpu=False, asked={"CUDA77": "card"}) if f.check == "devices"]
+    assert finding.outcome is FAILURE
+    assert "stage 'card' asks for CUDA77; here are CPU: " in finding.found
 
 
 def test_extensions() -> None:

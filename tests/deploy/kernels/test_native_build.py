@@ -438,12 +438,12 @@ def test_a_process_may_leave_the_kernels_that_it_has_unused() -> None:
     """Products pass on to llama.cpp's own, which have the same bits. The switch is read once, so in new processes."""
     if not hasattr(llama_cpp.llama_cpp._lib, "relayline_kernels"):
         pytest.skip("llama.cpp was built without relayline's kernels")
-    command, said = [sys.executable, "-c", PRODUCTS_OF_A_PROCESS], []
+    command, outputs = [sys.executable, "-c", PRODUCTS_OF_A_PROCESS], []
     for switch in ("on", "off"):
         environment = os.environ | {"RELAYLINE_KERNELS": switch}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
-        said.append(done.stdout.splitlines())
-    (on, *ours), (off, *theirs) = said
+        outputs.append(done.stdout.splitlines())
+    (on, *ours), (off, *theirs) = outputs
     assert on.startswith("['q4_0', 'mxfp4', 'q4_K', 'q5_K', 'q6_K'")
     assert on.endswith("'attention'] True") or "'attention', 'iq4_nl'" in on
     assert off == "[] False"

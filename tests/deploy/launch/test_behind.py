@@ -114,9 +114,9 @@ def test_plan_names_each_pipeline_that_does_not_fit(house: Write) -> None:
     assert "house-a: " in shown.stdout, "the others are shown"
     (line,) = shown.stderr.splitlines()
     assert line.startswith("relayline: error: a-2: ")
-    for flags, said in ((("--compare",), "--url http://GATEWAY/pipelines/NAME"), (("--hosts", "h"), "to a MODEL")):
+    for flags, message in ((("--compare",), "--url http://GATEWAY/pipelines/NAME"), (("--hosts", "h"), "to a MODEL")):
         refused = relayline("plan", path, *flags)
-        assert (refused.returncode, said in refused.stderr) == (2, True)
+        assert (refused.returncode, message in refused.stderr) == (2, True)
 
 
 def test_memory_is_added_up_where_pipelines_share_a_machine(house: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,35 +151,37 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def said(waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0) -> list[str]:
+def messages_for(
+    waiting: Waiting, name: str, state: str, now_s: float = 0.0, done: int = 0, total: int = 0
+) -> list[str]:
     event: dict[str, Any] = {"name": name, "state": state, "done_bytes": done, "total_bytes": total}
     return [shown["message"] for shown in waiting.events_for(event, now_s)]
 
 
 def test_missing_hosts_are_listed_once_per_change() -> None:
     waiting = Waiting(["desk", "mini", "server", "old"])
-    assert said(waiting, "desk", "starting") == ["1 of 4 joined, waiting for mini, server, old"]
+    assert messages_for(waiting, "desk", "starting") == ["1 of 4 joined, waiting for mini, server, old"]
     for state in ("measuring", "starting", "loading"):  # it joins, is surveyed, and joins again for its layers
-        assert said(waiting, "desk", state) == []
-    assert said(waiting, "mini", "starting") == ["2 of 4 joined, waiting for server, old"]
-    assert said(waiting, "mini", "lost") == ["1 of 4 joined, waiting for mini, server, old"]
-    assert said(waiting, "nobody", "starting") == []
+        assert messages_for(waiting, "desk", state) == []
+    assert messages_for(waiting, "mini", "starting") == ["2 of 4 joined, waiting for server, old"]
+    assert messages_for(waiting, "mini", "lost") == ["1 of 4 joined, waiting for mini, server, old"]
+    assert messages_for(waiting, "nobody", "starting") == []
     for name in ("mini", "server", "old"):
-        said(waiting, name, "starting")
+        messages_for(waiting, name, "starting")
     for name in ("desk", "mini", "server", "old"):
-        assert said(waiting, name, "ready") == []
+        assert messages_for(waiting, name, "ready") == []
     assert waiting.is_over
-    assert said(waiting, "old", "lost") == [], "that is for the log, from then on"
+    assert messages_for(waiting, "old", "lost") == [], "that is for the log, from then on"
 
 
 def test_a_long_fetch_says_how_far_it_is_and_how_long_it_takes() -> None:
     waiting = Waiting(["old"])
-    assert said(waiting, "old", "fetching", 0.0, 0, 4 * GB) == ["1 of 1 joined"]
-    assert said(waiting, "old", "fetching", FETCH_LINE_EVERY_S - 0.1, GB // 2, 4 * GB) == []
-    assert said(waiting, "old", "fetching", 10.0, GB, 4 * GB) == [
+    assert messages_for(waiting, "old", "fetching", 0.0, 0, 4 * GB) == ["1 of 1 joined"]
+    assert messages_for(waiting, "old", "fetching", FETCH_LINE_EVERY_S - 0.1, GB // 2, 4 * GB) == []
+    assert messages_for(waiting, "old", "fetching", 10.0, GB, 4 * GB) == [
         "old fetches its layers: 1.00 of 4.00 GB, 100 MB/s, 30 s left"
     ]
-    assert said(waiting, "old", "fetching", 12.0, GB, 4 * GB) == []
-    assert said(waiting, "old", "fetching", 20.0, 4 * GB, 4 * GB) == []
-    assert said(waiting, "old", "loading", 20.0, GB, 4 * GB) == []
+    assert messages_for(waiting, "old", "fetching", 12.0, GB, 4 * GB) == []
+    assert messages_for(waiting, "old", "fetching", 20.0, 4 * GB, 4 * GB) == []
+    assert messages_for(waiting, "old", "loading", 20.0, GB, 4 * GB) == []
     assert (time_text(200), time_text(7500)) == ("3 min 20 s", "2 h 5 min")

@@ -93,33 +93,33 @@ def test_drafts_by_number_need_the_policy_that_makes_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "n_tokens"),
+    ("draft", "n_tokens"),
     [("auto", DRAFT_AUTO), ("off", 0), ("0", 0), ("1", 1), (str(DRAFT_TOKENS_MAX), DRAFT_TOKENS_MAX)],
 )
 def test_drafts_are_said_alike_everywhere(
-    said: str, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draft: str, n_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a flag, a variable, in a manifest, over a manifest, and on the way through `up` and its background."""
     assert draft_of_serve() == DRAFT_AUTO
-    assert draft_of_serve("--draft", said) == n_tokens
+    assert draft_of_serve("--draft", draft) == n_tokens
     manifest, path = manifest_of(SMALL, tmp_path), tmp_path / "pipeline.yaml"
-    changed = {"draft": up_command.make_context("up", ["--draft", said]).params["draft"]}
+    changed = {"draft": up_command.make_context("up", ["--draft", draft]).params["draft"]}
     settled = override(manifest, changes_of(changed))
     path.write_text(dump_manifest(settled))
     assert draft_of_serve("--manifest", path) == n_tokens
     monkeypatch.setenv("RELAYLINE_DRAFT", "7")
     assert draft_of_serve("--manifest", path) == 7
-    assert draft_of_serve("--manifest", path, "--draft", said) == n_tokens
-    monkeypatch.setenv("RELAYLINE_DRAFT", said)
+    assert draft_of_serve("--manifest", path, "--draft", draft) == n_tokens
+    monkeypatch.setenv("RELAYLINE_DRAFT", draft)
     assert draft_of_serve() == up_command.make_context("up", []).params["draft"] == n_tokens
 
 
-@pytest.mark.parametrize("said", ["auto", "off", "5"])
+@pytest.mark.parametrize("draft", ["auto", "off", "5"])
 def test_arguments_that_up_passes_on_keep_their_meaning(
-    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_tokens = up_command.make_context("up", ["--draft", said]).params["draft"]
-    (tmp_path / "settled.yaml").write_text(dump_manifest(launched(monkeypatch, "m.gguf", "--draft", said).manifest))
+    n_tokens = up_command.make_context("up", ["--draft", draft]).params["draft"]
+    (tmp_path / "settled.yaml").write_text(dump_manifest(launched(monkeypatch, "m.gguf", "--draft", draft).manifest))
     assert draft_of_serve("--manifest", tmp_path / "settled.yaml") == n_tokens
     manifest_of(SMALL, tmp_path)
     handed_on: list[str] = []
@@ -130,7 +130,7 @@ def test_arguments_that_up_passes_on_keep_their_meaning(
     flags = ["--detach", "--json", "--state-dir", str(tmp_path / "state"), "--allow-host", "a.example",
              "--allow-host", "b.example", "--no-share", "--http", "127.0.0.1:0", "--cuts", "4"]  # fmt: skip
     monkeypatch.setattr("relayline.deploy.cli.up_launch.with_stage_flags", lambda manifest, *_: manifest)
-    up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", said, *flags], standalone_mode=False)
+    up_command.main([str(tmp_path / "pipeline.yaml"), "--draft", draft, *flags], standalone_mode=False)
     again = up_command.make_context("up", handed_on).params
     assert (again["draft"], again["no_share"], again["http"], again["cuts"], again["target"], again["name"]) == (
         n_tokens, True, ("127.0.0.1", 0), (4,), str(tmp_path / "pipeline.yaml"), "small")  # fmt: skip
@@ -254,8 +254,8 @@ def test_serve_takes_its_defaults_from_the_manifest(tmp_path: Path) -> None:
 
 def test_a_flag_of_serve_wins_over_the_settings_of_single_stages(tmp_path: Path) -> None:
     manifest = manifest_of(FOUR, tmp_path)
-    said = ["--manifest", str(tmp_path / "pipeline.yaml"), "--gpu-layers", "5", "--trace-level", "off"]
-    with serve_command.make_context("serve", said) as context:
+    arguments = ["--manifest", str(tmp_path / "pipeline.yaml"), "--gpu-layers", "5", "--trace-level", "off"]
+    with serve_command.make_context("serve", arguments) as context:
         join = coordinator_join(context.params, 3)
         stages = for_each_stage(join, manifest, given_settings(context.params))
     assert stages is not None

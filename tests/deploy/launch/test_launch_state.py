@@ -315,10 +315,10 @@ async def test_a_log_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
 class Answers(http.server.BaseHTTPRequestHandler):
     """A coordinator with scripted answers: by path, a status and JSON."""
 
-    said: ClassVar[dict[str, tuple[int, dict[str, object]]]] = {}
+    answers: ClassVar[dict[str, tuple[int, dict[str, object]]]] = {}
 
     def do_GET(self) -> None:
-        status, body = self.said[self.path]
+        status, body = self.answers[self.path]
         raw = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
@@ -360,7 +360,7 @@ def described(tmp_path: Path, url: str) -> dict[str, Any]:
 def test_status_says_what_clients_get(tmp_path: Path, coordinator: str, phase: Phase, has_key: bool) -> None:
     stage = {"name": "stage-0", "last_heard_s": 12.3, "silent": True}
     live = {"phase": phase.value, "phase_s": 70.0, "running": 1, "waiting": 2, "stages": [stage]}
-    Answers.said = {
+    Answers.answers = {
         "/v1/pipeline": (200, live) if has_key else (401, {}),
         "/health": (503, {"status": phase.value}),
     }
@@ -387,7 +387,7 @@ def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, 
 
     live = {"phase": "ready", "phase_s": 1.0, "running": 0, "waiting": 0, "imbalance": None}
     live |= {"stages": [{"name": "stage-0", "layers": [0, 5]}], "idle": [{"name": "stage-1", "state": "spare"}]}
-    Answers.said = {"/v1/pipeline": (200, live)}
+    Answers.answers = {"/v1/pipeline": (200, live)}
     write_plan(StateDir(tmp_path / "small").plan, planned(0, 8))
     facts = described(tmp_path, coordinator)
     assert facts["planned"] is None
@@ -396,7 +396,7 @@ def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, 
     assert "planned" not in text
     (row,) = (line for line in text.splitlines() if line.startswith("  stage-0"))
     assert row.split()[2] == "0-4"
-    Answers.said = {"/v1/pipeline": (200, live | {"planned": planned(0, 5)})}
+    Answers.answers = {"/v1/pipeline": (200, live | {"planned": planned(0, 5)})}
     pipeline = find("small", tmp_path / "small")
     assert pipeline is not None
     assert "layers have moved since the start; by measured hosts: stage-0 1.0x" in _status_text(describe(pipeline))

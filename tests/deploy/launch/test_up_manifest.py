@@ -445,8 +445,8 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
         assert remote["command"] in relayline("status", "apart").stdout, "for a user who has closed that terminal"
         with subprocess.Popen([*COMMAND, *words[1:]], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as stage:
             try:
-                said = running.wait_for(lambda event: event["event"] == "waiting" and not event["missing"])
-                assert said["message"] == "2 of 2 joined"
+                joined = running.wait_for(lambda event: event["event"] == "waiting" and not event["missing"])
+                assert joined["message"] == "2 of 2 joined"
                 running.ready()
                 (there,) = (entry for entry in status("apart")["processes"] if entry["name"] == "there")
                 assert (there["state"], there["host"], there["pid"]) == ("ready", "box.test", None)

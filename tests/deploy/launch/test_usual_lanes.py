@@ -47,15 +47,15 @@ def test_a_model_with_large_states_gets_fewer_lanes(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "n_lanes"),
+    ("lanes_line", "n_lanes"),
     [("", 5), ("    lanes: 32\n", 32), ("    tokens: 512\n", 5), ("    rewindRows: 7\n", 4)],
 )
-def test_a_manifests_number_of_lanes_stands(said: str, n_lanes: int, model: Path) -> None:
+def test_a_manifests_number_of_lanes_stands(lanes_line: str, n_lanes: int, model: Path) -> None:
     text = (
         "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec:\n  model: {path: model.gguf}\n"
     )
     manifest = model.parent / "pipeline.yaml"
-    manifest.write_text(text + (f"  context:\n{said}" if said else ""))
+    manifest.write_text(text + (f"  context:\n{lanes_line}" if lanes_line else ""))
     assert with_usual_lanes(load_manifest(manifest)).engine.n_lanes == n_lanes
 
 

@@ -48,7 +48,7 @@ def test_the_example_and_its_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ("  pipelines: [{name: a}]", "give either `manifest` or `url`"),
         ("  pipelines: [{name: a, url: 'http://h:1', manifest: b}]", "give either `manifest` or `url`, not both"),
@@ -61,10 +61,10 @@ def test_the_example_and_its_replicas() -> None:
         ("  pipelines: []", "must have 1 or more entries"),
     ],
 )
-def test_mistakes_get_one_line(tmp_path: Path, spec: str, said: str) -> None:
+def test_mistakes_get_one_line(tmp_path: Path, spec: str, message: str) -> None:
     with pytest.raises(ManifestError) as caught:
         load_gateway(written(tmp_path, spec))
-    assert said in "\n".join(caught.value.lines)
+    assert message in "\n".join(caught.value.lines)
     assert all(line.startswith(f"{tmp_path}/house.yaml:") for line in caught.value.lines)
 
 

@@ -38,13 +38,13 @@ def test_flags_say_of_stages_what_a_manifest_would() -> None:
 
 
 def test_flags_name_the_devices_of_stages_here() -> None:
-    said = {"devices": "CUDA0,CUDA1", "split_mode": "row", "tensor_split": "3,1", "main_gpu": 1, "n_cpu_moe": 2}
-    said["override_tensor"] = "exps=CPU"
+    given = {"devices": "CUDA0,CUDA1", "split_mode": "row", "tensor_split": "3,1", "main_gpu": 1, "n_cpu_moe": 2}
+    given["override_tensor"] = "exps=CPU"
     text = MANIFEST.replace(b"m.gguf}", b"m.gguf}, stages: [{name: a}, {name: b, host: box, splitMode: none}]")
-    stages = with_stages(parse_manifest(text, "text"), StageFlags(gpu_layers=-1, devices=said), 0).stages
+    stages = with_stages(parse_manifest(text, "text"), StageFlags(gpu_layers=-1, devices=given), 0).stages
     engine = stages[0].engine_settings
-    assert {name: engine[name] for name in said} == said
-    assert set(said) == set(DEVICE_SETTINGS)
+    assert {name: engine[name] for name in given} == given
+    assert set(given) == set(DEVICE_SETTINGS)
     assert (stages[1].engine_settings["split_mode"], stages[1].engine_settings["devices"]) == ("none", "")
     assert (stages[0].n_gpus, stages[1].n_gpus) == (2, 0)
     assert stages[0].named_devices == ("CUDA0", "CUDA1", "CPU")

@@ -81,11 +81,11 @@ def test_a_faster_host_gets_more_layers_and_the_reason_is_shown() -> None:
     best = best_for(instance)
     (first, second) = (end - start for start, end in best.edges)
     assert second >= 2 * first
-    said = describe_plan(instance, best.edges, known)
-    assert said["from"] == "measured"
-    assert [stage["relative_speed"] for stage in said["stages"]] == [1.0, 4.0]
-    assert said["tok_s"] > 1.3 * said["equal_tok_s"]
-    lines = lines_of(said)
+    described = describe_plan(instance, best.edges, known)
+    assert described["from"] == "measured"
+    assert [stage["relative_speed"] for stage in described["stages"]] == [1.0, 4.0]
+    assert described["tok_s"] > 1.3 * described["equal_tok_s"]
+    lines = lines_of(described)
     assert lines[0] == "planned from measured hosts: laptop 1.0x, server 4.0x"
     assert f"layers {first}-{facts.n_layers - 1}" in lines[2]
     assert "0.4 ms and 800 Mbit/s from here" in lines[1]
@@ -100,10 +100,10 @@ def test_a_busy_measurement_decides_no_more_than_a_bound() -> None:
     instance = instance_of(manifest(), facts, known=known)
     assert instance.hosts[0].speed.source == "measured"
     assert instance.hosts[1].speed.layer_ns(8) == pytest.approx(BUSY_SLOWER_MAX * instance.hosts[0].speed.layer_ns(8))
-    said = describe_plan(instance, best_for(instance).edges, known)
-    assert said["from"] == "measured"
-    assert [stage["relative_speed"] for stage in said["stages"]] == [BUSY_SLOWER_MAX, 1.0]
-    (line,) = [line for line in lines_of(said) if "server" in line and "layers" in line]
+    described = describe_plan(instance, best_for(instance).edges, known)
+    assert described["from"] == "measured"
+    assert [stage["relative_speed"] for stage in described["stages"]] == [BUSY_SLOWER_MAX, 1.0]
+    (line,) = [line for line in lines_of(described) if "server" in line and "layers" in line]
     assert "too busy to be measured: it counts as 2 times as slow as its cores suggest, and the next start" in line
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["server"]
 
@@ -206,13 +206,13 @@ def test_the_plans_description_follows_moved_layers(tmp_path: Path) -> None:
     remember_hosts(manifest(), DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     whole = settled(manifest(), DEMO_MODEL, [(0, 2), (2, 8)])
     plan_file = tmp_path / "plan.json"
-    write_plan(plan_file, said := plan_record(whole, DEMO_MODEL))
+    write_plan(plan_file, described := plan_record(whole, DEMO_MODEL))
     tell = teller(whole, plan_file)
-    assert tell(PoolState((2,), ("laptop", "server"), ("laptop",))) == said, "drained, and nothing has moved yet"
+    assert tell(PoolState((2,), ("laptop", "server"), ("laptop",))) == described, "drained, and nothing has moved yet"
     moved = tell(PoolState((5,), ("laptop", "server")))
     assert moved is not None
     assert [stage["layers"] for stage in moved["stages"]] == [[0, 5], [5, 8]]
-    assert moved["tok_s"] < said["tok_s"], "the slow one has most of them now"
+    assert moved["tok_s"] < described["tok_s"], "the slow one has most of them now"
     assert lines_of(moved)[0] == "layers have moved since the start; by measured hosts: laptop 1.0x, server 4.0x"
     assert read_plan(plan_file) == moved
     alone = tell(PoolState((), ("server",)))
@@ -228,8 +228,8 @@ def test_measurements_of_a_busy_host_make_one_plan_and_are_not_kept() -> None:
     remembered = remember_hosts(manifest(), DEMO_MODEL, [busy, report("server", 1.0)])
     instance = instance_of(manifest(), inspect_model(DEMO_MODEL), known=remembered)
     assert {host.speed.source for host in instance.hosts} == {"measured"}
-    said = describe_plan(instance, best_for(instance).edges, remembered)
-    assert "busy when it was measured" in lines_of(said)[1]
+    described = describe_plan(instance, best_for(instance).edges, remembered)
+    assert "busy when it was measured" in lines_of(described)[1]
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop"], "the next start measures it again"
     refine_hosts(manifest(), DEMO_MODEL, {"laptop": Sample(MIB, 0, [(1, 5e6)])})
     assert unknown_hosts(manifest(), DEMO_MODEL) == ["laptop"]
@@ -254,6 +254,6 @@ def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_cho
 
 def test_a_plan_of_given_layers_is_described_too() -> None:
     n_layers = inspect_model(DEMO_MODEL).n_layers
-    said = plan_record(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
-    assert [stage["layers"] for stage in said["stages"]] == [[0, 3], [3, n_layers]]
-    assert said["from"] == "estimated"
+    described = plan_record(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
+    assert [stage["layers"] for stage in described["stages"]] == [[0, 3], [3, n_layers]]
+    assert described["from"] == "estimated"

@@ -159,13 +159,13 @@ def test_keys_and_certificates_of_pipelines_elsewhere_are_secrets(tmp_path: Path
 def test_a_gateway_that_cannot_be_rendered_is_refused_in_one_line(
     tmp_path: Path, spec: str, inner: tuple[str, ...], more: dict[str, str], says: str
 ) -> None:
-    path, said = written(tmp_path, spec, *inner, **more), []
+    path, messages = written(tmp_path, spec, *inner, **more), []
     for target in ("compose", "kubernetes"):
         try:
             rendered_gateway(path, target)
         except UsageError as error:
-            said.append(error.message)
-    assert any(says in line for line in said)
+            messages.append(error.message)
+    assert any(says in line for line in messages)
 
 
 def test_the_command_writes_it_with_a_kustomization(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_greedy_streams_among_others_match_the_host(
         SamplingOptions(temperature=0, logit_bias=((5, 100.0),)),
         SamplingOptions(temperature=0),
     ]
-    said: list[list[bytes]] = []
+    sampled: list[list[bytes]] = []
     fetched: list[int] = []
     fetch = DeviceGreedy.logits
     monkeypatch.setattr(DeviceGreedy, "logits", lambda greedy, row: fetched.append(row) or fetch(greedy, row))
@@ -107,8 +107,8 @@ def test_greedy_streams_among_others_match_the_host(
                 item: Any = types.SimpleNamespace(frame=frame, row=row)
                 pickings.append(Picking(item, engine, sampler, wants_logits=row == 5))
             pick_all(pickings)
-            said.append([each.SerializeToString() for picking in pickings for each in picking.samples])
-    assert said[::2] == said[1::2]
+            sampled.append([each.SerializeToString() for picking in pickings for each in picking.samples])
+    assert sampled[::2] == sampled[1::2]
     assert set(fetched) == {1, 2, 3, 4, 5}, "the row of a bare greedy stream never leaves the device"
     assert all(sampler.last is not None for sampler in samplers[1])
 

@@ -34,9 +34,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> StageArtifact:
     return open_artifact(directory / "split" / pipeline.stages[1].file)
 
 
-def placed(artifact: StageArtifact, **said: Any) -> tuple[Any, devices.Placed]:
+def placed(artifact: StageArtifact, **given: Any) -> tuple[Any, devices.Placed]:
     params = llama.llama_model_default_params()
-    return params, devices.place(params, EngineSettings(**said), artifact, FOUND)
+    return params, devices.place(params, EngineSettings(**given), artifact, FOUND)
 
 
 def overrides_of(params: Any) -> list[tuple[str, int]]:
@@ -77,7 +77,7 @@ def test_shares_and_chosen_devices(artifact: StageArtifact) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("given", "line"),
     [
         ({"devices": "CUDA0,CUDA7"}, "--device CUDA7 is unknown here; choose among CUDA0, CUDA1, CUDA2, none"),
         ({"devices": "CPU"}, "--device CPU is unknown here; choose among CUDA0, CUDA1, CUDA2, none"),
@@ -87,13 +87,13 @@ def test_shares_and_chosen_devices(artifact: StageArtifact) -> None:
         ({"main_gpu": 3}, "--main-gpu 3: the stage has 3 GPUs (CUDA0, CUDA1, CUDA2), counted from 0"),
     ],
 )
-def test_a_device_that_the_host_lacks_is_refused(artifact: StageArtifact, said: dict[str, Any], line: str) -> None:
+def test_a_device_that_the_host_lacks_is_refused(artifact: StageArtifact, given: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)):
-        placed(artifact, **said)
+        placed(artifact, **given)
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("given", "line"),
     [
         ({"split_mode": "rows"}, "--split-mode rows is unknown; choose one of layer, none, row, tensor"),
         ({"devices": "CUDA0,,"}, "--device 'CUDA0,,': give names"),
@@ -109,19 +109,19 @@ def test_a_device_that_the_host_lacks_is_refused(artifact: StageArtifact, said: 
         ({"override_tensor": "(=CPU"}, "is not a regular expression"),
     ],
 )
-def test_a_device_that_no_host_has_is_refused(said: dict[str, Any], line: str) -> None:
+def test_a_device_that_no_host_has_is_refused(given: dict[str, Any], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)) as refused:
-        EngineSettings(**said)
+        EngineSettings(**given)
     assert "\n" not in refused.value.message
 
 
 def test_a_gpu_with_the_hosts_memory_counts_where_there_is_no_other(artifact: StageArtifact) -> None:
     inside, params = Device("Metal", "M4", 2, 4000), llama.llama_model_default_params()
-    said = EngineSettings(tensor_split="1,1")
+    given = EngineSettings(tensor_split="1,1")
     with pytest.raises(UsageError, match=re.escape("1 GPU (CUDA0)")):
-        devices.place(params, said, artifact, (inside, FOUND[0], CPU))
+        devices.place(params, given, artifact, (inside, FOUND[0], CPU))
     with pytest.raises(UsageError, match=re.escape("1 GPU (Metal)")):
-        devices.place(params, said, artifact, (inside, CPU))
+        devices.place(params, given, artifact, (inside, CPU))
 
 
 def test_experts_of_the_first_layers_go_to_the_host(artifact: StageArtifact) -> None:
@@ -162,9 +162,9 @@ def test_the_load_itself_gets_the_settings(artifact: StageArtifact, monkeypatch:
 
     monkeypatch.setattr(ggml, "list_devices", lambda: FOUND)
     monkeypatch.setattr(llama, "llama_model_load_from_file", load)
-    said = EngineSettings(gpu_layers=2, split_mode="row", main_gpu=1, tensor_split="1,2", override_tensor="exps=CPU")
+    given = EngineSettings(gpu_layers=2, split_mode="row", main_gpu=1, tensor_split="1,2", override_tensor="exps=CPU")
     with pytest.raises(ModelFileError):
-        model_load.load_model(artifact, said, Load())
+        model_load.load_model(artifact, given, Load())
     ((mode, main_gpu, shares, overrides),) = seen
     assert (mode, main_gpu, shares) == (llama.LLAMA_SPLIT_MODE_ROW, 1, [1, 2])
     assert overrides
@@ -174,8 +174,8 @@ def test_the_load_itself_gets_the_settings(artifact: StageArtifact, monkeypatch:
 def test_a_stage_with_its_experts_on_the_host_computes_the_same(artifact: StageArtifact) -> None:
     rows = np.random.default_rng(3).standard_normal((4, artifact.n_embd), np.float32)
     logits = []
-    for said in ({}, {"n_cpu_moe": 1, "override_tensor": r"blk\.\d\.attn_q=CPU", "devices": "none"}):
-        with NativeEngine(engine_config(artifact.path, n_lanes=1, ctx_tokens=32, **said)) as engine:
+    for given in ({}, {"n_cpu_moe": 1, "override_tensor": r"blk\.\d\.attn_q=CPU", "devices": "none"}):
+        with NativeEngine(engine_config(artifact.path, n_lanes=1, ctx_tokens=32, **given)) as engine:
             engine.input_rows[:4], engine.positions[:4], engine.seq_ids[:4] = rows, range(4), 0
             engine.decode(4)
             logits.append(engine.logits(3).copy())

@@ -89,8 +89,8 @@ def test_a_stage_says_up_to_which_length_it_takes_the_short_set(tmp_path: Path) 
         for index in range(2):
             artifact = open_artifact(tmp_path / name / f"stage-{index}.gguf")
             assert artifact.long_rope == expected
-            said = StageFacts(artifact, StageConfig(artifact.path), "0").describe()
-            assert said.rope_original_tokens == (ORIGINAL if expected else 0)
+            described = StageFacts(artifact, StageConfig(artifact.path), "0").describe()
+            assert described.rope_original_tokens == (ORIGINAL if expected else 0)
 
 
 def test_a_file_that_is_silent_on_its_original_context_is_read_as_llama_cpp_does(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_file_that_is_silent_on_its_original_context_is_read_as_llama_cpp_does
     assert open_artifact(tmp_path / "out" / "stage-1.gguf").long_rope == facts.long_rope
 
 
-def said(index: int, ctx_tokens: int, original_tokens: int = 4_096) -> pb.DescribeResponse:
+def description_of(index: int, ctx_tokens: int, original_tokens: int = 4_096) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         pipeline_id="fake",
         stage_index=index,
@@ -114,17 +114,17 @@ def said(index: int, ctx_tokens: int, original_tokens: int = 4_096) -> pb.Descri
 
 @pytest.mark.parametrize("lengths", [(4_096, 4_097), (8_192, 2_048)])
 def test_stages_that_turn_positions_differently_are_refused_in_one_line(lengths: tuple[int, int]) -> None:
-    facts = [said(index, ctx_tokens) for index, ctx_tokens in enumerate(lengths)]
+    facts = [description_of(index, ctx_tokens) for index, ctx_tokens in enumerate(lengths)]
     with pytest.raises(HandshakeError, match=rf"^b:1 has lanes of {lengths[1]} tokens and a:1 of .* the same --ctx$"):
         check_stages(["a:1", "b:1"], facts, pipeline_file(2))
 
 
 def test_stages_whose_lanes_differ_in_length_alone_are_joined() -> None:
-    check_stages(["a:1", "b:1"], [said(0, 2_048), said(1, 4_096)], pipeline_file(2))
-    check_stages(["a:1", "b:1"], [said(0, 8_192), said(1, 4_097)], pipeline_file(2))
-    check_stages(["a:1", "b:1"], [said(0, 8_192, 0), said(1, 512, 0)], pipeline_file(2))
+    check_stages(["a:1", "b:1"], [description_of(0, 2_048), description_of(1, 4_096)], pipeline_file(2))
+    check_stages(["a:1", "b:1"], [description_of(0, 8_192), description_of(1, 4_097)], pipeline_file(2))
+    check_stages(["a:1", "b:1"], [description_of(0, 8_192, 0), description_of(1, 512, 0)], pipeline_file(2))
 
 
 def test_a_stage_of_a_build_that_does_not_choose_is_refused() -> None:
     with pytest.raises(HandshakeError, match=r"b:1 and a:1 choose rope factors differently; run the same"):
-        check_stages(["a:1", "b:1"], [said(0, 2_048), said(1, 2_048, 0)], pipeline_file(2))
+        check_stages(["a:1", "b:1"], [description_of(0, 2_048), description_of(1, 2_048, 0)], pipeline_file(2))

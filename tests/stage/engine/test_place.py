@@ -27,11 +27,11 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stage_on_the_processor_tells_its_cores() -> None:
-    said = place.place_of(EngineSettings(n_threads=3))
-    assert list(said.cores) == sorted(os.sched_getaffinity(0))
-    assert (said.n_threads, list(said.devices)) == (3, [])
-    assert re.fullmatch("[0-9a-f]{16}", said.host_id)
-    assert said.host_id == place.place_of(EngineSettings()).host_id
+    reported = place.place_of(EngineSettings(n_threads=3))
+    assert list(reported.cores) == sorted(os.sched_getaffinity(0))
+    assert (reported.n_threads, list(reported.devices)) == (3, [])
+    assert re.fullmatch("[0-9a-f]{16}", reported.host_id)
+    assert reported.host_id == place.place_of(EngineSettings()).host_id
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -245,8 +245,8 @@ def test_a_stage_reports_its_state_and_pads_no_step_with_one(name: str, tmp_path
         stage_config(tmp_path / "out" / "stage-0.gguf", n_lanes=2, ctx_tokens=64, calibrate=False)
     )
     try:
-        said = facts.describe()
-        assert (said.keeps_state, said.rewinds) == ((True, False) if name == "qwen35" else (False, True))
+        described = facts.describe()
+        assert (described.keeps_state, described.rewinds) == ((True, False) if name == "qwen35" else (False, True))
         assert executor._padding is not None
         assert executor._padding.enabled == (name == "llama")
     finally:

@@ -272,8 +272,8 @@ async def test_a_stage_of_another_protocol_waits_says_so_once_on_both_sides_and_
             stage = Living(port.address, tmp_path)
             await asked_again.wait()
             for words in ("cannot join yet", "stage refused"):
-                said = [each for each in caplog.records if words in each.getMessage()]
-                assert sum(each.levelno >= logging.WARNING for each in said) == 1, words
+                logged = [each for each in caplog.records if words in each.getMessage()]
+                assert sum(each.levelno >= logging.WARNING for each in logged) == 1, words
         await serves(port, engines)  # the coordinator has been replaced by one of the stage's protocol
         await stage.stop()
 

@@ -355,5 +355,5 @@ async def test_batches_are_asked_for_by_session_and_number() -> None:
 
 def test_a_stage_that_joined_has_the_name_that_it_joined_by(tmp_path: Path) -> None:
     (path,) = write_pipeline(tmp_path, TinyShape(), [])
-    said = _constants(open_artifact(path), StageConfig(path, name="laptop"))
-    assert said[names.ATTR_STAGE_NAME] == "laptop"
+    constants = _constants(open_artifact(path), StageConfig(path, name="laptop"))
+    assert constants[names.ATTR_STAGE_NAME] == "laptop"

@@ -57,13 +57,17 @@ def test_events_are_bounded_and_lose_nothing(n_tokens: int) -> None:
         world.step(world.row(position))
     world.step(controls=(control(5, Flag.CLOSE),))
     (span,) = world.batches()
-    said = attributes_of(span)
+    attributes = attributes_of(span)
     assert len(span.events) <= EVENTS_MAX
     assert len(span.events) == n_tokens or len(span.events) >= LATEST_MAX - 32
-    assert said[names.ATTR_BATCHES] == n_tokens
-    assert said[names.ATTR_WAIT] == pytest.approx(n_tokens * 1e-4)
-    assert said[names.ATTR_DECODE] == pytest.approx(n_tokens * 5e-4)
-    assert (said[names.ATTR_ROWS_MEAN], said[names.ATTR_ROWS_MAX], said[names.ATTR_STREAMS_MEAN]) == (1.0, 1, 1.0)
+    assert attributes[names.ATTR_BATCHES] == n_tokens
+    assert attributes[names.ATTR_WAIT] == pytest.approx(n_tokens * 1e-4)
+    assert attributes[names.ATTR_DECODE] == pytest.approx(n_tokens * 5e-4)
+    assert (attributes[names.ATTR_ROWS_MEAN], attributes[names.ATTR_ROWS_MAX], attributes[names.ATTR_STREAMS_MEAN]) == (
+        1.0,
+        1,
+        1.0,
+    )
     covered: list[int] = []
     n_grouped = 0
     for event in span.events:
@@ -73,7 +77,7 @@ def test_events_are_bounded_and_lose_nothing(n_tokens: int) -> None:
         if last:
             n_grouped += int(event.name.split(": ")[1].split()[0])
     assert covered == list(range(n_tokens)), "each position once, in order"
-    assert said.get(names.ATTR_BATCHES_GROUPED, 0) == n_grouped
+    assert attributes.get(names.ATTR_BATCHES_GROUPED, 0) == n_grouped
     times = [event.timestamp for event in span.events]
     assert times == sorted(times)
     assert span.events[-1].name == f"position {n_tokens - 1}: waited 0.10 ms, decoded 0.50 ms, 1 stream in 1 row"
@@ -135,6 +139,6 @@ def test_baggage_of_the_open_stands_on_the_span() -> None:
     world.step(controls=(opening,))
     world.step(world.row(0))
     world.step(controls=(control(5, Flag.CLOSE),))
-    said = attributes_of(world.batches()[0])
-    assert (said["baggage.tenant"], said["baggage.user"]) == ("blue team", "7")
+    attributes = attributes_of(world.batches()[0])
+    assert (attributes["baggage.tenant"], attributes["baggage.user"]) == ("blue team", "7")
     assert len(read_baggage(",".join(f"k{n}=v" for n in range(100)))) == 16

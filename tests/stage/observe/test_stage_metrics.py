@@ -97,9 +97,9 @@ def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> N
     chunk, row = rows_frame(5, 0, 3, flags=Flag.PREFILL), rows_frame(6, 0)
     result = executor.execute(step_of(chunk, row, taken_ns=5_000_000))
     stats.step_done(result)
-    said = stats.message(with_recent=False)
-    assert (said.n_frames, said.n_decode_frames) == (2, 1)
-    assert said.decode_held_ns == 5_000_000 - row.arrived_ns + result.decode_ns
+    counts = stats.message(with_recent=False)
+    assert (counts.n_frames, counts.n_decode_frames) == (2, 1)
+    assert counts.decode_held_ns == 5_000_000 - row.arrived_ns + result.decode_ns
 
 
 def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageStats) -> None:

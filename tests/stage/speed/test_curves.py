@@ -303,9 +303,9 @@ def test_no_step_is_padded_to_what_is_predicted_to_take_longer(seed: int) -> Non
     ],
 )
 def test_a_curve_that_no_device_can_have_is_doubted(points: list[tuple[int, float]], doubt: str) -> None:
-    said = Curves.of_stage(has_head=True, decode=points).doubt
-    assert said.startswith(doubt)
-    assert bool(said) == bool(doubt)
+    text = Curves.of_stage(has_head=True, decode=points).doubt
+    assert text.startswith(doubt)
+    assert bool(text) == bool(doubt)
 
 
 @pytest.mark.parametrize("has_head", [True, False])

@@ -124,7 +124,7 @@ def wrong(token: int) -> int:
     return (token + 1) % VOCAB
 
 
-def said(world: DraftWorld, *frames: QueuedFrame) -> list[tuple[list[int], list[int], list[str]]]:
+def answers_to(world: DraftWorld, *frames: QueuedFrame) -> list[tuple[list[int], list[int], list[str]]]:
     """Positions of samples, passed positions and faults, frame by frame, each in a separate step."""
     found = []
     for frame in frames:
@@ -141,10 +141,14 @@ def test_rows_behind_a_wrong_guess_are_not_computed() -> None:
         frame_of(KEY, at + 6, [truth[at + 6]], FOLLOWING),
     ]
     n_steps = len(world.engine.steps)
-    assert said(world, first, *behind) == [([at + 1, at + 2], [at + 4], []), ([], [at + 6], []), ([], [at + 7], [])]
+    assert answers_to(world, first, *behind) == [
+        ([at + 1, at + 2], [at + 4], []),
+        ([], [at + 6], []),
+        ([], [at + 7], []),
+    ]
     assert len(world.engine.steps) == n_steps + 1
     true_row = frame_of(KEY, at + 2, truth[at + 2 : at + 5], GUESSES)
-    assert said(world, true_row) == [([at + 3, at + 4, at + 5], [], [])]
+    assert answers_to(world, true_row) == [([at + 3, at + 4, at + 5], [], [])]
     assert [row[0] for row in world.engine.lanes[0]] == truth[: at + 5]
 
 
@@ -154,7 +158,7 @@ def test_a_flight_of_guesses_that_begins_wrong_or_right() -> None:
         guess = truth[at + 1] if is_right else wrong(truth[at + 1])
         frames = frame_of(KEY, at, [truth[at]], SAMPLE), frame_of(KEY, at + 1, [guess, truth[at + 2]], FOLLOWING)
         expected = ([at + 2, at + 3], [], []) if is_right else ([], [at + 3], [])
-        assert said(world, *frames) == [([at + 1], [], []), expected]
+        assert answers_to(world, *frames) == [([at + 1], [], []), expected]
 
 
 def test_a_frame_that_comes_again_says_the_same() -> None:
@@ -163,9 +167,9 @@ def test_a_frame_that_comes_again_says_the_same() -> None:
         right = frame_of(KEY, at, truth[at : at + 4], GUESSES)
         behind = frame_of(KEY, at + 4, [truth[at + 4], wrong(truth[at + 5]), 1], FOLLOWING)
         stale = frame_of(KEY, at + 7, [1, 2], FOLLOWING)
-        once = said(world, right, behind, stale)
+        once = answers_to(world, right, behind, stale)
         state = world.state
-        assert said(world, right, behind, stale) == once
+        assert answers_to(world, right, behind, stale) == once
         assert world.state == state
         assert once[1:] == [([at + 5], [at + 7], []), ([], [at + 9], [])]
 
@@ -175,10 +179,10 @@ def test_not_a_number_in_the_middle_keeps_what_came_before() -> None:
     world.nan_at = {(1, at + 3)}
     first = frame_of(KEY, at, truth[at : at + 4], GUESSES)
     behind = frame_of(KEY, at + 4, truth[at + 4 : at + 6], FOLLOWING)
-    assert said(world, first, behind) == [([at + 1, at + 2], [], ["not_finite"]), ([], [], [])]
+    assert answers_to(world, first, behind) == [([at + 1, at + 2], [], ["not_finite"]), ([], [], [])]
     world.nan_at = set()
     world.begin(KEY, truth[: at + 3], n_said=3)
-    assert said(world, frame_of(KEY, at + 3, truth[at + 3 : at + 5], GUESSES)) == [([at + 4, at + 5], [], [])]
+    assert answers_to(world, frame_of(KEY, at + 3, truth[at + 3 : at + 5], GUESSES)) == [([at + 4, at + 5], [], [])]
 
 
 def test_not_a_number_of_one_session_is_no_others() -> None:
@@ -200,8 +204,8 @@ def test_a_row_that_its_coordinator_is_sure_of_is_computed_whatever_was_sampled_
     world, truth, at = truth_of()
     token = wrong(truth[at])
     assert world.executor.sessions.samplers[KEY].last == (at, truth[at])
-    assert said(world, frame_of(KEY, at, [token], GUESSES | Flag.GUESSED)) == [([], [at + 1], [])]
-    ((positions, *_),) = said(world, frame_of(KEY, at, [token, wrong(0), 5], GUESSES))
+    assert answers_to(world, frame_of(KEY, at, [token], GUESSES | Flag.GUESSED)) == [([], [at + 1], [])]
+    ((positions, *_),) = answers_to(world, frame_of(KEY, at, [token, wrong(0), 5], GUESSES))
     assert positions[0] == at + 1
     assert [row[0] for row in world.engine.lanes[0]][at] == token
 
@@ -210,7 +214,7 @@ def test_guesses_before_any_sample_are_computed() -> None:
     """The coordinator opens a session again with its earlier tokens: the first row of a frame is true."""
     world, truth, at = truth_of()
     world.executor.execute(step_of(control(KEY[1], Flag.OPEN)))
-    assert said(world, frame_of(KEY, at, truth[at : at + 3], GUESSES)) == [([at + 1, at + 2, at + 3], [], [])]
+    assert answers_to(world, frame_of(KEY, at, truth[at : at + 3], GUESSES)) == [([at + 1, at + 2, at + 3], [], [])]
 
 
 def test_stale_guesses_before_an_open_change_nothing_behind_it() -> None:
@@ -218,7 +222,7 @@ def test_stale_guesses_before_an_open_change_nothing_behind_it() -> None:
         world, truth, at = truth_of(**options)
         first = frame_of(KEY, at, [truth[at], wrong(truth[at + 1]), 5], GUESSES)
         stale = frame_of(KEY, at + 3, [6, 7], FOLLOWING)
-        assert said(world, first, stale) == [([at + 1], [at + 3], []), ([], [at + 5], [])]
+        assert answers_to(world, first, stale) == [([at + 1], [at + 3], []), ([], [at + 5], [])]
         world.begin(KEY, truth[: at + 2], n_said=2)
         assert world.history[KEY] == truth[: at + 3]
         again = DraftWorld(options)
@@ -229,7 +233,7 @@ def test_stale_guesses_before_an_open_change_nothing_behind_it() -> None:
 def test_lanes_left_by_an_epoch_may_end_in_wrong_guesses() -> None:
     """The next one rewinds the lane to the last known true row, and reads that row again."""
     world, truth, at = truth_of()
-    said(world, frame_of(KEY, at, [truth[at], truth[at + 1], wrong(truth[at + 2]), 5], GUESSES))
+    answers_to(world, frame_of(KEY, at, [truth[at], truth[at + 1], wrong(truth[at + 2]), 5], GUESSES))
     executor, history = world.executor, truth[: at + 3]
     assert executor.leave_route(ROUTE) == 2
     assert executor.begin_route(ROUTE, new_wiring(world.engine, epoch=EPOCH + 1))[KEY[1]] == at + 4
@@ -322,12 +326,12 @@ def test_rows_that_want_more_than_the_engine_gives_are_a_fault_of_their_session(
     result = world.executor.execute(step_of(frame_of(KEYS[1], 0, [1, 2, 3, 4, 5], Flag.PREFILL), world.row(KEYS[2])))
     assert [answers_of(result, key)[2] for key in KEYS] == [[], [], []]
     assert world.engine.wants[:6].tolist() == [0] * 5 + [1], "prompt rows want none"
-    assert said(world, frame_of(KEY, at, truth[at : at + 5], GUESSES))[0][2] == ["protocol"]
+    assert answers_to(world, frame_of(KEY, at, truth[at : at + 5], GUESSES))[0][2] == ["protocol"]
 
 
 def test_dropped_rows_take_no_room_from_wanted_ones() -> None:
     world, truth, at = truth_of()
-    said(world, frame_of(KEY, at, [truth[at], wrong(truth[at + 1])], GUESSES))
+    answers_to(world, frame_of(KEY, at, [truth[at], wrong(truth[at + 1])], GUESSES))
     world.engine.max_wanted = 2
     stale = frame_of(KEY, at + 2, [1, 2, 3, 4], FOLLOWING)
     result = world.executor.execute(step_of(stale, *(world.row(key) for key in KEYS[1:])))
@@ -397,4 +401,4 @@ def test_lanes_end_where_they_are_too_short_for_guesses() -> None:
     assert len(answers_of(result, KEYS[1])[0]) == 1
     assert world.engine.lanes[0] == lane
     world.executor.sessions.broken.clear()
-    assert len(said(world, frame_of(KEY, end, [2, 4], SAMPLE))[0][0]) == 1
+    assert len(answers_to(world, frame_of(KEY, end, [2, 4], SAMPLE))[0][0]) == 1

@@ -139,8 +139,8 @@ def test_doctor_deep_finds_what_looks_unchanged(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 1
-    said = capsys.readouterr().out.replace("\n", "")
-    assert "stage-1.gguf: its content has changed since the split" in said
-    assert "stage-0.gguf: its content has changed since it was fetched" in said
+    output = capsys.readouterr().out.replace("\n", "")
+    assert "stage-1.gguf: its content has changed since the split" in output
+    assert "stage-0.gguf: its content has changed since it was fetched" in output
     split_model(model, split, n_stages=2)
     assert look_caches(cache / "splits", cache / "none")[0].outcome is Outcome.OK, "the next start made it again"

@@ -195,8 +195,11 @@ def test_no_message_costs_more_than_it_may(name: str) -> None:
 def test_the_largest_legitimate_messages_are_read() -> None:
     top = [pb.TokenLogprob(token=2**31, logprob=-1.5)] * bounds.LOGPROBS_MAX
     samples = [pb.Sampled(session_id=2**62 + at, position=at, token=7, logprob=-1, top=top) for at in range(2_048)]
-    said = pb.ReturnResponse(epoch=1, samples=samples)
-    assert messages.read(pb.ReturnResponse, said.SerializeToString(), "x", bytes_max=bounds.RETURN_BYTES_MAX) == said
+    response = pb.ReturnResponse(epoch=1, samples=samples)
+    assert (
+        messages.read(pb.ReturnResponse, response.SerializeToString(), "x", bytes_max=bounds.RETURN_BYTES_MAX)
+        == response
+    )
     members = [pb.BatchMember(session_id=2**62, position=9, n_rows=1, wait_ns=2**40, upstream_wait_ns=2**40)] * 16
     batches = pb.BatchesResponse(batches=[pb.BatchRecord(step=2**40, start_ns=2**50, members=members)] * 4_096)
     assert messages.read(pb.BatchesResponse, batches.SerializeToString(), "x", bytes_max=bounds.BATCHES_BYTES_MAX)

@@ -72,7 +72,7 @@ def test_a_malformed_return_is_refused(data: object) -> None:
 
 
 def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
-    said = pb.ReturnResponse(
+    response = pb.ReturnResponse(
         epoch=3,
         stage_index=1,
         samples=[pb.Sampled(session_id=at, token=at, logits=bytes(600_000)) for at in range(40)],
@@ -80,13 +80,13 @@ def test_a_step_with_much_to_say_says_it_in_several_messages() -> None:
         summaries=[pb.SessionSummary(session_id=at) for at in range(60)],
     )
     writer, reader = ReturnWriter(), ReturnReader("stage")
-    parts = writer.write(said)
+    parts = writer.write(response)
     assert len(parts) == writer.n_messages > 8
     assert max(map(len, parts)) <= bounds.RETURN_BYTES_MAX
     together = pb.ReturnResponse()
     for data in parts:
         together.MergeFrom(content(reader.read(data)))
-    assert together == content(said)
+    assert together == content(response)
     (data,) = writer.write(copy.deepcopy(SAID))
     assert reader.read(data).sequence == len(parts) + 1
 

@@ -222,8 +222,8 @@ async def test_streams_that_cannot_be_read_are_one_line(lines: Lines):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call.read()
             assert isinstance(rpc.typed(caught.value, "stage"), ProtocolError)
-        said = [line for line in await lines.until(1) if "cannot be read" in line]
-    assert said == [
+        logged = [line for line in await lines.until(1) if "cannot be read" in line]
+    assert logged == [
         "stage 1 refused 127.0.0.1: it sent a call that cannot be read; something else may be talking to this port"
     ]
 
@@ -419,9 +419,9 @@ async def test_a_stranger_is_noticed_and_a_guest_who_leaves_early_is_not(ids: Id
 
 async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
-        for said in (b"", b"\x00" * 100, b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
+        for noise in (b"", b"\x00" * 100, b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.2", server.port), WAIT_S) as raw:
-                raw.sendall(said)
+                raw.sendall(noise)
         assert (await describe(server.address, security_of(ids.coordinator))).n_embd == 7
         assert "it speaks plaintext" in (await lines.until(1))[0]
 

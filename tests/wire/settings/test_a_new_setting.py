@@ -143,7 +143,7 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     directory = tmp_path_factory.mktemp("flux")
     command = [sys.executable, "-P", "-c", SCRIPT, ENTRY, str(directory), MANIFEST]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -151,16 +151,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-def test_it_arrives_at_the_stage(said: dict[str, object]) -> None:
-    assert said["default"] == [7, 7, 7]
-    assert said["flag"] == [9, 9, 9]
-    assert said["manifest"] == 12
-    assert said["changed"] == 15
-    assert said["variable"] == [11, 11, 11, 9], "a flag wins over a variable, and that over the manifest"
+def test_it_arrives_at_the_stage(reported: dict[str, object]) -> None:
+    assert reported["default"] == [7, 7, 7]
+    assert reported["flag"] == [9, 9, 9]
+    assert reported["manifest"] == 12
+    assert reported["changed"] == 15
+    assert reported["variable"] == [11, 11, 11, 9], "a flag wins over a variable, and that over the manifest"
 
 
-def test_values_out_of_bounds_are_refused_in_one_line(said: dict[str, object]) -> None:
-    assert said["refused"] == [
+def test_values_out_of_bounds_are_refused_in_one_line(reported: dict[str, object]) -> None:
+    assert reported["refused"] == [
         "--flux 41 is outside 0..40",
         "--flux -1 is outside 0..40",
         "--flux 'much' is not a whole number",
@@ -171,10 +171,10 @@ def test_values_out_of_bounds_are_refused_in_one_line(said: dict[str, object]) -
     ]
 
 
-def test_it_stands_in_the_schema_and_on_the_page(said: dict[str, object]) -> None:
+def test_it_stands_in_the_schema_and_on_the_page(reported: dict[str, object]) -> None:
     expected = {"default": 7, "description": "Share of the flux in percent.", "maximum": 40, "minimum": 0}
-    assert expected.items() <= dict(said["schema"]).items()  # type: ignore[call-overload]
-    (row,) = said["page"]  # type: ignore[misc]
+    assert expected.items() <= dict(reported["schema"]).items()  # type: ignore[call-overload]
+    (row,) = reported["page"]  # type: ignore[misc]
     assert "`--flux` | `RELAYLINE_FLUX` | `batching.flux` | 0..40 | `7` | stages | Share of the flux" in row
 
 
@@ -214,8 +214,8 @@ def test_every_default_is_allowed_and_every_text_reads_back() -> None:
 def test_no_flag_no_variable_and_no_place_stands_for_two_settings() -> None:
     found = [entry for table in TABLES for entry in entries(table)]
     for what in ("flag", "variable", "place"):
-        said = [getattr(entry, what) for entry in found]
-        assert len(set(said)) == len(said)
+        values = [getattr(entry, what) for entry in found]
+        assert len(set(values)) == len(values)
 
 
 def test_the_pages_and_the_schema_are_what_their_tables_say() -> None:
@@ -251,8 +251,8 @@ def test_nobody_else_says_a_flag_a_variable_a_place_or_what_it_means() -> None:
     repeated = []
     for name, texts in _product():
         for entry in (entry for table in TABLES for entry in entries(table)):
-            said = {entry.flag, entry.variable, entry.doc, " ".join(entry.doc.split()), entry.help}
+            texts_of_entry = {entry.flag, entry.variable, entry.doc, " ".join(entry.doc.split()), entry.help}
             if "." in entry.place:
-                said.add(entry.place)
-            repeated += [f"{name}: {text!r}" for text in texts & said]
+                texts_of_entry.add(entry.place)
+            repeated += [f"{name}: {text!r}" for text in texts & texts_of_entry]
     assert repeated == []

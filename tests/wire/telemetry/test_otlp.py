@@ -50,7 +50,7 @@ SPANS = st.builds(
 @settings(max_examples=thinned(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(SPANS, st.sampled_from([RESOURCE, OTHER]), st.integers(0, 3)), min_size=1, max_size=3))
 def test_a_request_is_what_the_sdk_makes_of_the_same_spans(made: list[tuple[Finished, Resource, int]]) -> None:
-    spans = [FinishedSpan(said, resource, SCOPE, n_dropped, n_dropped) for said, resource, n_dropped in made]
+    spans = [FinishedSpan(finished, resource, SCOPE, n_dropped, n_dropped) for finished, resource, n_dropped in made]
     ours, theirs = request_of(spans), encode_spans(spans)
     by_service = {str(group.resource): group for group in theirs.resource_spans}
     assert len(ours.resource_spans) == len(by_service)
@@ -100,8 +100,8 @@ def test_malformed_spans_raise_and_crash_nothing(changes: dict[int, Any]) -> Non
 
 def test_long_texts_and_many_attributes_move_as_their_lengths_do() -> None:
     for size in (0, 1, 126, 127, 128, 129, 16_383, 16_384, 300_000):
-        said = Finished("n" * size, trace_context.new_root(), trace_context.NONE, 1, 2, {"k": ["v" * size, "w"]})
-        span = FinishedSpan(said, RESOURCE, SCOPE)
+        finished = Finished("n" * size, trace_context.new_root(), trace_context.NONE, 1, 2, {"k": ["v" * size, "w"]})
+        span = FinishedSpan(finished, RESOURCE, SCOPE)
         assert request_of([span]) == encode_spans([span])
     number = Finished("x", trace_context.new_root(), trace_context.NONE, 1, 2, {"nan": math.nan})
     (found,) = request_of([FinishedSpan(number, RESOURCE, SCOPE)]).resource_spans[0].scope_spans[0].spans

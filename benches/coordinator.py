@@ -116,9 +116,9 @@ def ask(server: Server, n_streams: int, n_tokens: int, n_waves: int) -> Run:
     command += [str(each) for each in (n_streams, n_tokens, n_waves)]
     workers = descendants(server.pid)
     before_ns, workers_ns = cpu_ns(server.pid), sum(map(cpu_ns, workers))
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after_ns = cpu_ns(server.pid)
-    return Run(json.loads(told.stdout), after_ns - before_ns, sum(map(cpu_ns, workers)) - workers_ns)
+    return Run(json.loads(done.stdout), after_ns - before_ns, sum(map(cpu_ns, workers)) - workers_ns)
 
 
 def figures(short: Sequence[Run], long: Sequence[Run], n_tokens: int, step_ms: float) -> dict[str, float]:

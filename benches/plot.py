@@ -1,4 +1,4 @@
-"""The plots beside the tables, as PNG. matplotlib is a development extra: without it a note is printed instead."""
+"""The plots next to the tables, as PNG. matplotlib is a development extra: without it a note is printed instead."""
 
 from __future__ import annotations
 

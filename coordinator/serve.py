@@ -21,7 +21,7 @@ from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import server_tls, start_http
 from relayline.coordinator.images.begin import encoder_of
 from relayline.coordinator.joining.config import JoinConfig, PoolState
-from relayline.coordinator.joining.mover import CutModel, LayerMover, ReadShape, TellAgain, rebalancer_of
+from relayline.coordinator.joining.mover import CutModel, ExplainMove, LayerMover, ReadShape, rebalancer_of
 from relayline.coordinator.joining.port import OnMember, make_roster, serve_joining
 from relayline.coordinator.model.pipeline_file import PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.observe.telemetry_start import observed
@@ -71,7 +71,7 @@ class ServeConfig:
     """Gets the stages' step costs with their layers, once all serve; on a separate thread."""
     planned: dict[str, Any] | None = None
     """Which stage got which layers and why, as in GET /v1/pipeline; None: unknown."""
-    tell_again: TellAgain | None = None
+    explain_move: ExplainMove | None = None
     """Returns that again once layers have moved; on a separate thread."""
     join: JoinConfig | None = None
     """Let stages join by themselves; `pipeline.addresses` is empty then, and the artifacts must be in pipeline_dir."""
@@ -203,7 +203,7 @@ def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
         takeover_s=config.pipeline.serving.takeover_s,
         known=config.join.known if config.join is not None else None,
         on_moved=config.on_moved or (lambda state: None),
-        tell_again=config.tell_again or (lambda state: None),
+        explain_move=config.explain_move or (lambda state: None),
     )
 
 

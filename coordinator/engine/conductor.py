@@ -171,7 +171,7 @@ class Conductor:
         self.prefixes.renew(
             facts.n_lanes,
             is_per_lane=planner.is_per_lane,
-            there=facts.held,
+            left_rows=facts.held,
             keeps_state=facts.keeps_state,
             tier=facts.tier,
             read_ns=read_time(facts.costs),

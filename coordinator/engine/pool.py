@@ -54,17 +54,17 @@ class Pool:
         host = self._hosts[index]
         host.is_here = host.was_here = True
         host.since_ns = now_ns
-        self._anew()
+        self._retry_at_once()
 
     def left(self, index: int, now_ns: int) -> None:
         """It no longer exists."""
         self._hosts[index].is_here, self._hosts[index].since_ns = False, now_ns
-        self._anew()
+        self._retry_at_once()
 
     def drain(self, index: int, *, is_drained: bool = True) -> None:
         """A place is to hold no layers; or may again."""
         self._hosts[index].is_drained = is_drained
-        self._anew()
+        self._retry_at_once()
 
     def failed(self, now_ns: int) -> None:
         """What `wanted` said could not be done."""
@@ -73,9 +73,9 @@ class Pool:
 
     def moved(self) -> None:
         """Layers have moved."""
-        self._anew()
+        self._retry_at_once()
 
-    def _anew(self) -> None:
+    def _retry_at_once(self) -> None:
         self._n_failed = self._tries_ns = 0
 
     # --- decisions ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from relayline.coordinator.gateway.bounds import ID_BYTES_MAX, PIECE_BYTES, REFU
 from relayline.coordinator.gateway.links import Link, Links
 from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
-from relayline.coordinator.gateway.router import Backend, Health, nobody
+from relayline.coordinator.gateway.router import Backend, Health, no_replica
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.body import Request
 from relayline.coordinator.http.errors import error_body
@@ -122,7 +122,7 @@ class Forwarder:
                 found = await self._sent(request, self.links.links[backend], outgoing, is_last=len(tried) == TRIES_MAX)
             except _LostError:
                 if len(tried) == TRIES_MAX:
-                    raise nobody(outgoing.asked.model, tried) from None
+                    raise no_replica(outgoing.asked.model, tried) from None
                 found = None
             if isinstance(found, web.StreamResponse):
                 return found
@@ -134,7 +134,7 @@ class Forwarder:
         try:
             found = await self._sent(request, link, outgoing, is_last=True)
         except _LostError:
-            raise nobody(outgoing.asked.model, [link.backend]) from None
+            raise no_replica(outgoing.asked.model, [link.backend]) from None
         assert isinstance(found, web.StreamResponse)
         return found
 
@@ -153,7 +153,7 @@ class Forwarder:
                 return found
         last = self.links.links.get(alive[-1]) if alive else None
         if last is None:
-            raise nobody(None, self.links.router.staying)
+            raise no_replica(None, self.links.router.staying)
         return await self.to_one(request, last, outgoing)
 
     async def knows(self, link: Link, path: str, headers: CIMultiDict[str]) -> bool:

@@ -214,7 +214,7 @@ class Router:
             replicas = [holder]
         alive = [each for each in replicas if each.health in (Health.READY, Health.PAUSED) and each not in tried]
         if not alive:
-            raise nobody(asked.model, replicas)
+            raise no_replica(asked.model, replicas)
         best = [each for each in alive if each.health is Health.READY] or alive
         free = [each for each in best if each.n_outstanding < OUTSTANDING_MAX]
         if not free:
@@ -222,7 +222,7 @@ class Router:
         return min(free, key=lambda each: each.work() + each.unread_tokens(asked))
 
 
-def nobody(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
+def no_replica(model: str | None, replicas: Iterable[Backend]) -> RelaylineError:
     """Return the error for a model without a replica that answers."""
     states = "; ".join(f"{each.name}: {each.problem or each.health}" for each in replicas)
     return _not_ready(f"no replica of {model or 'the model'} answers ({states})")

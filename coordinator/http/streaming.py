@@ -1,4 +1,4 @@
-"""One answer as server-sent events. What the pipeline tells is written where it is told: no task wakes for a token.
+"""One answer as server-sent events. Events are written where the pipeline publishes them: no task wakes for a token.
 
 `_take` gets everything of one answer that came in one turn of the event loop, and writes it at once. The request's own
 task sleeps meanwhile. It does what may have to wait: the beginning, the end, pings, and a client that reads slowly.

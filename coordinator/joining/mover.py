@@ -28,7 +28,7 @@ log = logging.getLogger("relayline.coordinator")
 
 CutModel = Callable[[tuple[int, ...]], Awaitable[Path]]
 """Splits the model that is served at these layers, and returns where. Raises RelaylineError."""
-TellAgain = Callable[[PoolState], dict[str, Any] | None]
+ExplainMove = Callable[[PoolState], dict[str, Any] | None]
 """Returns why those that hold layers now have theirs; None where that is not known."""
 
 
@@ -57,16 +57,16 @@ class LayerMover:
         takeover_s: float = 0.0,
         known: PoolState | None = None,
         on_moved: Callable[[PoolState], None] = lambda state: None,
-        tell_again: TellAgain = lambda state: None,
+        explain_move: ExplainMove = lambda state: None,
     ) -> None:
         """Without `cut_model` no change can be begun: this process does not know the model that was split.
 
         With a `rebalancer` layers move by themselves too. With `read_shape` others take over from stages that are
         drained, or lost for longer than `takeover_s` (0: never); `known` is who held layers before this process.
-        `on_moved` gets who holds what after each change, and `tell_again` returns why, both off the event loop.
+        `on_moved` gets who holds what after each change, and `explain_move` returns why, both off the event loop.
         """
         self._pipeline, self.moves, self._cut_model = pipeline, pipeline.moves, cut_model
-        self._on_moved, self._tell_again = on_moved, tell_again
+        self._on_moved, self._explain_move = on_moved, explain_move
         self._read_shape, self._takeover_s, self._known = read_shape, takeover_s, known
         self._hosts: Hosts | None = None
         self._keeping = asyncio.Lock()  # the last one kept counts
@@ -128,7 +128,7 @@ class LayerMover:
     async def _keep(self, state: PoolState) -> None:
         async with self._keeping:
             await asyncio.to_thread(self._on_moved, state)
-            self._pipeline.planned = await asyncio.to_thread(self._tell_again, state)
+            self._pipeline.planned = await asyncio.to_thread(self._explain_move, state)
 
     def move(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> None:
         """Begin to give the stages other layers: from `cuts`, the first layer of each but the first.

@@ -61,7 +61,7 @@ class Prefixes:
         self._running = running
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
-        self._there: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
+        self._left_rows: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
         self.tier = Tier()  # what lanes held before they were taken
         self._keeps_state = False  # stages can copy from, or resume at, checkpoints and whole lanes alone
 
@@ -83,7 +83,7 @@ class Prefixes:
         """Start a session that has a lane; returns its first frames, behind the close of a kept lane that it takes."""
         frames = [frame for kept in list(self._kept) if kept.lane == session.lane for frame in self._retire(kept)]
         self.tier.ended(session.session_id)  # a failure before this does not count against the new source
-        n_kept = self._there.pop(session.session_id, 0)
+        n_kept = self._left_rows.pop(session.session_id, 0)
         if self._keeps_state:
             n_kept = nearest(session, min(n_kept, len(session.history) - 1), is_held=True)
         frames += session.start(n_kept)
@@ -192,14 +192,14 @@ class Prefixes:
         n_lanes: int,
         *,
         is_per_lane: bool,
-        there: Mapping[int, int] = MappingProxyType({}),
+        left_rows: Mapping[int, int] = MappingProxyType({}),
         keeps_state: bool = False,
         tier: TierFacts = NO_TIER,
         read_ns: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        """Begin a new epoch with this number of lanes. Kept lanes are forgotten; running sessions go on from `there`.
+        """Begin a new epoch with this number of lanes. Kept lanes are forgotten; sessions resume from `left_rows`.
 
-        `there` maps every session that a stage knows to the number of its tokens that all stages hold.
+        `left_rows` maps every session that a stage knows to the number of its tokens that all stages hold.
 
         Without a configured number, half of the lanes may be kept if each lane has its own KV cells. Streams then take
         the lower half, so streams of one flight have neighbouring lanes. If lanes share their cells, none is kept:
@@ -207,16 +207,16 @@ class Prefixes:
         """
         self._kept.clear()
         self.tier.renew(tier, read_ns)
-        self._there, self._keeps_state = dict(there), keeps_state
+        self._left_rows, self._keeps_state = dict(left_rows), keeps_state
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
 
     def left_behind(self, going_on: Iterable[Session]) -> list[OutFrame]:
         """Return closes for all lanes held from the last epoch, except those of these sessions, which start now."""
         wanted = {session.session_id for session in going_on}
-        closed = [key for key, n_tokens in self._there.items() if key not in wanted or not n_tokens]
+        closed = [key for key, n_tokens in self._left_rows.items() if key not in wanted or not n_tokens]
         for key in closed:
-            del self._there[key]
+            del self._left_rows[key]
         nobodys = GenerationRequest("", (0,), 1, SamplingParams())
         return [OutFrame(Session(key, nobodys, lambda _: False), 0, (), Flag.CLOSE) for key in closed]
 

@@ -80,7 +80,7 @@ def _fault(vocabulary: LLTokenizer, grammar: str) -> str:
         matcher = LLMatcher(vocabulary, followed, log_level=0, limits=_stage_limits(followed))
         if not matcher.is_error():
             signal.setitimer(signal.ITIMER_PROF, CPU_S_MAX)
-            return _too_dear(matcher)
+            return _too_costly(matcher)
     return _reason(matcher) if nameless == grammar else ""
 
 
@@ -93,7 +93,7 @@ def _stage_limits(grammar: str) -> LLParserLimits:
     )
 
 
-def _too_dear(begun: LLMatcher) -> str:
+def _too_costly(begun: LLMatcher) -> str:
     """Return why the grammar cannot be followed within a stage's bounds, "" if at least one of a few ways can be.
 
     A stage would find out too, but in the middle of an answer, at the cost of other streams.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 
-from relayline.deploy.machine.huge_pages import start_anew
+from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.common.texts import printable
@@ -134,7 +134,7 @@ def relayline() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    start_anew(sys.argv[1:])
+    restart_with_huge_pages(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")

@@ -118,7 +118,7 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
         if hosts:
             return at_home(with_hosts(manifest, hosts))
         flags = with_usual_gpu(manifest, StageFlags())
-        return with_stages(manifest, flags, 0) if flags.says_something else manifest
+        return with_stages(manifest, flags, 0) if flags.is_set else manifest
     if hosts:
         raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
     return at_home(with_usual_lanes(load_manifest(path)))

@@ -41,4 +41,4 @@ def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[st
         facts = inspect_model(find_model(manifest))
         check_cuts(facts, flags.cuts)
         n_layers = facts.n_layers
-    return with_stages(manifest, flags, n_layers) if flags.says_something else manifest
+    return with_stages(manifest, flags, n_layers) if flags.is_set else manifest

@@ -86,12 +86,12 @@ def plan_facts(given: dict[str, Any]) -> dict[str, Any]:
     """Return the plan for the coordinator's configuration: what to show, and what refines the next plan."""
     return {
         "planned": read_plan(given["plan_file"]),
-        "tell_again": teller(given["manifest"], given["plan_file"]),
+        "explain_move": explainer(given["manifest"], given["plan_file"]),
         "on_curves": refiner(given["manifest"]),
     }
 
 
-def teller(manifest: Manifest | None, plan_file: Path | None) -> Callable[[PoolState], dict[str, Any] | None]:
+def explainer(manifest: Manifest | None, plan_file: Path | None) -> Callable[[PoolState], dict[str, Any] | None]:
     """Return the function that explains moved layers, and keeps its result in place of the plan."""
     model = manifest.model_path if manifest is not None else None
 

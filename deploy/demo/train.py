@@ -1,6 +1,6 @@
 """Train the demo model: a small llama on the standard library of the Python that runs this script.
 
-This file is kept beside the model so that anyone can see, and repeat, how it was made. Relayline never imports it,
+This file is kept next to the model so that anyone can see, and repeat, how it was made. Relayline never imports it,
 PyTorch is not a dependency of relayline, and no test or CI job runs it.
 
     python3.11 -m venv train-venv && train-venv/bin/pip install torch==2.13.0 numpy gguf tokenizers llama-cpp-python

@@ -1,6 +1,6 @@
 """Train the hybrid demo model: a small qwen35 with a prediction layer, on the text of the first demo model.
 
-This file is kept beside the model so that anyone can see, and repeat, how it was made. Relayline never imports it,
+This file is kept next to the model so that anyone can see, and repeat, how it was made. Relayline never imports it,
 PyTorch is not a dependency of relayline, and no test or CI job runs it.
 
     python3.11 -m venv train-venv && train-venv/bin/pip install torch==2.11.0 numpy gguf tokenizers llama-cpp-python

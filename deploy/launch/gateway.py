@@ -1,4 +1,4 @@
-"""`relayline up` of a gateway's manifest: what it starts runs until it is told to stop."""
+"""`relayline up` of a gateway's manifest: its processes run until it gets a signal."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def environment_of(arguments: Sequence[str], environment: Mapping[str, str]) -> 
     return {**environment, _VARIABLE: ":".join(filter(None, (tunables, f"{TUNABLE}=1")))}
 
 
-def start_anew(arguments: Sequence[str]) -> None:
+def restart_with_huge_pages(arguments: Sequence[str]) -> None:
     """Start this program again, in the right environment. Returns if it already has it."""
     environment = environment_of(arguments, os.environ)
     if sys.executable and environment != dict(os.environ):

@@ -20,7 +20,7 @@ class StageError(ValueError):
 
 
 def check_stages(stages: Sequence[Stage], coordinator_ports: Mapping[int, str], coordinator_host: str) -> None:
-    """Raise StageError if two stages share a name, or a port on one host, or one beside the coordinator has its port.
+    """Raise StageError if stages share a name, or a port on one host, or one has the coordinator's port on its host.
 
     `coordinator_ports`: the use of each port that is known before the start.
     """

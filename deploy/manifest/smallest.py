@@ -32,7 +32,7 @@ class StageFlags:
     """Whether stages keep to their share of the cores."""
 
     @property
-    def says_something(self) -> bool:
+    def is_set(self) -> bool:
         """Whether any flag was given."""
         return self != StageFlags()
 

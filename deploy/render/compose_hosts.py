@@ -1,6 +1,6 @@
 """Compose for several machines: one file for each host of the manifest, and links over the hosts' own addresses.
 
-Stages beside the coordinator have certificates in a directory there. Those on other hosts get theirs by a token, as
+Stages on the coordinator's host have certificates in a directory there. Those on other hosts get theirs by a token, as
 with `relayline join`: nothing but a file has to be copied. Ports inside a container are the published ones, because a
 stage tells its neighbours the port on which it listens.
 """

@@ -172,7 +172,7 @@ class _Client:
         self._address = address_of(host, port)
         self.own_address = ""
         self._names: list[str] = []
-        self._welcome = persistently(lambda: self._read_welcome(self._exchange(_trusting_nobody())))
+        self._welcome = persistently(lambda: self._read_welcome(self._exchange(_unverified_context())))
         self.ca_pem = self._welcome.ca
         self._check_clock()
         persistently(lambda: self._exchange(self._verifying()))
@@ -284,7 +284,7 @@ def persistently(work: Callable[[], T]) -> T:
     return work()
 
 
-def _trusting_nobody() -> ssl.SSLContext:
+def _unverified_context() -> ssl.SSLContext:
     """Return a context for reading public data that is then checked against the token's fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

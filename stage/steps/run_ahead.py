@@ -13,11 +13,11 @@ engines in one process (vLLM's async scheduling, SGLang's overlap scheduler).
 A wrong row costs a part of a step. A stream whose frames are often others than expected, as with drafts, sits out for
 some frames after each miss: 2, 4 and up to SIT_OUT_MAX.
 
-Logits of rows ahead last until the next decode. Where other rows need one first, two kinds of rows *ride* along. Rows
-ahead that nobody has asked for yet are computed once more, up to RIDES_MAX times. And beside rows of a prompt, streams
-that this very step has answered go on. Beside other decode rows they do not: those are streams of the same group that
-were not computed ahead, and the coordinator waits for both. If one half of a group is a step ahead of the other for
-ever, nothing is gained. So all wait for that one decode, and the next rows of the whole group are computed together.
+Logits of rows ahead last until the next decode. If other rows need a decode first, two kinds of rows *ride* along. Rows
+ahead that were not asked for yet are computed once more, up to RIDES_MAX times. With rows of a prompt, streams that
+this very step has answered continue. With other decode rows they do not: those belong to streams of the same group that
+were not computed ahead, and the coordinator waits for both. If one half of a group is always a step ahead of the other,
+nothing is gained. So all wait for that one decode, and the next rows of the whole group are computed together.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_without_cuda_or_its_sources_one_line_says_so(
     assert not any("CUDA" in option for option in options_of("cpu", "native"))
 
 
-def test_the_bench_starts_anew_with_the_libraries_that_were_built(
+def test_the_bench_starts_again_with_the_libraries_that_were_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []

@@ -87,7 +87,7 @@ def test_a_set_up_older_than_the_note_of_its_flags_is_not_done_again(tree: Tree)
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first set-up", "over a plain one"])
-def test_flags_build_anew_and_pass_by_the_cache(tree: Tree, is_first: bool) -> None:
+def test_flags_build_again_and_pass_by_the_cache(tree: Tree, is_first: bool) -> None:
     if not is_first:
         tree.setup()
     assert "--force-reinstall" in tree.make("-n", f"CMAKE_ARGS={CUDA}", "setup").stdout
@@ -119,7 +119,7 @@ def test_empty_flags_go_back_to_a_plain_build(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("flags", ["", CUDA])
-def test_a_rebuild_compiles_anew_with_the_last_flags(tree: Tree, flags: str) -> None:
+def test_a_rebuild_compiles_again_with_the_last_flags(tree: Tree, flags: str) -> None:
     tree.setup(CMAKE_ARGS=flags)
     (command,) = tree.setup(goal="rebuild")
     assert {"--force-reinstall", "--no-deps"} <= set(command.split())
@@ -130,7 +130,7 @@ def test_a_rebuild_compiles_anew_with_the_last_flags(tree: Tree, flags: str) -> 
 
 
 @pytest.mark.parametrize("flags", ["", CUDA])
-def test_a_wheel_that_was_built_by_other_files_is_compiled_anew(tree: Tree, flags: str) -> None:
+def test_a_wheel_that_was_built_by_other_files_is_compiled_again(tree: Tree, flags: str) -> None:
     found, anew = tree.setup(CMAKE_ARGS=flags, BUILT_WITH_CODE="1")
     assert "--force-reinstall" not in found or flags
     assert {"--force-reinstall", "--no-deps"} <= set(anew.split())

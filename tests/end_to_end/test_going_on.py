@@ -160,7 +160,7 @@ async def test_abandoned_lanes_are_closed_although_no_stream_goes_on(artifacts: 
         await running.until_free()
 
 
-async def test_a_stage_that_starts_anew_holds_nothing_and_all_is_read_again(
+async def test_a_stage_that_starts_again_holds_nothing_and_all_is_read_again(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     """Also by streams with lanes in the other stages: these start from the beginning with it."""

@@ -94,7 +94,7 @@ async def test_chats_side_by_side_that_share_a_beginning_stay_apart(
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_beginnings_that_windows_have_lost_are_read_anew(kv_layout: str, tmp_path: Path) -> None:
+async def test_beginnings_that_windows_have_lost_are_read_again(kv_layout: str, tmp_path: Path) -> None:
     """Requests that share 40 tokens; concurrent ones take cells that no next row of a lane would read."""
     model = make_tiny("gemma3:pattern", tmp_path / "model.gguf", n_layers=6, vocab=SHAPE.n_vocab)
     pipeline = split_model(model, tmp_path / "out", cuts=(2, 4))

@@ -125,7 +125,7 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
         assert_greedy(whole, prompt, before + after)
 
 
-async def test_a_stage_that_is_another_when_it_is_configured_is_asked_anew_what_it_holds(
+async def test_a_stage_that_is_another_when_it_is_configured_is_asked_again_what_it_holds(
     artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, n_tokens, restarted = [prompt_of(index, 9) for index in range(3)], 40, asyncio.Event()

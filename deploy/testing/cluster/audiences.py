@@ -1,4 +1,4 @@
-"""Which clients of a coordinator listen to which session, and what they are told."""
+"""Which clients of a coordinator listen to which session, and the events that they get."""
 
 from __future__ import annotations
 

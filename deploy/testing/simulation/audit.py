@@ -14,7 +14,7 @@ enters them in its books; each book checks what it holds. Its invariants:
   DRAFTED_ROWS_MAX in an envelope, and flights of their own while something that they follow is under way, no more
   than stages and links hold.
 * **Holds are bounded by their prediction.** Whenever envelopes leave, no decode row stays at the coordinator that has
-  been held for longer than the plan predicts a token of its stream to take, prompt rows beside it included.
+  been held for longer than the plan predicts a token of its stream to take, including concurrent prompt rows.
 * **No starvation.** With the group policy a row that waits at a stage runs within `(F + 1) c`: F is the largest number
   of envelopes that were under way at once, what cancelled sessions have left there included, c the stage's dearest
   step. A prompt's later chunks, which stand behind their predecessors, have that time each; stalls come on top. So

@@ -214,7 +214,7 @@ def test_a_schema_that_is_not_utf8_is_the_clients_fault(field: str) -> None:
         shape_of(decode_body(b'{"prompt":"a","' + field.encode() + b'":' + schema + b"}", CompletionBody))
 
 
-def test_a_worker_that_something_else_has_ended_is_started_anew() -> None:
+def test_a_worker_that_something_else_has_ended_is_started_again() -> None:
     checker = GrammarChecker()
     assert checker.check('start: "a"')[1] == ""
     assert checker._worker is not None

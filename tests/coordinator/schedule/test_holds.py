@@ -21,7 +21,7 @@ def test_a_row_is_held_for_as_long_as_is_predicted_and_no_longer() -> None:
     assert ids(scheduler.take(1_600)) == [[4]]
 
 
-def test_a_row_that_was_given_up_or_has_left_is_held_anew() -> None:
+def test_a_row_that_was_given_up_or_has_left_is_held_again() -> None:
     scheduler = Scheduler(ScheduleConfig(), Fixed(1, 1, hold_max_ns=1_000.0))
     scheduler.decode(row(1))
     (first,) = scheduler.take(0)

@@ -117,7 +117,7 @@ def landed(overhead: Overhead, n_rows: int, overhead_ms: float, before: tuple[He
     return now
 
 
-def test_what_a_row_adds_is_learned_from_flights_of_two_sizes() -> None:
+def test_the_overhead_of_a_row_is_learned_from_flights_of_two_sizes() -> None:
     overhead, before = Overhead(), (Held(0, 0),)
     overhead.stages_held(before)
     before = landed(overhead, 8, 1.0, before)

@@ -190,7 +190,7 @@ def test_an_epoch_later_it_goes_on_from_a_checkpoint(there: int, n_trimmed: int)
     prefixes.start(session)
     read(session)
     answer(session, range(300, 310))
-    prefixes.renew(8, is_per_lane=True, there={1: there}, keeps_state=True)
+    prefixes.renew(8, is_per_lane=True, left_rows={1: there}, keeps_state=True)
     frames = prefixes.start(session)
     assert [frame.position for frame in frames if frame.flags == Flag.TRIM] == ([n_trimmed] if n_trimmed else [])
     assert session.n_sent == n_trimmed

@@ -175,7 +175,7 @@ def test_common_tokens_is_the_length_of_the_common_beginning() -> None:
 def test_rows_left_in_stages_are_used_by_the_next_start_alone() -> None:
     kept = prefixes(2, [3])
     kept.keep(ended(1, run_of(0, 60)))
-    kept.renew(4, is_per_lane=True, there={7: 40, 8: 0, 9: 40})
+    kept.renew(4, is_per_lane=True, left_rows={7: 40, 8: 0, 9: 40})
     going_on = [session_of(7, run_of(0, 60)), session_of(8, run_of(0, 60))]
     closes = kept.left_behind(going_on)
     assert [(frame.session.session_id, frame.flags) for frame in closes] == [(8, Flag.CLOSE), (9, Flag.CLOSE)]
@@ -190,7 +190,7 @@ def test_a_session_that_resumes_in_its_lane_copies_nothing_into_it() -> None:
     running = {1: ended(1, run_of(0, 60))}
     running[1].state = State.DECODE
     kept = Prefixes(2, itertools.count(100), lambda: [3], running)
-    kept.renew(4, is_per_lane=True, there={7: 5})
+    kept.renew(4, is_per_lane=True, left_rows={7: 5})
     session = session_of(7, run_of(0, 60))
     kept.left_behind([session])
     assert [frame.flags for frame in kept.start(session)] == [Flag.OPEN, Flag.TRIM]

@@ -84,7 +84,7 @@ def test_others_that_run_on_hide_nobody() -> None:
     assert looks(Silence(), 60, works, lambda at: 100 * at + 5) == SILENT_S + 4
 
 
-def test_a_sign_of_life_begins_the_time_anew() -> None:
+def test_a_sign_of_life_begins_the_time_again() -> None:
     silence = Silence()
     for at in range(100):
         assert not silence.silent({7: (at // 5, 1), 8: (3, at // 9)}, at * S)

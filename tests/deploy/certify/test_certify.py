@@ -178,7 +178,7 @@ def test_f16_fails_when_another_model_answers(tmp_path: Path, scratch: Path) -> 
     assert "fail: 0 of 1 may be trusted" in done.stdout
 
 
-def test_a_kept_artifact_that_was_altered_is_made_anew(tmp_path: Path, scratch: Path) -> None:
+def test_a_kept_artifact_that_was_altered_is_made_again(tmp_path: Path, scratch: Path) -> None:
     model = make_tiny("llama", tmp_path / "model.gguf", n_layers=2)
     pipeline = split_model(model, tmp_path / "keep" / "cuts-1", cuts=(1,))
     path = tmp_path / "keep" / "cuts-1" / pipeline.stages[1].file

@@ -63,7 +63,7 @@ def refused_here(code: int, *arguments: str | Path, says: str) -> None:
     stderr = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", ["relayline", *map(str, arguments)]))
-        stack.enter_context(mock.patch.object(cli, "start_anew"))  # which may replace the process
+        stack.enter_context(mock.patch.object(cli, "restart_with_huge_pages"))  # which may replace the process
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(stderr))
         ended = stack.enter_context(pytest.raises(SystemExit))

@@ -56,7 +56,7 @@ def test_without_a_tier_nothing_is_stored() -> None:
     assert (figures(cluster)["stored"], figures(cluster)["restored"]) == (0, 0)
 
 
-def test_a_stage_with_less_room_has_its_prompts_read_anew() -> None:
+def test_a_stage_with_less_room_has_its_prompts_read_again() -> None:
     cluster = Cluster(chats(tier_bytes=450))  # a state has 2 layers of 46 rows, 4 bytes each
     assert cluster.run().ends == {"length": 6}
     misses = sum(node.executor.sessions.states.figures().n_misses for node in cluster.nodes)

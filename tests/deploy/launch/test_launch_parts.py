@@ -327,7 +327,7 @@ def test_the_launcher_makes_tls_material_once_and_renews_it(tmp_path: Path) -> N
     assert (here / "cert.pem").read_bytes() != before
 
 
-def test_certificates_of_hosts_written_otherwise_are_not_made_anew(tmp_path: Path) -> None:
+def test_certificates_of_hosts_written_otherwise_are_not_made_again(tmp_path: Path) -> None:
     text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
     text = text.replace("host: head", "host: Head").replace("10.0.0.2", '"fd00:0::7"')
     manifest = manifest_of(text, tmp_path)
@@ -341,7 +341,7 @@ def test_certificates_of_hosts_written_otherwise_are_not_made_anew(tmp_path: Pat
 
 
 @pytest.mark.parametrize("left", [["ca-key.pem"], ["ca-key.pem", "token"]])
-def test_a_ca_that_was_cut_short_is_made_anew(left: list[str], tmp_path: Path) -> None:
+def test_a_ca_that_was_cut_short_is_made_again(left: list[str], tmp_path: Path) -> None:
     text = FOUR.replace("tls: {directory: tls/head}, tokenFile: secret", "tls: {mode: auto}")
     (tmp_path / "own").mkdir()
     for name in left:

@@ -379,7 +379,7 @@ async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(hom
     assert [event["restarts"] for event in events if event.get("name") == "stage-1"] == [0, 1, 2]
 
 
-async def test_a_slice_that_is_damaged_under_a_running_stage_is_made_anew(home: Path, tmp_path: Path) -> None:
+async def test_a_slice_that_is_damaged_under_a_running_stage_is_made_again(home: Path, tmp_path: Path) -> None:
     directory = StateDir(tmp_path / "state")
     manifest = write_manifest(tmp_path, "damaged")
     prepared = await asyncio.to_thread(prepare, load_manifest(manifest))

@@ -43,7 +43,7 @@ def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_becomes_itself_in_that_environment_once() -> None:
     code = (
         "import os; print(os.getpid(), flush=True); "
-        "from relayline.deploy.machine.huge_pages import start_anew; start_anew(['stage'])"
+        "from relayline.deploy.machine.huge_pages import restart_with_huge_pages; restart_with_huge_pages(['stage'])"
     )
     command = [sys.executable, "-c", f"{code}; print(os.environ['GLIBC_TUNABLES'])"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": ""})
@@ -54,7 +54,7 @@ def test_a_process_becomes_itself_in_that_environment_once() -> None:
 @pytest.mark.parametrize("arguments", [["stage", "--help"], ["--version"], []])
 def test_the_command_line_says_what_it_starts(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(cli, "start_anew", asked.append)
+    monkeypatch.setattr(cli, "restart_with_huge_pages", asked.append)
     monkeypatch.setattr(sys, "argv", ["relayline", *arguments])
     with pytest.raises(SystemExit):
         cli.main()

@@ -34,7 +34,7 @@ def test_flags_say_of_stages_what_a_manifest_would() -> None:
     assert [stage.layer_range for stage in stages] == [(0, 2), (2, 5), (5, 8)]
     assert {(stage.threads, stage.gpu_layers_used, stage.cores) for stage in stages} == {(3, -1, "any")}
     assert len(with_stages(manifest, StageFlags(n_stages=4), 0).stages) == 4
-    assert not StageFlags().says_something
+    assert not StageFlags().is_set
 
 
 def test_flags_name_the_devices_of_stages_here() -> None:

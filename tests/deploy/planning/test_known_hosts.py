@@ -14,7 +14,7 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.memory import HEADROOM, stage_memory
 from relayline.coordinator.planner.speed import Sample
-from relayline.deploy.cli.survey import teller
+from relayline.deploy.cli.survey import explainer
 from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.survey import plan_record, unknown_hosts, wants_survey
@@ -207,20 +207,22 @@ def test_the_plans_description_follows_moved_layers(tmp_path: Path) -> None:
     whole = settled(manifest(), DEMO_MODEL, [(0, 2), (2, 8)])
     plan_file = tmp_path / "plan.json"
     write_plan(plan_file, described := plan_record(whole, DEMO_MODEL))
-    tell = teller(whole, plan_file)
-    assert tell(PoolState((2,), ("laptop", "server"), ("laptop",))) == described, "drained, and nothing has moved yet"
-    moved = tell(PoolState((5,), ("laptop", "server")))
+    explain = explainer(whole, plan_file)
+    assert explain(PoolState((2,), ("laptop", "server"), ("laptop",))) == described, (
+        "drained, and nothing has moved yet"
+    )
+    moved = explain(PoolState((5,), ("laptop", "server")))
     assert moved is not None
     assert [stage["layers"] for stage in moved["stages"]] == [[0, 5], [5, 8]]
     assert moved["tok_s"] < described["tok_s"], "the slow one has most of them now"
     assert lines_of(moved)[0] == "layers have moved since the start; by measured hosts: laptop 1.0x, server 4.0x"
     assert read_plan(plan_file) == moved
-    alone = tell(PoolState((), ("server",)))
+    alone = explain(PoolState((), ("server",)))
     assert alone is not None
     assert [(stage["name"], stage["layers"]) for stage in alone["stages"]] == [("server", [0, 8])]
-    assert tell(PoolState((4,), ("server", "fifth"), (), ("fifth",))) is None, "it was never measured"
+    assert explain(PoolState((4,), ("server", "fifth"), (), ("fifth",))) is None, "it was never measured"
     assert not plan_file.exists()
-    assert teller(None, plan_file)(PoolState((5,), ("laptop", "server"))) is None
+    assert explainer(None, plan_file)(PoolState((5,), ("laptop", "server"))) is None
 
 
 def test_measurements_of_a_busy_host_make_one_plan_and_are_not_kept() -> None:

@@ -216,7 +216,7 @@ def test_a_lane_does_not_see_the_others(chain: Chain, reference: ReferenceModel)
     assert np.abs(got - reference_logits(reference, tokens)).max() < OTHER_SHAPE
 
 
-def test_a_cleared_lane_starts_anew_and_gives_its_cells_back(chain: Chain, reference: ReferenceModel) -> None:
+def test_a_cleared_lane_starts_again_and_gives_its_cells_back(chain: Chain, reference: ReferenceModel) -> None:
     tokens = tokens_of(34, 60)
     expected = reference_logits(reference, tokens)
     for _ in range(3 * N_LANES):  # three times more than the cache holds, were nothing given back

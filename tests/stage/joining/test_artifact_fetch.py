@@ -133,7 +133,7 @@ async def test_a_damaged_partial_file_costs_one_fetch(tmp_path: Path, reads: Rea
     assert reads.offsets == [1_000, 0]
 
 
-async def test_a_partial_file_that_is_too_long_begins_anew(tmp_path: Path, reads: Reads) -> None:
+async def test_a_partial_file_that_is_too_long_begins_again(tmp_path: Path, reads: Reads) -> None:
     slot = Slot(tmp_path / "cache", (await _order(tmp_path / "split")).artifact)
     slot.prepare(b"{}")
     slot.partial.write_bytes(content(0) + b"more")
@@ -141,7 +141,7 @@ async def test_a_partial_file_that_is_too_long_begins_anew(tmp_path: Path, reads
     assert reads.offsets == [0]
 
 
-async def test_a_file_altered_in_the_cache_is_fetched_anew(tmp_path: Path, reads: Reads) -> None:
+async def test_a_file_altered_in_the_cache_is_fetched_again(tmp_path: Path, reads: Reads) -> None:
     path = await fetched(tmp_path / "split", tmp_path / "cache")
     damaged = bytearray(content(0))
     damaged[1_000] ^= 1

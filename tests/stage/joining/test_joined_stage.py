@@ -166,7 +166,9 @@ async def test_threads_of_this_host_win_over_the_order(tmp_path: Path, engines: 
         await stage.stop()
 
 
-async def test_a_restarted_coordinator_with_the_same_order_loads_nothing_anew(tmp_path: Path, engines: Engines) -> None:
+async def test_a_restarted_coordinator_with_the_same_order_loads_nothing_again(
+    tmp_path: Path, engines: Engines
+) -> None:
     async with asyncio.timeout(WAIT_S):
         async with coordinator(tmp_path / "split", EngineSettings(ctx_tokens=64)) as port:
             stage = Living(port.address, tmp_path)
@@ -367,7 +369,7 @@ async def test_plaintext_beyond_this_machine_is_refused_before_anything_is_fetch
         await allowed.stop()
 
 
-async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_anew(
+async def test_a_name_that_cannot_be_resolved_for_a_moment_leads_to_joining_again(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_asked = 0
@@ -406,7 +408,7 @@ async def test_a_stage_whose_host_has_another_address_now_serves_there(
             await stage.stop()
 
 
-async def test_a_ticket_that_is_void_leads_to_joining_anew(
+async def test_a_ticket_that_is_void_leads_to_joining_again(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, n_asked = join_service.JoinService._wanted, 0

@@ -133,7 +133,7 @@ async def test_a_failed_preparation_is_reported_and_the_spare_stands_by(
     assert await serving is None
 
 
-async def test_a_spare_that_has_not_prepared_its_layers_joins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_spare_that_has_not_prepared_its_layers_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
     world.member.tell(SWITCH)
     assert await world.served() is None

@@ -212,7 +212,7 @@ def test_a_session_that_never_decoded_has_a_summary_of_nothing() -> None:
     assert (summary.session_id, summary.n_prefill_steps, summary.decode_ns) == (5, 0, 0)
 
 
-def test_a_session_closed_and_opened_in_one_step_begins_anew() -> None:
+def test_a_session_closed_and_opened_in_one_step_begins_again() -> None:
     executor, summaries = new_executor(FakeEngine()), Summaries(0)
     summaries.step_done(executor.execute(step_of(control(5, Flag.OPEN), rows_frame(5, 0, 2, PREFILL))))
     again = step_of(control(5, Flag.CLOSE), control(5, Flag.OPEN), rows_frame(5, 0, 1, PREFILL))

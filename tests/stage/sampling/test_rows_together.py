@@ -40,7 +40,7 @@ def alone(asks: list[Ask]) -> list[object]:
     return found
 
 
-def told(answers: list[object]) -> list[object]:
+def comparable(answers: list[object]) -> list[object]:
     return [repr(each) if isinstance(each, RelaylineError) else each for each in answers]
 
 
@@ -90,7 +90,7 @@ def test_any_rows_say_what_each_says_alone(
     ]
     if is_prepared:  # in another order, and not for all
         prepare_noise(n_vocab, [(ask.sampler, ask.position) for ask in asks[::-2]])
-    assert told(list(sample_rows(asks))) == alone(asks)
+    assert comparable(list(sample_rows(asks))) == alone(asks)
 
 
 @pytest.mark.parametrize("n_vocab", [SMALL, RAGGED])

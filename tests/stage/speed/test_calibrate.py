@@ -346,7 +346,7 @@ def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_pa
     ],
     ids=str,
 )
-def test_a_curve_of_a_bad_moment_is_measured_anew(
+def test_a_curve_of_a_bad_moment_is_measured_again(
     then_ms: tuple[float, ...], now_ms: tuple[float, ...], is_kept: bool, engine: NativeEngine, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -10,7 +10,7 @@ from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.speed.device_turn import alone_on
 
 
-def test_who_comes_second_waits_for_the_first(tmp_path: Path) -> None:
+def test_the_second_stage_waits_for_the_first(tmp_path: Path) -> None:
     first = alone_on(["bus0"], directory=tmp_path)
     assert first.__enter__()
     looks = []

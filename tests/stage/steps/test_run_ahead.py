@@ -82,7 +82,7 @@ def test_streams_in_any_company(seed: int, kind: str) -> None:
     ]
 
 
-def test_another_token_than_the_sampled_one_is_computed_anew() -> None:
+def test_another_token_than_the_sampled_one_is_computed_again() -> None:
     world = ahead_world()
     for _ in range(3):
         world.run([world.row(KEYS[0])])

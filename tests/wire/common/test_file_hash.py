@@ -102,7 +102,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_split_is_made_anew(what: str, tmp_path: Path) -> None:
+def test_a_damaged_split_is_made_again(what: str, tmp_path: Path) -> None:
     model, out = make_tiny("llama", tmp_path / "m.gguf"), tmp_path / "out"
     split_model(model, out, n_stages=2)
     good = {path.name: path.read_bytes() for path in out.iterdir()}

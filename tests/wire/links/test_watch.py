@@ -162,7 +162,7 @@ async def test_a_peer_that_beats_is_heard_and_never_lost():
         await one.close()
 
 
-async def test_a_watch_whose_own_connection_breaks_is_made_anew():
+async def test_a_watch_whose_own_connection_breaks_is_made_again():
     signs = Signs()
     async with peer(breaks_after_three_beats) as other:
         one = watch(other.address, signs)

@@ -244,7 +244,7 @@ class GroupPlanner:
             work_ns = n_full * max(largest)
         if not n_full:
             work_ns = max(largest)
-        return joined(work_ns, sum(largest) + self.round_trip.of(rows if n_full else rest))
+        return joined(work_ns, sum(largest) + self.round_trip.of(n_streams))
 
     def _plan(
         self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
@@ -292,7 +292,7 @@ class GroupPlanner:
             if rows > rows_max:
                 continue
             slowest_ns = self.step_ns(rows)
-            saturating = math.ceil((self.way_ns(rows) + self.round_trip.of(rows)) / slowest_ns)
+            saturating = math.ceil((self.way_ns(rows) + self.round_trip.of(n_streams)) / slowest_ns)
             all_full, all_in = n_streams // rows, math.ceil(n_streams / rows)
             for n_groups in {saturating - 1, saturating, saturating + 1, all_full, all_in}:
                 if 1 <= n_groups <= min(all_in, groups_max):

@@ -13,10 +13,11 @@ subtracts the work of the flights ahead of it, since overhead hides behind that 
 equal. The estimate only moves when it leaves the bounds. Its weakness: after a bad minute on a link a large estimate
 would last as long as the load does, because it makes the plan send many small flights, which hide the true value.
 
-A part of the overhead grows with the rows of a flight: each row is sampled, sent and written to its client. A plan for
-8 streams that took the overhead of 64 would send two small flights where one of all streams is faster. So an estimate
-names the rows that it was measured with, and what one row more adds. That is learned from flights of two sizes. Until
-these are known, most of the overhead is taken for that of the rows (ROW_PART), but at most ROW_MAX_NS for each.
+A part of the overhead grows with the streams that run: each of their tokens is sampled, sent and written to its client,
+and flights wait for each other's tokens. A plan for 8 streams that took the overhead of 64 would send two small flights
+where one of all streams is faster. So an estimate names the streams that ran, and what one more adds. That is learned
+from two numbers of streams. Until these are known, most of the overhead is taken for that of the streams (STREAM_PART),
+but at most STREAM_MAX_NS for each.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ ROUND_TRIPS_MIN = 8  # before the first estimate, and in a window
 ROUND_TRIPS_STRIDE = 4  # landings between estimates
 WINDOWS_KEPT, WINDOWS_MIN = 5, 3  # the median of this many counts: a hitch of a process spoils one of them
 OVERHEAD_STEP_NS = 200_000  # and a fifth: smaller moves of the overhead are noise
-ROW_PART = 0.75  # of the overhead is that of the rows, while only one size of flights is known
-ROW_MAX_NS = 100_000  # for each: a coordinator with free cores takes half of it, sampling on the processor the rest
-ROW_LEARNED_MAX_NS = 250_000  # links that became slower between two sizes of flights look like dear rows
-SIZES_APART = 4  # times as many rows as in the smallest known flights show what a row adds
+STREAM_PART = 0.75  # of the overhead is that of the streams, while only one number of them is known
+STREAM_MAX_NS = 100_000  # for each: a coordinator with free cores takes half of it, sampling on the processor the rest
+LEARNED_MAX_NS = 250_000  # links that became slower between two numbers of streams look like dear streams
+NUMBERS_APART = 4  # times as many streams as the fewest that are known show what one adds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,42 +53,42 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """The overhead of a flight, by its rows."""
+    """The overhead of a flight, by the streams that run."""
 
     ns: float = 0.0
-    """Of a flight of `rows` rows."""
-    rows: float = 0.0
-    row_ns: float = 0.0
-    """And for each row more or less."""
+    """While `streams` run."""
+    streams: float = 0.0
+    stream_ns: float = 0.0
+    """And for each stream more or less."""
 
-    def of(self, rows: float) -> float:
-        """Predict the overhead of a flight of this many rows, in nanoseconds."""
-        return max(0.0, self.ns + self.row_ns * (rows - self.rows))
+    def of(self, streams: float) -> float:
+        """Predict the overhead of a flight while this many streams run, in nanoseconds."""
+        return max(0.0, self.ns + self.stream_ns * (streams - self.streams))
 
 
 class Overhead:
     """The estimate of one epoch."""
 
     def __init__(self) -> None:
-        # Of one flight each: rows, and the least and the most overhead that it may have had.
+        # Of one flight each: the streams that ran, and the least and the most overhead that it may have had.
         self._bounds: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
         self._n_landed = 0
         self._windows: collections.deque[RoundTrip] = collections.deque(maxlen=WINDOWS_KEPT)
-        self._by_size: dict[int, RoundTrip] = {}  # the latest estimate by bits of its rows, which bounds them
+        self._by_number: dict[int, RoundTrip] = {}  # the latest estimate by the bits of the number of streams
         self._since: tuple[Held, ...] = ()  # the stages' counters at the start of the window
-        # Of flights that landed in it. Squares: of the rows of each flight; took: summed over rows.
-        self._n_flights = self._n_rows = self._n_squares = self._took_ns = 0
+        # Of flights that landed in it; the last two are summed over rows.
+        self._n_flights = self._n_rows = self._n_streams = self._took_ns = 0
 
-    def landed(self, n_rows: int, took_ns: int) -> None:
-        """Note a decode flight of `n_rows` that came back whole."""
+    def landed(self, n_rows: int, took_ns: int, n_streams: int) -> None:
+        """Note a decode flight of `n_rows` that came back whole while n_streams ran."""
         self._n_flights += 1
         self._n_rows += n_rows
-        self._n_squares += n_rows * n_rows
+        self._n_streams += n_rows * n_streams
         self._took_ns += n_rows * took_ns
 
-    def bounded(self, n_rows: int, took_ns: int, way_ns: float, ahead_ns: float) -> None:
+    def bounded(self, n_streams: int, took_ns: int, way_ns: float, ahead_ns: float) -> None:
         """Bound the overhead by a flight that met no prompts: by its predicted steps and the work ahead of it."""
-        self._bounds.append((n_rows, took_ns - max(way_ns, ahead_ns), took_ns - way_ns))
+        self._bounds.append((n_streams, took_ns - max(way_ns, ahead_ns), took_ns - way_ns))
         self._n_landed += 1
 
     def stages_held(self, counters: Sequence[Held]) -> None:
@@ -99,10 +100,10 @@ class Overhead:
         if n_frames and min(n_frames) > 0:
             pairs = zip(now, self._since, n_frames, strict=True)
             held_ns = sum((late.held_ns - early.held_ns) / count for late, early, count in pairs)
-            rows = self._n_squares / self._n_rows  # of the flight in which an average row travelled
-            self._windows.append(RoundTrip(self._took_ns / self._n_rows - held_ns, rows))
+            took_ns, streams = self._took_ns / self._n_rows, self._n_streams / self._n_rows
+            self._windows.append(RoundTrip(took_ns - held_ns, streams))
         self._since = now
-        self._n_flights = self._n_rows = self._n_squares = self._took_ns = 0
+        self._n_flights = self._n_rows = self._n_streams = self._took_ns = 0
 
     def revised(self, known: RoundTrip) -> RoundTrip:
         """Return the overhead for the next plans: the known one, unless it has clearly moved."""
@@ -112,35 +113,30 @@ class Overhead:
             found = self._within_bounds(known)
         else:
             return known
-        sizes = (found.rows, *(each.rows for each in self._by_size.values()))
-        has_moved = any(
-            abs(found.of(rows) - known.of(rows)) > 0.2 * known.of(rows) + OVERHEAD_STEP_NS for rows in sizes
-        )
+        numbers = (found.streams, *(each.streams for each in self._by_number.values()))
+        has_moved = any(abs(found.of(n) - known.of(n)) > 0.2 * known.of(n) + OVERHEAD_STEP_NS for n in numbers)
         return found if has_moved else known
 
     def _measured(self, known: RoundTrip) -> RoundTrip:
-        rows = self._windows[-1].rows
-        row_ns = self._row_ns() or known.row_ns
-        ns = max(0.0, statistics.median(each.ns + row_ns * (rows - each.rows) for each in self._windows))
-        self._by_size[int(rows).bit_length()] = RoundTrip(ns, rows)
-        return RoundTrip(ns, rows, self._row_ns() or _assumed_row_ns(ns, rows))
-
-    def _row_ns(self) -> float:
-        """Return the overhead that a row adds, 0.0 while only flights of one size are known."""
-        known = sorted(self._by_size.values(), key=lambda each: each.rows)
-        if not known or known[-1].rows < SIZES_APART * known[0].rows:
-            return 0.0
-        few, many = known[0], known[-1]
-        return min(ROW_LEARNED_MAX_NS, max(1.0, (many.ns - few.ns) / (many.rows - few.rows)))
+        streams, stream_ns = self._windows[-1].streams, self._stream_ns() or known.stream_ns
+        ns = statistics.median(each.ns + stream_ns * (streams - each.streams) for each in self._windows)
+        return self._learned(max(0.0, ns), streams)
 
     def _within_bounds(self, known: RoundTrip) -> RoundTrip:
-        rows = self._bounds[-1][0]
-        moved = ((known.row_ns * (rows - each), least_ns, most_ns) for each, least_ns, most_ns in self._bounds)
+        streams = self._bounds[-1][0]
+        moved = ((known.stream_ns * (streams - each), least, most) for each, least, most in self._bounds)
         bounds = [(more_ns + least_ns, more_ns + most_ns) for more_ns, least_ns, most_ns in moved]
         least_ns, most_ns = (max(0.0, sorted(each)[len(each) // 4]) for each in zip(*bounds, strict=True))
-        ns = min(max(known.of(rows), least_ns), most_ns)
-        return RoundTrip(ns, rows, _assumed_row_ns(ns, rows))
+        return self._learned(min(max(known.of(streams), least_ns), most_ns), streams)
 
+    def _learned(self, ns: float, streams: float) -> RoundTrip:
+        self._by_number[int(streams).bit_length()] = RoundTrip(ns, streams)
+        return RoundTrip(ns, streams, self._stream_ns() or min(STREAM_MAX_NS, STREAM_PART * ns / max(1.0, streams)))
 
-def _assumed_row_ns(ns: float, rows: float) -> float:
-    return min(ROW_MAX_NS, ROW_PART * ns / rows) if rows else 0.0
+    def _stream_ns(self) -> float:
+        """Return the overhead that a stream adds, 0.0 while only one number of them is known."""
+        known = sorted(self._by_number.values(), key=lambda each: each.streams)
+        if not known or known[-1].streams < NUMBERS_APART * known[0].streams:
+            return 0.0
+        few, many = known[0], known[-1]
+        return min(LEARNED_MAX_NS, max(1.0, (many.ns - few.ns) / (many.streams - few.streams)))

@@ -47,10 +47,11 @@ class PlanChoice:
 
     def learn_overhead(self, flight: Flight, took_ns: int) -> None:
         """Learn the overhead of a round trip from a flight that came back whole."""
-        self._overhead.landed(flight.n_streams, took_ns)
+        n_streams = max(flight.n_streams, len(self._pool.streams))
+        self._overhead.landed(flight.n_streams, took_ns, n_streams)
         # With prefill in between, a prediction cannot tell queueing from overhead.
         if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
-            self._overhead.bounded(flight.n_streams, took_ns, flight.way_ns, flight.ahead_ns)
+            self._overhead.bounded(n_streams, took_ns, flight.way_ns, flight.ahead_ns)
         round_trip = self._overhead.revised(self._base.round_trip)
         if round_trip != self._base.round_trip:
             self._base.round_trip = round_trip

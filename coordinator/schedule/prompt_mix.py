@@ -92,7 +92,7 @@ class MixSearch:
     def _within(self, groups: tuple[int, int], pressure: int, latency_max_ns: float) -> Iterator[PromptMix]:
         """Yield the choices of riding rows and of prompt flights that keep the bound, with these decode flights."""
         n_groups, rows = groups
-        overhead_ns = self._costs.round_trip.of(rows)
+        overhead_ns = self._costs.round_trip.of(n_groups * rows)
         for ride in (0, *self._costs.rides(rows)):
             decode = self._costs.mixed_each(rows, ride)
             if max(n_groups * max(decode), sum(decode) + overhead_ns) > latency_max_ns:
@@ -108,7 +108,7 @@ class MixSearch:
 
         Never more at once: flights that split because a prompt came queue behind each other until they have spread.
         """
-        way_ns = self._costs.way_ns(rows) + self._costs.round_trip.of(rows)
+        way_ns = self._costs.way_ns(rows) + self._costs.round_trip.of(n_streams)
         is_idle = n_groups * self._costs.step_ns(rows) < BUSY * way_ns
         if n_groups < self._costs.groups_max(n_streams) and is_idle:
             yield n_groups + 1, math.ceil(n_streams / (n_groups + 1))
@@ -125,7 +125,7 @@ class MixSearch:
         self, groups: tuple[int, int], decode: Sequence[float], ride: int, latency_max_ns: float
     ) -> Iterator[PromptMix]:
         """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
-        n_groups, way_ns = groups[0], sum(decode) + self._costs.round_trip.of(groups[1])
+        n_groups, way_ns = groups[0], sum(decode) + self._costs.round_trip.of(groups[0] * groups[1])
         overhead_ns = self._costs.round_trip.of(0)
         for chunk in CHUNK_LADDER:
             if chunk > self._costs.rows_max:

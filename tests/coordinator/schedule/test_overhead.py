@@ -30,7 +30,7 @@ class Pipeline:
         """Land flights, then let the stages report their counters."""
         held_ms = STEP_MS + WAIT_MS
         for _ in range(n_flights):
-            self.overhead.landed(4, round((2 * held_ms + overhead_ms) * MS))
+            self.overhead.landed(4, round((2 * held_ms + overhead_ms) * MS), 8)
         self.stages = [Held(s.n_frames + 4 * n_flights, s.held_ns + 4 * n_flights * held_ms * MS) for s in self.stages]
         self.overhead.stages_held(self.stages)
 
@@ -92,7 +92,7 @@ def test_stages_that_count_nothing_leave_the_bounds() -> None:
     """As in an older version: every flight had 40 ms of work ahead of it in addition to its own 100."""
     overhead = Overhead()
     for _ in range(2 * WINDOWS_MIN * ROUND_TRIPS_MIN):
-        overhead.landed(4, 160 * MS)
+        overhead.landed(4, 160 * MS, 4)
         overhead.bounded(4, 160 * MS, 100 * MS, 140 * MS)
         overhead.stages_held([Held(0, 0), Held(0, 0)])
     assert [overhead.revised(RoundTrip(known_ms * MS)).ns / MS for known_ms in (0, 30, 500)] == [20, 30, 60]
@@ -105,19 +105,21 @@ def test_frames_of_others_do_not_make_an_overhead_negative(pipeline: Pipeline) -
     assert pipeline.known_ms() == 0
 
 
-def landed(overhead: Overhead, n_rows: int, overhead_ms: float, before: tuple[Held, ...]) -> tuple[Held, ...]:
+def landed(
+    overhead: Overhead, n_rows: int, overhead_ms: float, before: tuple[Held, ...], n_streams: int = 0
+) -> tuple[Held, ...]:
     """Land enough flights for an estimate at a stage that holds none of them for long; return its counters."""
     now = before
     for _ in range(WINDOWS_KEPT):
         for _ in range(ROUND_TRIPS_MIN):
-            overhead.landed(n_rows, round((STEP_MS + overhead_ms) * MS))
+            overhead.landed(n_rows, round((STEP_MS + overhead_ms) * MS), n_streams or n_rows)
         n_frames = n_rows * ROUND_TRIPS_MIN
         now = (Held(now[0].n_frames + n_frames, now[0].held_ns + n_frames * STEP_MS * MS),)
         overhead.stages_held(now)
     return now
 
 
-def test_the_overhead_of_a_row_is_learned_from_flights_of_two_sizes() -> None:
+def test_the_overhead_of_a_stream_is_learned_from_two_numbers_of_them() -> None:
     overhead, before = Overhead(), (Held(0, 0),)
     overhead.stages_held(before)
     before = landed(overhead, 8, 1.0, before)
@@ -125,11 +127,22 @@ def test_the_overhead_of_a_row_is_learned_from_flights_of_two_sizes() -> None:
     assert known.of(8) == pytest.approx(1.0 * MS)
     landed(overhead, 64, 3.8, before)
     known = overhead.revised(known)
-    assert [known.of(rows) / MS for rows in (8, 36, 64)] == pytest.approx([1.0, 2.4, 3.8])
+    assert [known.of(streams) / MS for streams in (8, 36, 64)] == pytest.approx([1.0, 2.4, 3.8])
 
 
-def test_most_of_an_overhead_is_its_rows_until_another_size_is_known() -> None:
-    """One of 64 rows says little about one of 8. But no row costs so much that a slow link would be forgotten."""
+def test_the_overhead_of_a_small_flight_is_that_of_all_streams_that_run() -> None:
+    """It waits for the tokens of the other flight. If it were that of 32, 8 streams would seem to need a long one."""
+    overhead, before = Overhead(), (Held(0, 0),)
+    overhead.stages_held(before)
+    before = landed(overhead, 8, 0.7, before)
+    known = overhead.revised(RoundTrip())
+    landed(overhead, 32, 6.3, before, n_streams=64)
+    known = overhead.revised(known)
+    assert [known.of(streams) / MS for streams in (8, 64)] == pytest.approx([0.7, 6.3])
+
+
+def test_most_of_an_overhead_is_its_streams_until_another_number_is_known() -> None:
+    """That of 64 says little about that of 8. But no stream costs so much that a slow link would be forgotten."""
     for overhead_ms, few_ms in ((3.2, 1.1), (53.2, 47.6)):
         overhead = Overhead()
         overhead.stages_held((Held(0, 0),))
@@ -139,10 +152,10 @@ def test_most_of_an_overhead_is_its_rows_until_another_size_is_known() -> None:
         assert known.of(8) == pytest.approx(few_ms * MS)
 
 
-def test_bounds_of_flights_of_several_sizes_agree() -> None:
+def test_bounds_beside_several_numbers_of_streams_agree() -> None:
     overhead = Overhead()
-    for n_rows in (64, 8) * ROUND_TRIPS_MIN:
-        overhead.bounded(n_rows, (STEP_MS + n_rows // 8) * MS, STEP_MS * MS, 0.0)
+    for n_streams in (64, 8) * ROUND_TRIPS_MIN:
+        overhead.bounded(n_streams, (STEP_MS + n_streams // 8) * MS, STEP_MS * MS, 0.0)
     known = overhead.revised(RoundTrip(8.0 * MS, 64, MS / 8))
     assert known.of(8) == pytest.approx(1.0 * MS)
     assert known.of(64) == pytest.approx(8.0 * MS)

@@ -9,6 +9,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -134,13 +135,39 @@ def _in_steps_ns(stages: Sequence[Sequence[Interval]], window: Interval) -> list
     return [sum(max(0, min(end, to_ns) - max(start, from_ns)) for start, end in steps) for steps in stages]
 
 
-def figures(statuses: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, float]:
-    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and the figures of `evenness`, `idle` and
+def ways(stages: Sequence[Sequence[Interval]], window: Interval) -> dict[str, list[float]]:
+    """Return where the time of a token goes between two moments, as medians in milliseconds. Pure.
+
+    `step_ms`: of each stage's steps. `way_ms`: from the end of a step to the next step of the following stage. The last
+    one's leads to the first stage, by way of the coordinator. Such pairs are a token's way only while one flight is
+    under way. Empty if some stage had no step.
+    """
+    from_ns, to_ns = window
+    within = [[each for each in steps if from_ns <= each[0] and each[1] <= to_ns] for steps in stages]
+    if not within or not all(within):
+        return {}
+    step_ms = [statistics.median(end_ns - start_ns for start_ns, end_ns in steps) / 1e6 for steps in within]
+    way_ms: list[float] = []
+    for at, steps in enumerate(within):
+        starts = [start_ns for start_ns, _ in within[(at + 1) % len(within)]]
+        found = [
+            starts[following] - end_ns
+            for _, end_ns in steps
+            if (following := bisect.bisect_left(starts, end_ns)) < len(starts)
+        ]
+        if not found:
+            return {}
+        way_ms.append(statistics.median(found) / 1e6)
+    return {"step_ms": step_ms, "way_ms": way_ms}
+
+
+def figures(statuses: Sequence[pb.StatusResponse], requests: Sequence[Request], n_prompt: int) -> dict[str, Any]:
+    """Return `allowed_tok_s`, `allowed_decode_tok_s`, `overlap_decode` and figures of `evenness`, `idle`, `ways` and
     `work`. Pure. For streams that asked once. All but the first two cover the time in which all streams decode: from
     the last first token to the first last one. (None of them is valid for streams that ask again, since prompts are
     read all the time then.) Unknown figures are left out, if curves were not measured or answers were too short.
     """
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     costs = [stage_cost(one, ROWS_MAX, host_ns=0) for one in statuses]
     if costs and all(cost.decode.is_known and cost.prefill.is_known for cost in costs):
         most = allowed(costs, len(requests), n_prompt, requests[0].n_tokens)
@@ -152,6 +179,7 @@ def figures(statuses: Sequence[pb.StatusResponse], requests: Sequence[Request], 
         window = (max(firsts), min(request.token_ns[-1] for request in requests))
         if shares := overlap_between(steps, *window):
             found |= {"overlap_decode": shares["2+"], **evenness(steps, window), **idle(steps, *window)}
+            found |= ways(steps, window)
             if most_tok_s := found.get("allowed_decode_tok_s"):
                 tokens_ns = [at_ns for request in requests for at_ns in request.token_ns]
                 found |= work(steps, tokens_ns, window, most_tok_s)

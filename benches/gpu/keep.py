@@ -18,6 +18,8 @@ SERVED = {
     "one-stage": "one stage over HTTP",
     "one-stage-drawn": "one stage, drawn answers (temperature .7, top-p .9)",
     "one-stage-drawn-host": "one stage, drawn answers, with all logits copied to the host",
+    "many-unified": "one stage with 255 lanes that share their cells",
+    "many-per-lane": "one stage with 255 lanes that have cells of their own, sampled by the processor",
     "one-stage-waits": "one stage that waits for the coordinator (`--run-ahead off`)",
     "one-stage-host": "one stage, sampled by the processor",
     "one-stage-per-lane": "the same with cells of its own for each lane",
@@ -33,6 +35,7 @@ QUOTIENTS = (
     ("one-stage", "one-stage-host", "one stage / the same, sampled by the processor", ""),
     ("one-stage-drawn", "one-stage", "one stage, drawn / greedy answers", ""),
     ("one-stage-drawn", "one-stage-drawn-host", "one stage, drawn / the same with all logits copied", ""),
+    ("many-per-lane", "many-unified", "255 lanes, cells of their own / shared cells", ""),
     ("two-stages", "one-stage", "two stages / one", "0.9"),
     ("two-stages", "rpc", "two stages / llama.cpp RPC", ""),
 )

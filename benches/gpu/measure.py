@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benches import compare, interrupt, machine, plot
 from benches.gpu import short, steps
-from benches.gpu.what import QUICK_STREAMS, SHORT_STREAMS
+from benches.gpu.what import MANY_STREAMS, QUICK_MANY_STREAMS, QUICK_STREAMS, SHORT_STREAMS
 from benches.models import SHAPES, model
 from benches.peers import Kernels, Peers
 from relayline.deploy.launch.splits import split_for
@@ -86,5 +86,6 @@ def in_minutes(options: argparse.Namespace, peers: Peers | None, gpus: Sequence[
     streams = options.streams or (QUICK_STREAMS if options.quick else SHORT_STREAMS)
     n_tokens = options.tokens or (8 if options.quick else 128)
     repeats = 1 if options.quick else 2
-    plan = short.Plan(options.shape, options.type, streams, n_tokens, repeats, -1 if gpus else 0, options.out)
+    many = QUICK_MANY_STREAMS if options.quick else MANY_STREAMS
+    plan = short.Plan(options.shape, options.type, streams, n_tokens, repeats, -1 if gpus else 0, options.out, many)
     return interrupt.run(short.run(plan, peers, {"devices": gpus}, deadline_ns, options.parts))

@@ -25,6 +25,7 @@ from typing import Any
 
 from benches import machine, parts, stages
 from benches.gpu import steps
+from benches.gpu.what import MANY_STREAMS
 from benches.models import SHAPES, model
 from benches.peers import Peers
 from benches.servers import RELAYLINE, Setup, llama_rpc, llama_server, relayline_up
@@ -35,7 +36,9 @@ from relayline.deploy.launch.splits import split_for
 CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0
 DEVICE_SAMPLES, HOST_SAMPLES = ("--device-sampling", "on"), ("--device-sampling", "off")
-WAITS, PER_LANE = ("--run-ahead", "off"), ("--kv-layout", "per-lane")
+WAITS = ("--run-ahead", "off")
+UNIFIED, PER_LANE = ("--kv-layout", "unified"), ("--kv-layout", "per-lane")
+OF_PEERS = ("unsplit", "rpc")  # parts that need llama.cpp's programs
 DRAWN: Mapping[str, Any] = MappingProxyType({"temperature": 0.7, "top_p": 0.9})
 PROFILE_S = 2
 
@@ -79,8 +82,18 @@ class Notebook:
 
 def _brief(found: Any) -> str:
     if isinstance(found, list) and found and "streams" in found[0]:
-        return ", ".join(f"{each['streams']}: {each['decode_tok_s']:.0f} tok/s" for each in found)
+        return ", ".join(map(_brief_point, found))
     return json.dumps(load.json_ready(found))[:600]
+
+
+def _brief_point(point: Mapping[str, Any]) -> str:
+    """Say what streams gave and, of several stages, where the time of a token goes."""
+    found = f"{point['streams']}: {point['decode_tok_s']:.0f} tok/s"
+    steps_ms, ways_ms = point.get("step_ms", ()), point.get("way_ms", ())
+    if len(steps_ms) < 2:
+        return found
+    steps, ways = (" + ".join(f"{each:.2f}" for each in times) for times in (steps_ms, ways_ms))
+    return f"{found} (steps {steps} ms, ways {ways} ms)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +107,7 @@ class Plan:
     repeats: int
     gpu_layers: int  # -1 on a GPU, 0 without
     out: Path
+    many: tuple[int, ...] = MANY_STREAMS  # streams with which the layouts of KV cells are compared
 
 
 class Short:
@@ -105,7 +119,7 @@ class Short:
         self.model = model(SHAPES[plan.shape], plan.mix)
         self.setup = Setup(self.model, 1, max(plan.streams), CTX_TOKENS, cores, log_dir, gpu_layers=plan.gpu_layers)
         draw, n_vocab = random.Random(1), SHAPES[plan.shape].n_vocab
-        n_prompts = max(plan.streams)
+        n_prompts = max(*plan.streams, *plan.many)
         self.prompts = [[draw.randrange(3, n_vocab) for _ in range(PROMPT_TOKENS)] for _ in range(n_prompts)]
 
     async def engine(self) -> list[dict[str, float]]:
@@ -129,17 +143,19 @@ class Short:
         *,
         profiled: str = "",
         fields: Mapping[str, Any] = MappingProxyType({}),
+        counts: Sequence[int] = (),
     ) -> list[dict[str, Any]]:
         """Load one server with streams, in turns. `profiled` names the output files of py-spy, if it is installed.
 
-        `fields` are those of a request that is not greedy.
+        `fields` are those of a request that is not greedy. `counts`: numbers of streams, other than the run's own.
         """
         found: list[dict[str, Any]] = []
+        counts = counts or self.plan.streams
         async with server as target, load.client() as session:
-            warm = min(8, max(self.plan.streams))
+            warm = min(8, max(counts))
             await load.closed_loop(session, target, self.prompts, n_streams=warm, n_tokens=8, fields=fields)
             for repeat in range(self.plan.repeats):
-                for n_streams in self.plan.streams:
+                for n_streams in counts:
                     async with _profiles(self.plan.out, f"{profiled}-{n_streams}" if profiled else ""):
                         found.append(await self._point(session, target, n_streams, repeat, fields))
         return found
@@ -160,9 +176,9 @@ class Short:
             point |= stages.figures(await stages.ask(after), requests, PROMPT_TOKENS)
         return point
 
-    def relayline(self, name: str, n_stages: int, *flags: str) -> AbstractAsyncContextManager[Target]:
-        """Return a pipeline of so many stages, all on the one GPU."""
-        setup = dataclasses.replace(self.setup, n_stages=n_stages)
+    def relayline(self, name: str, n_stages: int, *flags: str, n_lanes: int = 0) -> AbstractAsyncContextManager[Target]:
+        """Return a pipeline of so many stages, all on the one GPU, with a lane for each of the run's streams."""
+        setup = dataclasses.replace(self.setup, n_stages=n_stages, n_lanes=n_lanes or self.setup.n_lanes)
         return relayline_up(name, ["--draft", "off", "--trace-level", "off", *flags], setup)
 
     def unsplit(self) -> AbstractAsyncContextManager[Target]:
@@ -238,24 +254,28 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
     ) -> Callable[[], Awaitable[Any]]:
         return lambda: short.streams(make(), fields=fields)
 
+    def many(name: str, *flags: str) -> Callable[[], Awaitable[Any]]:
+        counts = short.plan.many
+        return lambda: short.streams(short.relayline(name, 1, *flags, n_lanes=max(counts)), counts=counts)
+
     parts_of: list[tuple[str, float, Callable[[], Awaitable[Any]]]] = [
         ("engine", 40, short.engine),
         ("one-stage", 45, streams(lambda: short.relayline("one-stage", 1, *DEVICE_SAMPLES))),
+        ("many-unified", 60, many("many-unified", *DEVICE_SAMPLES, *UNIFIED)),
+        ("many-per-lane", 60, many("many-per-lane", *HOST_SAMPLES, *PER_LANE)),
+        ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2, *DEVICE_SAMPLES))),
         ("one-stage-drawn", 45, streams(lambda: short.relayline("drawn", 1, *DEVICE_SAMPLES), DRAWN)),
         ("one-stage-drawn-host", 45, streams(lambda: short.relayline("drawn-host", 1, *HOST_SAMPLES), DRAWN)),
+        ("unsplit", 30, streams(short.unsplit)),
         ("one-stage-waits", 45, streams(lambda: short.relayline("waits", 1, *DEVICE_SAMPLES, *WAITS))),
-        ("one-stage-per-lane", 45, streams(lambda: short.relayline("per-lane", 1, *HOST_SAMPLES, *PER_LANE))),
         ("one-stage-host", 45, streams(lambda: short.relayline("one-stage-host", 1, *HOST_SAMPLES))),
+        ("one-stage-per-lane", 45, streams(lambda: short.relayline("per-lane", 1, *HOST_SAMPLES, *PER_LANE))),
         ("one-stage-profiled", 45, lambda: short.streams(short.relayline("profiled", 1), profiled="one-stage")),
-        ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2))),
         ("certify", CERTIFY_S, short.certify),
+        ("rpc", 45, streams(short.rpc)),
     ]
-    if short.peers:
-        at = len(parts_of) - 2
-        parts_of[at:at] = [("unsplit", 30, streams(short.unsplit))]
-        parts_of.append(("rpc", 45, streams(short.rpc)))
     for name, needs_s, part in parts_of:
-        if not only or name in only:
+        if (not only or name in only) and (short.peers or name not in OF_PEERS):
             await notebook.part(name, 0 if quick else needs_s, part)
     return int(any("failed" in part for part in notebook.results["parts"].values()))
 

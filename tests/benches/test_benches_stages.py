@@ -129,3 +129,12 @@ def test_a_goal_beyond_the_curves_says_so() -> None:
     assert goals["against llama.cpp RPC, decode"]["allowed"] == pytest.approx(2.5)
     assert "2.00[/] (≥ 2.8; curves allow 2.50)" in report._goal_cell(goals["against llama.cpp RPC, decode"])
     assert "allow" not in report._goal_cell(goals["against unsplit llama-server"])  # 1.0 is allowed, 0.85 the goal
+
+
+def test_where_the_time_of_a_token_goes() -> None:
+    """Two stages, one flight: 2 and 3 ms of steps, 1 ms between the stages and 4 by way of the coordinator."""
+    first = [(10 * at * MS, (10 * at + 2) * MS) for at in range(6)]
+    second = [((10 * at + 3) * MS, (10 * at + 6) * MS) for at in range(6)]
+    assert stages.ways([first, second], (0, 60 * MS)) == {"step_ms": [2, 3], "way_ms": [1, 4]}
+    assert stages.ways([first], (0, 60 * MS)) == {"step_ms": [2], "way_ms": [8]}
+    assert stages.ways([first, second], (0, 2 * MS)) == stages.ways([], (0, MS)) == {}

@@ -105,3 +105,9 @@ def test_libraries_that_were_built_do_where_the_binding_has_none(tmp_path: Path)
     # Nothing is left of so short a time: no part runs, but everything that measures has been loaded.
     late = run("--quick", "--minutes", "0.001", "--parts", "certify", "--out", str(tmp_path / "out"))
     assert "llama.cpp sees no GPU" in late.errors, late.errors
+
+
+def test_a_part_says_where_the_time_of_several_stages_goes() -> None:
+    point = {"streams": 8, "decode_tok_s": 640.4, "step_ms": [3.801, 3.7], "way_ms": [0.9, 1.649]}
+    assert short._brief([point]) == "8: 640 tok/s (steps 3.80 + 3.70 ms, ways 0.90 + 1.65 ms)"
+    assert short._brief([point | {"step_ms": [7.0], "way_ms": [1.0]}]) == "8: 640 tok/s"

@@ -9,8 +9,9 @@ which in a unified cache are those of all other lanes: 16 rows of 16 lanes took 
 tokens in each lane, 142 / 118 with 256, 429 / 174 with 1,024, 745 / 179 with 2,048 (`python -m benches.contexts`).
 Hence "auto": streams that may grow long get their own cells on a CPU. Where the build's attention goes through the seen
 cells alone (stage.engine.ggml.attends_own_cells) both take the same time, except that per-lane steps go in parts.
-"auto" ignores this, since one layout must suit the builds of all stages. On a GPU cells are shared: a micro-batch of
-few rows is assumed to cost as much as a whole step there (simulated, not measured).
+"auto" ignores this, since one layout must suit the builds of all stages. On a GPU cells are shared: there a
+micro-batch of few rows takes half as long as a step of 32, and tokens are found on the device with shared cells alone.
+With more than about 18,000 tokens in all lanes, cells per lane should be faster (docs/results/gpu.md).
 
 All stages of a pipeline need the same layout, because the coordinator's plans and kept lanes are made for one.
 """

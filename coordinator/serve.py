@@ -28,7 +28,7 @@ from relayline.coordinator.observe.telemetry_start import observed
 from relayline.coordinator.text.chat_choice import chat_template_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.process import run
+from relayline.wire.common.process import run, settle
 from relayline.wire.links.security import address_of, check_connects
 from relayline.wire.telemetry.config import TelemetryConfig
 
@@ -253,6 +253,7 @@ async def _drive(
         if not serving.done():
             on_ready()
             telling.begin()
+            settle()
         await serving
     finally:
         serving.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,21 @@ import uvloop
 Result = TypeVar("Result")
 
 OPEN_FILES_MAX = 65_536  # a process raises its own limit to this at most; some systems allow a thousand million
+
+
+YOUNG_OBJECTS_MAX = 2_000  # made and not freed, before Python looks for cycles among them; its own default is 700
+
+
+def settle() -> None:
+    """Call once all is loaded and the process begins to serve: Python's garbage collector then leaves that alone.
+
+    A full collection of a coordinator visits the 110,000 objects of its modules, which takes 100 ms, and one came every
+    few seconds at 64 streams. Nothing is served meanwhile. Most objects made for a token die by themselves, so looking
+    at them less often finds fewer.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS_MAX)
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:

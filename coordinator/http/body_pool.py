@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import math
 import struct
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -70,15 +70,67 @@ class _WorkerDiedError(Exception):
         self.phase = phase  # the worker's activity; None if it had not begun
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class _Worker:
-    number: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+class _Worker(asyncio.Protocol):
+    """The coordinator's end of the pipe to a worker. Only an answer wakes who waits for it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._pipe = cast("asyncio.Transport", None)  # until it is connected
+        self._came = bytearray()
+        self._phase: Phase | None = None  # the activity with the body that was sent last
+        self._answer: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._is_lost = False
+
+    def send(self, *parts: bytes) -> None:
+        """Send frames."""
+        self._pipe.writelines(parts)
+
+    async def talk(self, asked: bytes, raw: bytes) -> tuple[bytes, bytes]:
+        """Send a body. Return the kind of the answer and the answer. Raises _WorkerDiedError."""
+        self._phase = None
+        self._answer = asyncio.get_running_loop().create_future()
+        if self._is_lost:
+            self._died()
+        else:
+            self.send(TO_WORKER.pack(len(asked), len(raw)), asked, raw)
+        return await self._answer
 
     def end(self) -> None:
-        fork_server.end(self.number)
-        self.writer.close()
+        """End the worker at once."""
+        fork_server.end(self._number)
+        self._pipe.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the pipe."""
+        self._pipe = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of what the worker says."""
+        came = self._came
+        came += data
+        while len(came) >= FROM_WORKER.size:
+            kind, size = FROM_WORKER.unpack_from(came)
+            end = FROM_WORKER.size + size
+            if size <= _ANSWER_BYTES_MAX and len(came) < end:
+                return
+            content = bytes(came[FROM_WORKER.size : end])
+            del came[:end]
+            if kind == ENTERED and content in PHASE_OF:
+                self._phase = PHASE_OF[content]
+            elif kind in (ANSWERED, FAILED) and size <= _ANSWER_BYTES_MAX:
+                if self._answer is not None and not self._answer.done():
+                    self._answer.set_result((kind, content))
+            else:
+                self._died()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The worker has ended, or its pipe was closed."""
+        self._is_lost = True
+        self._died()
+
+    def _died(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(_WorkerDiedError(self._phase))
 
 
 class _Workers:
@@ -98,7 +150,7 @@ class _Workers:
             is_fit = False
             try:
                 async with asyncio.timeout(WALL_S_MAX):
-                    kind, answer = await _talk(worker, asked, raw)
+                    kind, answer = await worker.talk(asked, raw)
                 is_fit = kind in (ANSWERED, FAILED) and len(raw) + len(answer) <= KEEP_BYTES_MAX
             except TimeoutError:
                 raise _WorkerDiedError("reading") from None
@@ -143,34 +195,14 @@ class _Workers:
             raise OverloadedError(f"no process to read the body with: {error.strerror or error}") from error
         try:
             pipe.setblocking(False)
-            reader, writer = await asyncio.open_unix_connection(sock=pipe)
+            worker = _Worker(number)
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker, sock=pipe)
         except BaseException:
             fork_server.end(number)
             pipe.close()
             raise
-        writer.write(TO_WORKER.pack(len(self._terms), len(self._setting)) + self._terms + self._setting)
-        return _Worker(number, reader, writer)
-
-
-async def _talk(worker: _Worker, asked: bytes, raw: bytes) -> tuple[bytes, bytes]:
-    """Return the kind of the answer and the answer."""
-    phase: Phase | None = None
-    try:
-        worker.writer.write(TO_WORKER.pack(len(asked), len(raw)) + asked)
-        worker.writer.write(raw)
-        while True:
-            kind, size = FROM_WORKER.unpack(await worker.reader.readexactly(FROM_WORKER.size))
-            if size > _ANSWER_BYTES_MAX:
-                raise _WorkerDiedError(phase)
-            answer = await worker.reader.readexactly(size)
-            if kind == ENTERED:
-                phase = PHASE_OF[answer]
-            elif kind in (ANSWERED, FAILED):
-                return kind, answer
-            else:
-                raise _WorkerDiedError(phase)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise _WorkerDiedError(phase) from None
+        worker.send(TO_WORKER.pack(len(self._terms), len(self._setting)), self._terms, self._setting)
+        return worker
 
 
 class BodyPool:

@@ -8,6 +8,7 @@ is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -92,6 +93,7 @@ class Crowd(Generic[Key]):
             del self._groups[address]
 
 
+@functools.lru_cache(maxsize=1_024)
 def address_group(host: str) -> str:
     """Return what connections from `host` are counted under: an IPv4 address, or the network of an IPv6 address."""
     try:

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
@@ -36,7 +36,6 @@ class Arrival(NamedTuple):
 Take: TypeAlias = "Callable[[list[Arrival]], bool]"
 
 
-@runtime_checkable
 class Progressing(Protocol):
     """A stream that reports how far its prompt has been read."""
 
@@ -44,7 +43,6 @@ class Progressing(Protocol):
         """Have this called now, where something is known, and from now on."""
 
 
-@runtime_checkable
 class Forwarding(Protocol):
     """A stream that hands its events over itself."""
 
@@ -73,9 +71,9 @@ class Merge:
 
     async def __aenter__(self) -> Merge:
         for index, stream in enumerate(self._streams):
-            if isinstance(stream, Progressing):
+            if _progresses(stream):
                 stream.follow(functools.partial(self._read, index))
-            if isinstance(stream, Forwarding):
+            if _forwards(stream):
                 stream.forward(functools.partial(self._take, index))
             else:
                 self._pumps[index] = asyncio.create_task(self._pump(index, stream))
@@ -84,6 +82,11 @@ class Merge:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._pumps:
+            for stream in self._streams:
+                if _forwards(stream):
+                    stream.leave()
+            return
         # A separate task, so that a second cancellation (shutdown, say) cannot leave a stream open.
         closing = asyncio.create_task(self._close())
         _CLOSING.add(closing)
@@ -143,7 +146,7 @@ class Merge:
     def drop(self, index: int) -> None:
         """Stop reading stream `index` and close it now. Events that it already gave may still arrive."""
         stream = self._streams[index]
-        if isinstance(stream, Forwarding):
+        if _forwards(stream):
             stream.leave()
         else:
             self._pumps[index].cancel()
@@ -196,6 +199,15 @@ class Merge:
             error = InternalError("internal error while generating; the server's log has the details")
         await self._room.wait()
         self._put(Arrival(index, error=error))
+
+
+# What `isinstance` takes 5 us to find out of a protocol.
+def _progresses(stream: object) -> TypeGuard[Progressing]:
+    return hasattr(stream, "follow")
+
+
+def _forwards(stream: object) -> TypeGuard[Forwarding]:
+    return hasattr(stream, "forward")
 
 
 async def _close_stream(stream: TokenStream) -> None:

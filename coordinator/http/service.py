@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import ipaddress
 import secrets
 from collections.abc import Sequence
@@ -174,12 +175,15 @@ async def unpacked_prompts(prepared: Prepared) -> list[Prompt]:
 
 def client_of(request: web.Request) -> str:
     """Return who sent a request: the key that it has shown, or its address; of IPv6 the network."""
-    if CLIENT in request:
-        return request[CLIENT]
+    return request[CLIENT] if CLIENT in request else _client_at(request.remote or "")
+
+
+@functools.lru_cache(maxsize=1_024)
+def _client_at(remote: str) -> str:
     try:
-        address = ipaddress.ip_address(request.remote or "")
+        address = ipaddress.ip_address(remote)
     except ValueError:  # of a Unix socket
-        return request.remote or ""
+        return remote
     if isinstance(address, ipaddress.IPv6Address):
         return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))  # a holder of one address has all of these
     return str(address)

@@ -36,6 +36,10 @@ def data_frame(event: bytes) -> bytes:
     return b"data: " + event + b"\n\n"
 
 
+class _Response(web.StreamResponse):
+    _send_headers_immediately = False  # aiohttp's own
+
+
 class EventWriter:
     """Writes the events of one reply."""
 
@@ -53,10 +57,10 @@ class EventWriter:
         self._written_s = self._loop.time()
         self._is_ended = False  # nothing may follow the last events
         self._is_chunked = request.version >= (1, 1)
-        self.response = web.StreamResponse(headers=HEADERS)
+        self.response = _Response(headers=HEADERS)
 
     async def start(self) -> None:
-        """Send status 200 and the headers at once."""
+        """Begin with status 200 and the headers. They leave with the first write, which may be one of no events."""
         if not self._is_chunked:
             self._on_close(_RESET_ON_CLOSE)
         async with self._bounded():

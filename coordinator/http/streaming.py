@@ -44,14 +44,15 @@ class Streaming:
         """Send the answer to its end. Raises the error that it begins with, and ClientGoneError."""
         first = await self._first()
         writer, job = self._writer, self._answers.job
-        await writer.start()
         for index in range(len(self._answers.states)):
             opening = self._dialect.opening_event(index, job.prompt_of(index))
             self._events += [opening] if opening is not None else []
-        self._take(first)
+        self._add_all(first)
+        await writer.start()
+        is_first = True
         while not self._is_over:
-            if self._events:
-                events, self._events = self._events, []
+            if self._events or is_first:
+                events, self._events, is_first = self._events, [], False
                 await writer.send(events)
             elif (left_s := writer.silent_in_s()) <= 0:
                 await writer.ping()
@@ -82,6 +83,13 @@ class Streaming:
 
     def _take(self, arrivals: list[Arrival]) -> bool:
         """Write what these add to the answer; returns whether more may be given at once."""
+        self._add_all(arrivals)
+        if self._is_over or not self._writer.send_at_once(self._events):
+            return False
+        self._events = []
+        return True
+
+    def _add_all(self, arrivals: list[Arrival]) -> None:
         answers, dialect = self._answers, self._dialect
         try:
             for arrival in arrivals:
@@ -92,17 +100,12 @@ class Streaming:
             note_failure(self._request, failure.label, failure.message)
             self._events.append(dialect.failure_event(failure))
             self._is_over, self._is_whole = True, False
-            return False
+            return
         if not answers.is_open:
             if answers.job.plan.include_usage:
                 self._events.append(dialect.usage_event(answers.usage()))
             self._events += dialect.closing_events()
             self._is_over = True
-            return False
-        if not self._writer.send_at_once(self._events):
-            return False
-        self._events = []
-        return True
 
     def _add(self, arrival: Arrival) -> None:
         answers, dialect, index = self._answers, self._dialect, arrival.stream

@@ -8,6 +8,7 @@ restart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
 import logging
 import os
@@ -222,6 +223,7 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if needs_brackets else f"{host}:{port}"
 
 
+@functools.lru_cache(maxsize=1_024)  # asked for every connection of a client, with few different hosts
 def is_loopback(host: str) -> bool:
     """Return whether bytes to `host` stay on this machine. Names are not looked up: only localhost is taken for it."""
     host = host.strip("[]").lower()

@@ -27,7 +27,7 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
 from relayline.wire.common.errors import InvalidRequestError
-from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Served, says, serving
+from tests.support.http_support import MODEL, WAIT_S, FakeGenerator, Gate, Served, says, serving, tokens
 from tests.support.openai_client import openai_client
 
 USER = {"role": "user", "content": "hi"}
@@ -282,9 +282,12 @@ async def test_a_stream_that_fails_is_cut_off_and_not_answered_twice(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EventWriter, "finish", None)
-    async with serving(tokenizer, FakeGenerator(says(b"hi"))) as served, aiohttp.ClientSession() as session:
+    gate = Gate()
+    generator = FakeGenerator(lambda request: [*tokens(request, b"h", ends=False), gate, *tokens(request, b"i")])
+    async with serving(tokenizer, generator) as served, aiohttp.ClientSession() as session:
         body = {"messages": [USER], "stream": True}
         async with session.post(f"{served.url}/v1/chat/completions", json=body) as response:
+            gate.opened.set()
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
 

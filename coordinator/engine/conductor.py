@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from relayline.coordinator.engine.availability import Availability
 from relayline.coordinator.engine.epoch_facts import EpochFacts
@@ -277,14 +278,14 @@ class Conductor:
             if session is not None and session.state is State.PREFILL:
                 self._out += _progress(session, passed.position)
                 self._start_all(self.suspects.passed(passed.session_id, passed.position), now_ns)
-        tells: list[Tell] = []
+        later: list[Instruction] = []
         try:
             for sample in message.samples:
-                self._on_sample(sample, now_ns, tells)
+                self._on_sample(sample, now_ns, later)
             self._send(now_ns)  # dispatch frames first: stages must not wait while readers write their answers
         except Exception as error:  # a bug of ours; deliver the tokens counted so far, a replay does not repeat them
             self._give_in("taking an answer failed", error)
-        self._out += tells
+        self._out += later
         for fault in message.faults:
             self._on_fault(fault, now_ns)
             self._want_dispatch()
@@ -301,30 +302,31 @@ class Conductor:
         self._want_dispatch()
         return self._instructions()
 
-    def _on_sample(self, sample: pb.Sampled, now_ns: int, tells: list[Tell]) -> None:
-        session_id, n_vocab = sample.session_id, self._config.n_vocab
+    def _on_sample(self, sample: pb.Sampled, now_ns: int, later: list[Instruction]) -> None:
+        """Take a token. `later` gets the instructions that may wait until frames have left."""
+        session_id, position, token = sample.session_id, sample.position, sample.token
         session = self.readers.get(session_id)
         if session is not None and session.request.scores_prompt:
-            top = tuple((entry.token, entry.logprob) for entry in sample.top)
-            if take_score(session, sample.position, PromptScore(sample.token, sample.logprob, top)):
+            score = PromptScore(token, sample.logprob, _top_of(sample))
+            if take_score(session, position, score):
                 return  # `progress` reports its row
-        self.scheduler.answered(session_id, sample.position, now_ns)
+        self.scheduler.answered(session_id, position, now_ns)
         if session is None:
             return
-        if sample.token >= n_vocab:
-            self._out.append(Lose(ProtocolError(f"the last stage sampled token {sample.token} of {n_vocab}")))
+        if token >= self._config.n_vocab:
+            self._out.append(Lose(ProtocolError(f"the last stage sampled token {token} of {self._config.n_vocab}")))
             return
-        logprob = sample.logprob if session.request.sampling.n_logprobs >= 0 else None
-        top = tuple((entry.token, entry.logprob) for entry in sample.top)
-        mu = sample.mirostat_mu if sample.HasField("mirostat_mu") else None
-        more = (sample.logits, sample.embedding, mu)
-        event, frames = session.sampled(sample.position, sample.token, logprob, top, *more)
+        event, frames = session.sampled(position, token, *_more_of(sample, session.request))
         if event is not None:
-            if session.n_generated == 1:
+            is_first = len(session.history) - 1 == len(session.request.prompt_tokens)
+            if is_first:
                 self._out += _progress(session, len(session.request.prompt_tokens))
-            tells.append(Tell(session_id, event))
-            self._out.append(Generated(session_id, sample.position, event.finish_reason, event.is_drafted))
-            self._start_all(self.suspects.cleared(session), now_ns)
+            generated = Generated(session_id, position, event.finish_reason, event.is_drafted)
+            # With its first token a session's frames change their trace, and nothing may follow its end.
+            (self._out if is_first or event.finish_reason is not None else later).append(generated)
+            later.append(Tell(session_id, event))
+            if cleared := self.suspects.cleared(session):
+                self._start_all(cleared, now_ns)
         if session.state is State.DONE:
             self._finish(session, [*self.prefixes.keep(session), *frames], now_ns)
         else:
@@ -394,6 +396,20 @@ class Conductor:
         for following in self.admission.leave(session):
             self._start_all(self.suspects.joining(following), now_ns)
         self._start_all(self.suspects.cleared(session), now_ns)
+
+
+def _top_of(sample: pb.Sampled) -> tuple[tuple[int, float], ...]:
+    return tuple([(entry.token, entry.logprob) for entry in sample.top])
+
+
+def _more_of(sample: pb.Sampled, request: GenerationRequest) -> tuple[Any, ...]:
+    """Return what a sample says besides its token, as `Session.sampled` takes it; of most requests nothing."""
+    sampling = request.sampling
+    if sampling.n_logprobs < 0 and not sampling.numbers and not request.wants_logits:
+        return ()
+    logprob = sample.logprob if sampling.n_logprobs >= 0 else None
+    mu = sample.mirostat_mu if sample.HasField("mirostat_mu") else None
+    return logprob, _top_of(sample), sample.logits, sample.embedding, mu
 
 
 def _progress(session: Session, n_read: int) -> list[Instruction]:

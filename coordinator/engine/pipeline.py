@@ -230,26 +230,17 @@ class Pipeline:
 
     def carry(self, instructions: Iterable[Instruction]) -> None:
         """Carry out the conductor's instructions."""
-        loop = asyncio.get_running_loop()
+        now_ns = time.monotonic_ns()
         for instruction in instructions:
-            match instruction:
-                case Send(frames):
-                    self.epochs.send(frames)
-                case Tell(session_id, event):
-                    self._tell(session_id, event)
-                case Progressed(session_id, progress):
-                    if (audience := self._audiences.get(session_id)) is not None:
-                        audience.progressed(progress)
-                case Dispatch():
-                    loop.call_soon(self.dispatch)
-                case Lose(error):
-                    self.epochs.lose(error)
-                case TryLanes(after_s):
-                    self._trying = loop.call_later(after_s, self.try_lanes)
-                case Log(level, text, fields, bug):
-                    log.log(level, "%s", text, extra={"fields": dict(fields)} if fields else None, exc_info=bug)
-                case _:
-                    self._note(instruction)
+            # Each token has one of both. A `match` over all kinds takes as long as what is done about them.
+            if isinstance(instruction, Tell):
+                self._tell(instruction.session_id, instruction.event)
+            elif isinstance(instruction, Generated):
+                session_id, position, reason, is_drafted = instruction
+                record = self._observer.record_of(session_id)
+                self._observer.token(record, position, reason, now_ns, is_drafted=is_drafted)
+            else:
+                self._carry_out(instruction)
         if self.conductor.readers:
             self._idle.clear()
         else:
@@ -263,7 +254,26 @@ class Pipeline:
         if isinstance(event, RelaylineError) or event.finish_reason is not None:
             del self._audiences[session_id]
 
-    def _note(self, instruction: Started | Generated | Replayed | Ended) -> None:
+    def _carry_out(self, instruction: Instruction) -> None:
+        loop = asyncio.get_running_loop()
+        match instruction:
+            case Send(frames):
+                self.epochs.send(frames)
+            case Progressed(session_id, progress):
+                if (audience := self._audiences.get(session_id)) is not None:
+                    audience.progressed(progress)
+            case Dispatch():
+                loop.call_soon(self.dispatch)
+            case Lose(error):
+                self.epochs.lose(error)
+            case TryLanes(after_s):
+                self._trying = loop.call_later(after_s, self.try_lanes)
+            case Log(level, text, fields, bug):
+                log.log(level, "%s", text, extra={"fields": dict(fields)} if fields else None, exc_info=bug)
+            case Started() | Replayed() | Ended():
+                self._note(instruction)
+
+    def _note(self, instruction: Started | Replayed | Ended) -> None:
         """Let telemetry know what happened to a session."""
         now_ns, observer = time.monotonic_ns(), self._observer
         record = observer.record_of(instruction.session_id)
@@ -271,8 +281,6 @@ class Pipeline:
             case Started(_, n_copied):
                 observer.started(record, now_ns)
                 record.n_copied = n_copied
-            case Generated(_, position, reason, is_drafted):
-                observer.token(record, position, reason, now_ns, is_drafted=is_drafted)
             case Replayed(_, why):
                 observer.replayed(record, why, now_ns)
             case Ended(_, error):

@@ -11,14 +11,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from relayline.coordinator.sessions.frame import Frame
+from relayline.coordinator.sessions.frame import Frame, Opening
 from relayline.coordinator.sessions.request_log import UNKNOWN, SessionRecord
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, with_extras
-from relayline.wire.envelopes.frames import Flag, set_traces
+from relayline.wire.envelopes.frames import Flag, Head
 from relayline.wire.links.eager import Begun
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -138,20 +138,17 @@ def write_tokens(
         buffer.payload[:, 0] = [token for frame in frames for token in frame.tokens]
     else:
         np.concatenate([frame.rows for frame in frames if frame.rows is not None], out=buffer.payload)
-    records = buffer.frames
-    records["session_id"] = [frame.session_id for frame in frames]
-    records["epoch"] = epoch
-    records["position"] = [frame.position for frame in frames]
-    records["n_rows"] = [len(frame.tokens) for frame in frames]
-    records["flags"] = [frame.flags for frame in frames]
-    records["argument"] = [frame.argument for frame in frames]
-    records["enqueued_ns"] = now_ns
-    set_traces(records, [record_of(frame.session_id).trace.context for frame in frames])
-    buffer.seal(epoch, sequence, now_ns, context)
-    options = [
-        _options(frame, record_of(frame.session_id).trace.baggage) for frame in frames if frame.opening is not None
-    ]
-    drafts = [token for frame in frames if frame.flags & Flag.DRAFTED for token in frame.followers or frame.tokens]
+    heads: list[Head] = []
+    options: list[pb.SessionOptions] = []
+    drafts: list[int] = []
+    for session_id, position, tokens, flags, argument, _, opening, followers, _ in frames:
+        trace = record_of(session_id).trace
+        heads.append((session_id, epoch, position, len(tokens), flags, argument, 0, now_ns, trace.context))
+        if opening is not None:
+            options.append(_options(opening, trace.baggage))
+        if flags & Flag.DRAFTED:
+            drafts += followers or tokens
+    buffer.seal(epoch, sequence, now_ns, context, heads)
     return with_extras(buffer, None, options, drafts)
 
 
@@ -161,28 +158,25 @@ def within_bounds(frames: Sequence[Frame]) -> list[list[Frame]]:
     n_rows = options_bytes = 0
     for frame in frames:
         n_rows += len(frame.tokens)
-        options_bytes += _options_bytes_max(frame)
+        own_bytes = 0 if frame.opening is None else _options_bytes_max(frame.opening)
+        options_bytes += own_bytes
         is_full = envelopes and len(envelopes[-1]) == bounds.FRAMES_PER_ENVELOPE_MAX
         is_full = is_full or options_bytes > bounds.OPTIONS_PER_ENVELOPE_BYTES_MAX
         is_other = bool(envelopes) and (frame.rows is None) != (envelopes[-1][0].rows is None)
         if not envelopes or is_full or is_other or n_rows > bounds.ROWS_PER_ENVELOPE_MAX:
             envelopes.append([])
-            n_rows, options_bytes = len(frame.tokens), _options_bytes_max(frame)
+            n_rows, options_bytes = len(frame.tokens), own_bytes
         envelopes[-1].append(frame)
     return envelopes
 
 
-def _options_bytes_max(frame: Frame) -> int:
-    if frame.opening is None:
-        return 0
-    sampling = frame.opening.sampling
+def _options_bytes_max(opening: Opening) -> int:
+    sampling = opening.sampling
     is_long = bool(sampling.grammar) or sampling.has_lists
     return bounds.OPTIONS_BYTES_MAX if is_long else bounds.PLAIN_OPTIONS_BYTES_MAX
 
 
-def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
-    opening = frame.opening
-    assert opening is not None
+def _options(opening: Opening, baggage: str) -> pb.SessionOptions:
     sampling = opening.sampling
     options = pb.SessionOptions(
         temperature=sampling.temperature,
@@ -210,6 +204,6 @@ def _options(frame: Frame, baggage: str = "") -> pb.SessionOptions:
         bad_words=[pb.TokenList(tokens=word) for word in sampling.bad_words],
     )
     # Telemetry takes what room is left: no request fails for it.
-    if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(frame):
+    if baggage and options.ByteSize() + len(baggage) + _FIELD_BYTES <= _options_bytes_max(opening):
         options.baggage = baggage
     return options

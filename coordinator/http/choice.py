@@ -96,6 +96,8 @@ class ChoiceState:
         self._assembler = TextAssembler(ending.stops, shows_stop=ending.shows_stop)
         self._wants_logprobs = wants_logprobs
         self._wants_tokens = wants_tokens
+        # Most answers: text, and nothing that could end one but their last event.
+        self._is_plain = not (wants_logprobs or wants_tokens or reader or ending.stops or ending.tokens)
         self._offset_chars = offset_chars
         self.n_tokens = 0  # generated, whether they became text or not
         self.n_thought = 0  # of those, where reasoning is shown separately
@@ -110,9 +112,16 @@ class ChoiceState:
 
     def on_event(self, event: TokenEvent) -> Growth:
         """Take the next event; events after the finish change nothing."""
-        if self.is_finished():
+        if self.finish_reason is not None:
             return Growth()
         self.n_tokens += 1
+        if self._is_plain and event.finish_reason is None and not event.prompt_scores:
+            self.n_predicted += event.is_predicted
+            self.n_cached += event.n_cached
+            return Growth(self._assembler.push(self._piece(event.token)))
+        return self._take(event)
+
+    def _take(self, event: TokenEvent) -> Growth:
         self.n_predicted += event.is_predicted
         self.n_cached += event.n_cached
         text = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -17,6 +18,7 @@ from relayline.coordinator.http.sse import DONE, data_frame
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, PromptProgress, PromptScore
 from relayline.wire.common.errors import RelaylineError
 
+_TEXT_ALONE = Growth()[1:]  # the other fields of a growth that has a text alone
 NO_TOKEN = -1  # in a prompt's ids, in place of a row of an image; llama.cpp's own number
 
 
@@ -93,12 +95,35 @@ class OpenAIStream:
         return None
 
 
-class CompletionDialect(OpenAIStream):
-    """/v1/completions."""
+class _ChoiceStream(OpenAIStream, abc.ABC):
+    """One event adds to one choice. Most add text alone: for each choice all around it is written once."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
         """`n_top`: alternatives per position, or below 0 for no log probabilities."""
         self._header, self._speller, self._n_top = header, speller, n_top
+        self._has_text_alone = n_top < 0 and not header.return_token_ids
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    @abc.abstractmethod
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        """Return the key of an event's text in its JSON, and the event that adds an empty one."""
+
+    def _is_text(self, growth: Growth) -> bool:
+        """Return whether an event says nothing but this growth's text."""
+        return self._has_text_alone and growth[1:] == _TEXT_ALONE and self.so_far is SoFar
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the event that adds this text."""
+        around = self._around.get(index)
+        if around is None:
+            key, event = self._empty_event(index)
+            before, _, behind = event.partition(key + b'""')  # within a JSON text its quotes would be escaped
+            around = self._around[index] = (before + key, behind)
+        return around[0] + shapes.encode(text) + around[1]
+
+
+class CompletionDialect(_ChoiceStream):
+    """/v1/completions."""
 
     def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
         """Return the echoed prompt, and its token ids; None for neither: a completion has no role to announce."""
@@ -109,7 +134,12 @@ class CompletionDialect(OpenAIStream):
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for one token."""
+        if self._is_text(growth):
+            return self._text_event(index, growth.text)
         return self._event([self._choice(index, growth, None)])
+
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        return b'"text":', self._event([self._choice(index, Growth(), None)])
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read, as llama-server has it."""
@@ -176,7 +206,7 @@ class CompletionDialect(OpenAIStream):
         )
 
 
-class ChatDialect(OpenAIStream):
+class ChatDialect(_ChoiceStream):
     """/v1/chat/completions."""
 
     def __init__(self, header: Header, speller: Speller, n_top: int, *, has_tools: bool = False) -> None:
@@ -184,7 +214,7 @@ class ChatDialect(OpenAIStream):
 
         `has_tools`: an answer may say nothing, and only call tools.
         """
-        self._header, self._speller, self._n_top = header, speller, n_top
+        super().__init__(header, speller, n_top)
         self._has_tools = has_tools
 
     def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
@@ -194,6 +224,8 @@ class ChatDialect(OpenAIStream):
 
     def growth_event(self, index: int, growth: Growth) -> bytes:
         """Return the event for one token."""
+        if self._is_text(growth):
+            return self._text_event(index, growth.text)
         delta = shapes.Delta(
             content=None if (growth.reasoning or growth.calls) and not growth.text else growth.text,
             reasoning_content=growth.reasoning or None,
@@ -201,6 +233,9 @@ class ChatDialect(OpenAIStream):
         )
         ids = _token_ids(self._header, growth)
         return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
+
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        return b'"content":', self._event([shapes.ChunkChoice(index, shapes.Delta(content=""))])
 
     def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
         """Return the event that says how far a prompt has been read, as llama-server has it."""

@@ -1,12 +1,18 @@
 """The coordinator's own request metrics for Prometheus, under the name stems that vLLM's dashboards use.
 
-Label children are looked up once, so a token costs one cached observation. Figures of stages are in
+Label children are looked up once. Tokens are counted in plain numbers, see `TokenGaps`. Figures of stages are in
 `coordinator.observe.metrics` and at the stages' own /metrics.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 from relayline.coordinator.sessions.request_log import SessionRecord, StreamRecord
 from relayline.wire.telemetry import names
@@ -28,6 +34,39 @@ TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 2
 FINISHED = ("stop", "length", "abort", "error")
 
 
+class TokenGaps:
+    """Counts tokens and the times between them. Event loop only.
+
+    A collector of its own: Prometheus' counter and histogram lock, and look at bound after bound, which took half of
+    what telemetry costs a token.
+    """
+
+    def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:
+        self._model_name = model_name
+        self._names = [*map(floatToGoString, bounds_s), "+Inf"]
+        self._bounds_ns = [round(bound_s / S) for bound_s in bounds_s]
+        self._counts = [0] * len(self._names)
+        self._sum_ns = self._n_tokens = 0
+
+    def token(self, gap_ns: int | None) -> None:
+        """Count one token, and the time since the last one; None for the first token."""
+        self._n_tokens += 1
+        if gap_ns is not None:
+            self._counts[bisect.bisect_left(self._bounds_ns, gap_ns)] += 1
+            self._sum_ns += gap_ns
+
+    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
+        """Return both as Prometheus has them."""
+        labels = [names.LABEL_MODEL]
+        tokens = CounterMetricFamily(names.METRIC_GENERATION_TOKENS, "Tokens generated", labels=labels)
+        tokens.add_metric([self._model_name], self._n_tokens)
+        yield tokens
+        gaps = HistogramMetricFamily(names.METRIC_ITL, "Time between two tokens of a session", labels=labels)
+        counts = zip(self._names, itertools.accumulate(self._counts), strict=True)
+        gaps.add_metric([self._model_name], [*counts], self._sum_ns * S)
+        yield gaps
+
+
 class RequestMetrics:
     """Counters and histograms of one served model."""
 
@@ -36,7 +75,9 @@ class RequestMetrics:
         ProcessCollector(registry=self.registry)  # processor time, memory, open files: as every stage reports them
         self._model_name = model_name
         self._ttft = self._histogram(names.METRIC_TTFT, "Time to first token", TTFT_BUCKETS)
-        self._gap = self._histogram(names.METRIC_ITL, "Time between two tokens of a session", GAP_BUCKETS)
+        self._tokens = TokenGaps(model_name, GAP_BUCKETS)
+        self.registry.register(self._tokens)
+        self.token = self._tokens.token  # for every token
         self._e2e = self._histogram(names.METRIC_E2E, "From admission to the last token", LATENCY_BUCKETS)
         self._queue = self._histogram(names.METRIC_QUEUE, "Time in the queue for a lane", LATENCY_BUCKETS)
         self._prefill = self._histogram(names.METRIC_PREFILL, "From the lane to the first token", LATENCY_BUCKETS)
@@ -44,7 +85,6 @@ class RequestMetrics:
         self._prompt = self._histogram(names.METRIC_REQUEST_PROMPT, "Tokens of a prompt", TOKEN_BUCKETS)
         self._generation = self._histogram(names.METRIC_REQUEST_GENERATION, "Tokens of an answer", TOKEN_BUCKETS)
         self._prompt_tokens = self._counter(names.METRIC_PROMPT_TOKENS, "Prompt tokens of ended sessions")
-        self._tokens = self._counter(names.METRIC_GENERATION_TOKENS, "Tokens generated")
         self._asked = self._counter(names.METRIC_PREFIX_QUERIES, "Prompt tokens looked up in the prefix cache")
         self._copied = self._counter(names.METRIC_PREFIX_HITS, "Prompt tokens taken from the prefix cache")
         self._drafts = self._counter(names.METRIC_DRAFTS, "Frames with draft tokens")
@@ -68,12 +108,6 @@ class RequestMetrics:
         """Count the guesses of one frame."""
         self._drafts.inc()
         self._draft_tokens.inc(n_tokens)
-
-    def token(self, gap_ns: int | None) -> None:
-        """Count one token, and the time since the last one; None for the first token."""
-        self._tokens.inc()
-        if gap_ns is not None:
-            self._gap.observe(gap_ns * S)
 
     def read(self, n_prompt: int, n_copied: int) -> None:
         """Count a prompt's tokens that were looked up in the prefix cache, and those that were copied from it."""

@@ -95,7 +95,8 @@ class Scheduler:
 
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
         """Note the sample for the session's rows up to `position`. A repeated answer changes nothing."""
-        self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE, Kind.GUESS)
+        if (flight := self._flights.answered(session_id, position)) is not None:
+            self._landed(flight, now_ns, Kind.DECODE, Kind.GUESS)
 
     def passed(self, session_id: int, position: int, now_ns: int) -> None:
         """Note that rows up to `position` are done without a sample: prompt rows, or rows behind a wrong guess."""

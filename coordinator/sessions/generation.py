@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -183,7 +184,7 @@ class PromptScore(NamedTuple):
     top: tuple[tuple[int, float], ...]  # (token, logprob), largest first
 
 
-class TokenEvent(NamedTuple):
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """One generated token. The last event of a stream carries `finish_reason`; exactly one event does.
 
     When a session ends at an end-of-generation token, that token's event carries finish_reason "stop" and

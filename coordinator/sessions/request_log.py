@@ -60,11 +60,6 @@ class PromptChunks:
                 chunk.answered_ns = now_ns
                 return
 
-    def token(self, position: int, now_ns: int) -> None:
-        """Note that a token came for `position`: the answer to the last chunk, if that has none."""
-        if self.chunks and not self.chunks[-1].answered_ns:
-            self.answered(position, now_ns)
-
 
 @dataclasses.dataclass(slots=True)
 class Guesses:
@@ -184,7 +179,8 @@ class SessionRecord:
     def token(self, position: int, now_ns: int) -> int | None:
         """Note the token for `position`; returns the time since the one before it, None for the first."""
         self.n_tokens += not self.is_embedding
-        self.prompt.token(position, now_ns)
+        if (chunks := self.prompt.chunks) and not chunks[-1].answered_ns:
+            self.prompt.answered(position, now_ns)  # the token is the answer to the last chunk
         gap_ns = None
         if self.last_token_ns:
             gap_ns = now_ns - self.last_token_ns  # 0 for one that came together with the one before it

@@ -18,6 +18,8 @@ import enum
 import itertools
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from relayline.coordinator.sessions.drafts import Acceptance, Drafter
 from relayline.coordinator.sessions.frame import Frame, Opening
 from relayline.coordinator.sessions.generation import (
@@ -306,24 +308,27 @@ class Session:
         A token for any other position than the next is an echo of a retry and changes nothing. The row of a rightly
         guessed token is under way already, so no frame follows.
         """
-        if self.state not in (State.PREFILL, State.DECODE) or position != len(self.history):
+        history, request = self.history, self.request
+        if self.state not in (State.PREFILL, State.DECODE) or position != len(history):
             return None, []
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage knows the tokens before it, and will pick this one again
         if self.drafter is None and (self.acceptance is not None or self.request.prediction):
             self.drafter = Drafter(self.history, self.request.prediction, self.acceptance or Acceptance())
-        self.history.append(token)
-        self.mirostat_mus = mirostat_mu, self.mirostat_mus[1]
-        is_end = not self.request.ignore_eos and self.is_end(token)
-        is_full = self.n_generated >= self.request.max_tokens
+        history.append(token)
+        n_generated = len(history) - len(request.prompt_tokens)
+        if mirostat_mu != self.mirostat_mus[0]:
+            self.mirostat_mus = mirostat_mu, self.mirostat_mus[1]
+        is_end = not request.ignore_eos and self.is_end(token)
+        is_full = n_generated >= request.max_tokens
         reason: FinishReason | None = "stop" if is_end else "length" if is_full else None
-        n_cached = self.n_copied if self.n_generated == 1 else 0
+        n_cached = self.n_copied if n_generated == 1 else 0
         is_drafted = bool(self.ahead) and self.ahead.popleft() == token
         is_predicted = self.drafter is not None and self.drafter.take(token)
-        scores = tuple(self.scores) if self.scores and self.n_generated == 1 else ()
+        scores = tuple(self.scores) if self.scores and n_generated == 1 else ()
         event = TokenEvent(token, logprob, top, reason, is_end, logits, n_cached, is_predicted, is_drafted, scores)
-        event = event._replace(embedding=embedding) if embedding else event
+        event = msgspec.structs.replace(event, embedding=embedding) if embedding else event
         if event.finish_reason is not None:
             return event, self.cancel()
         if is_replaying:

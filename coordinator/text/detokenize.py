@@ -75,6 +75,7 @@ class TextAssembler:
     def __init__(self, stops: Sequence[str] = (), *, shows_stop: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._finder = StopFinder(stops, shows_stop=shows_stop)
+        self._is_cut = False  # whether the decoder holds the beginning of a character
         self.n_chars_decoded = 0  # characters decoded so far, whether shown, held or cut
 
     @property
@@ -92,7 +93,11 @@ class TextAssembler:
 
         Without `may_stop` no stop string ends with it.
         """
-        return self._search(self._decoder.decode(piece), may_stop=may_stop)
+        if piece.isascii() and not self._is_cut:
+            return self._search(piece.decode("ascii"), may_stop=may_stop)
+        decoded = self._decoder.decode(piece)
+        self._is_cut = bool(self._decoder.getstate()[0])
+        return self._search(decoded, may_stop=may_stop)
 
     def finish(self) -> str:
         """Return the rest at the end of generation. An unfinished UTF-8 sequence becomes U+FFFD."""

@@ -93,6 +93,15 @@ def test_the_way_of_one_request() -> None:
     assert not conductor.readers
 
 
+def test_frames_leave_before_anything_else_is_done_about_a_token() -> None:
+    conductor = connected()
+    conductor.open(request(max_tokens=3), 0)
+    conductor.dispatch(0)
+    sample(conductor, 3, 7)
+    instructions = sample(conductor, 4, 8)
+    assert kinds(instructions) == ["Send", "Generated", "Tell"], "neither the first token nor the last"
+
+
 def test_a_frame_that_has_left_does_not_change_with_its_session() -> None:
     conductor = connected()
     conductor.open(request(), 0)

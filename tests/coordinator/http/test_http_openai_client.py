@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
+import msgspec
 import openai
 import pydantic
 import pytest
@@ -104,7 +105,7 @@ def follows(text: bytes) -> Script:
         for event in tokens(request, text):
             is_predicted = event.token in request.prediction[at : at + 1]
             at += is_predicted
-            yield event._replace(is_predicted=is_predicted)
+            yield msgspec.structs.replace(event, is_predicted=is_predicted)
 
     return script
 
@@ -159,7 +160,7 @@ async def test_predicted_tokens_count_up_to_a_stop_string(tokenizer: Tokenizer) 
 async def test_a_choice_that_says_more_than_was_predicted_takes_nothing_from_others(tokenizer: Tokenizer) -> None:
     def script(request: GenerationRequest) -> Iterable[Step]:
         is_predicted = request.sampling.seed == 0  # all that one choice says, nothing of the other
-        return (event._replace(is_predicted=is_predicted) for event in tokens(request, b"aaaa"))
+        return (msgspec.structs.replace(event, is_predicted=is_predicted) for event in tokens(request, b"aaaa"))
 
     async with client_of(tokenizer, FakeGenerator(script)) as (client, _):
         reply = await client.chat.completions.create(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.coordinator.observe.metrics import render
+from relayline.coordinator.observe.request_metrics import GAP_BUCKETS, TokenGaps
+from relayline.wire.telemetry import names
 
 DESCRIBED = {
     "model": "m", "running": 3, "waiting": 2, "lanes": 8, "epoch": 1, "shared_requests": 5,
@@ -66,3 +68,25 @@ def test_open_metrics_for_who_accepts_it_with_those_of_requests() -> None:
     plain, content_type = render(DESCRIBED, requests, "*/*")
     assert content_type.startswith("text/plain")
     assert b"requests_seen_total 3.0" in plain
+
+
+def test_tokens_and_their_gaps_are_counted_as_prometheus_counts_them() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    gaps = TokenGaps("m", GAP_BUCKETS)
+    ours.register(gaps)
+    histogram = Histogram(names.METRIC_ITL, "x", [names.LABEL_MODEL], registry=theirs, buckets=GAP_BUCKETS).labels("m")
+    gaps.token(None)
+    for gap_ns in (0, 1, 5_000_000, 5_000_001, 39_999_999, 80_000_000_000, 80_000_000_001, 10**12):
+        gaps.token(gap_ns)
+        histogram.observe(gap_ns * 1e-9)
+    found, wanted = (
+        {
+            (sample.name, sample.labels.get("le")): round(sample.value, 6)
+            for family in text_string_to_metric_families(generate_latest(registry).decode())
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+        for registry in (ours, theirs)
+    )
+    assert found.pop((f"{names.METRIC_GENERATION_TOKENS}_total", None)) == 9
+    assert found == wanted

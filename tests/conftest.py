@@ -29,7 +29,8 @@ hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.register_profile("sanitized", max_examples=20, deadline=None)
 hypothesis.settings.load_profile("sanitized" if "RELAYLINE_SANITIZED" in os.environ else "house")
 
-# What `relayline up` notes of running pipelines is this run's alone: a user's own are not seen, and not overwritten.
+# The record of running pipelines that `relayline up` keeps belongs to this run alone: a user's own is neither seen nor
+# changed.
 _STATE = tempfile.TemporaryDirectory(prefix="relayline-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
@@ -45,7 +46,7 @@ if "RELAYLINE_OWN_PROCESSES" not in os.environ:
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Thousands of tests are collected and stay: to look through them for garbage again and again takes a third as long.
+# Thousands of tests are collected and stay: searching them for garbage repeatedly takes a third as long.
 gc.disable()
 
 # Rooms whose files take longest, first: with `--no-loadscope-reorder` no worker is left alone with one at the end.
@@ -83,7 +84,7 @@ def own_processes() -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` leaves out
+@pytest.hookimpl(tryfirst=True)  # before pytest applies `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give every coroutine test the check for tasks, and leave most cases of large grids to the nightly run.
 

@@ -30,7 +30,7 @@ CERTIFIED, REFUSED_BY_NAME, WRONG, HUNG, ABSENT = "certified", "refused", "wrong
 
 
 def certify(name: str) -> None:
-    """Hold every legal cut of one tiny model against the whole; say how far they are apart."""
+    """Compare every legal cut of one tiny model with the whole; print the distances."""
     with tempfile.TemporaryDirectory() as scratch:
         model = make_tiny(name, Path(scratch, "model.gguf"))
         facts = inspect_model(model)

@@ -195,7 +195,7 @@ class Module:
 def modules() -> tuple[Module, ...]:
     """Every hand-written module of the packages and of the tests."""
     found = []
-    gc.disable()  # a million nodes that stay: looking through them for garbage takes three times as long as parsing
+    gc.disable()  # a million nodes that stay: searching them for garbage takes three times as long as parsing
     try:
         for package in (*FLOORS, "tests"):
             for path in sorted((ROOT / package).rglob("*.py")):

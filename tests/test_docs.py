@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = "proto|wire|stage|coordinator|deploy|tests|benches|docs"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./*-]*)`")
 FLAG = re.compile(r"--[a-z][a-z-]*")
-# Of docker, of llama.cpp's programs, of gdb and of benches, which these pages name as well.
+# These pages also name words of docker, of llama.cpp's programs, of gdb and of benches.
 FLAGS_OF_OTHERS = {"--build-arg", "--parallel", "--profile", "--args", "--spans"}
 HISTORY = "CHANGELOG.md"  # names things as they were then
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,7 +48,7 @@ def spans(page: Path) -> list[str]:
 
 
 def lines(page: Path) -> Iterator[str]:
-    """Return every line of code: spans, and the lines of fenced blocks but for output; no prompts, no comments."""
+    """Return every line of code: spans, and the lines of fenced blocks except output; no prompts, no comments."""
     yield from spans(page)
     for block in FENCE.findall(page.read_text()):
         if block.startswith("```text"):

@@ -90,7 +90,7 @@ def test_figures_take_the_place_of_those_of_their_case_and_of_no_other() -> None
         "longest pause": "0.5 s",
         "measured": "2026-11-27, abc",
     }
-    assert found["rows"] == [rows[0] | figures, rows[1], crowd], "one that was not there comes behind all"
+    assert found["rows"] == [rows[0] | figures, rows[1], crowd], "a new one comes last"
     assert found["command"] == "c"
     assert dataclasses.asdict(fresh[0])["n_kills"] == 9
 

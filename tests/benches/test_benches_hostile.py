@@ -24,7 +24,9 @@ def test_a_row_is_held_against_the_quiet_one() -> None:
     bad = Row("bad", silence_s=0.151, live_p99_s=0.051, peak_bytes=357 * MIB)
     assert missed(good, quiet) == []
     assert missed(bad, quiet) == ["silence", "/live", "memory"]
-    assert missed(Row("short", silence_s=0.099), Row("(quiet)", gap_p99_s=0.001)) == [], "a stutter of 100 ms is none"
+    assert missed(Row("short", silence_s=0.099), Row("(quiet)", gap_p99_s=0.001)) == [], (
+        "a stutter of 100 ms does not count"
+    )
 
 
 def test_percentiles_and_memory() -> None:

@@ -103,7 +103,7 @@ def test_no_overlap_is_more_than_stages_are_even() -> None:
 
 
 def test_lost_decode_time_is_waiting_or_dearer_steps() -> None:
-    # Eight tokens in 100 ms where the curves allow 100 a second; the busiest stage computes for 90 of them.
+    # Eight tokens in 100 ms, where the curves allow 100 tokens a second; the busiest stage computes 90 ms.
     steps = [[(-5, 40), (50, 110)], [(0, 20), (30, 50)]]
     in_ns = [[(start * MS, end * MS) for start, end in each] for each in steps]
     tokens_ns = [at * MS for at in (0, 1, 20, 40, 60, 80, 99, 100, 100, 101)]

@@ -102,7 +102,7 @@ def test_libraries_that_were_built_do_where_the_binding_has_none(tmp_path: Path)
 
     only = run("--build-only")
     assert (only.code, only.out) == (0, f"{built}\n"), only.errors
-    # Nothing is left of so short a time: no part runs, but everything that measures has been loaded.
+    # No time is left for any part, but all code of the measurements has been loaded.
     late = run("--quick", "--minutes", "0.001", "--parts", "certify", "--out", str(tmp_path / "out"))
     assert "llama.cpp sees no GPU" in late.errors, late.errors
 

@@ -84,7 +84,7 @@ class Jaeger:
         return spans_in(json.dumps(found)) if found else []
 
     def await_spans(self, service: str, operation: str, n_spans: int) -> list[StoredSpan]:
-        """Look until so many spans of that name are stored."""
+        """Look until this number of spans of that name is stored."""
         for _ in range(TRIES_MAX):
             found = self.search(service, operation)
             if sum(span.name == operation for span in found) >= n_spans:

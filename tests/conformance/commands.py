@@ -55,7 +55,7 @@ def run(command: Sequence[object], cwd: Path, output: Path, environment: Mapping
             raise NotEndedError(f"it did not end within {RUN_S} s") from error
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(suite.pid, signal.SIGKILL)  # with all that it started
+                os.killpg(suite.pid, signal.SIGKILL)  # with its child processes
             suite.wait()
 
 

@@ -104,7 +104,7 @@ class Drafting:
             self._contexts.append(context)
 
     def logits(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Of the token after each, and of the one after that: f32 [n, n_vocab] and [n - 1, n_vocab]."""
+        """For the token after each, and for the one after that: f32 [n, n_vocab] and [n - 1, n_vocab]."""
         main, draft = self._contexts
         main_logits = self._decode(main, tokens)
         width = llama.llama_model_n_embd(self._model)

@@ -38,7 +38,7 @@ class Tree:
         self.python.chmod(0o755)
 
     def make(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run make with these arguments and variables, and none of the caller's."""
+        """Run make with these arguments and variables, without the caller's."""
         unset = {
             name: value
             for name, value in os.environ.items()

@@ -195,7 +195,7 @@ async def test_links_that_break_under_drafts(
 async def test_rows_of_a_drafted_stream_are_copied_correctly(
     kv_layout: str, artifacts: Artifacts, predictions: Predictions, whole: ReferenceModel
 ) -> None:
-    """The next turn of a chat, and another stream that begins alike while the first still runs."""
+    """The next turn of a chat, and another stream with the same beginning while the first still runs."""
     (first, *_), paths = await predictions([2], kv_layout), artifacts([2])
     first = dataclasses.replace(
         first, prompt_tokens=prompt_of(3, 40), prediction=(*prompt_of(3, 40), *first.prediction)

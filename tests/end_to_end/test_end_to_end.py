@@ -225,7 +225,7 @@ async def test_a_client_of_a_shared_session_keeps_its_answer_when_the_opener_lea
         async with asyncio.timeout(20):
             while await shared() < 4 and not opener.done():
                 pass
-        assert not opener.done(), "it was to leave before its answer ends"
+        assert not opener.done(), "it should leave before its answer ends"
         opener.cancel()  # closes its connection, and so its stream
         whole, two, stopped = await asyncio.gather(*joined)
         assert await shared() == 4, "a choice each, and two"

@@ -69,7 +69,7 @@ async def stream(
 
 
 async def changed_while_serving(session: aiohttp.ClientSession, model: str, directory: Path, state: Path) -> None:
-    """`up` again: a replica is taken away amid its answer, and a pipeline is added that cannot start."""
+    """`up` again: a replica is removed in the middle of its answer, and a pipeline is added that cannot start."""
     (directory / "house.yaml").write_text(CHANGED)
     (directory / "bad.yaml").write_text(PIPELINE.format(model=directory / "none.gguf"))
     again = ("up", directory / "house.yaml", "--state-dir", state)

@@ -76,7 +76,7 @@ async def test_broken_links_alone_cause_no_replay(
             assert_seeded(whole, prompt, tokens, how)
         else:
             assert_greedy(whole, prompt, tokens)
-    # Each loss costs a stream the last row, and those that a stage behind had not computed yet.
+    # Each loss costs a stream the last row, and the rows that a later stage had not computed yet.
     assert max(n_rows) <= sum(len(prompt) + 39 for prompt in prompts) + 2 * len(prompts) * 2
 
 
@@ -109,7 +109,7 @@ async def test_mirostat_goes_on_where_it_was(
     assert len(said) == 30
     assert begun[0] is None
     assert len(begun) == 3
-    assert set(begun[1:]) <= set(reported), "what some sample said"
+    assert set(begun[1:]) <= set(reported), "some sample's report"
 
 
 async def test_a_prompt_that_was_being_read_is_read_on(artifacts: Artifacts, whole: ReferenceModel) -> None:

@@ -69,7 +69,7 @@ class Lan:
         self.stages[name] = await asyncio.to_thread(start, self.hosts[name], *words)
 
     def invited(self, name: str) -> str:
-        """What `relayline invite` prints on the desk for a host that the manifest does not name."""
+        """The line that `relayline invite` prints on the desk for a host that the manifest does not name."""
         command = [*prefix_of(self.hosts["desk"]), *COMMAND, "invite", name, "--host", self.hosts[name].address]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

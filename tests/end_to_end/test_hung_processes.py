@@ -154,7 +154,7 @@ async def test_a_request_while_a_stage_is_stopped_gets_retry_after(pipeline: Pip
 
 
 async def test_a_coordinator_that_is_stopped(pipeline: Pipeline) -> None:
-    """Every stage gives up its membership. (That a route's epoch ends is in test_watch: here links may fall first.)"""
+    """Every stage ends its membership. (test_watch has the end of a route's epoch: here links may fall first.)"""
     async with client_of(pipeline) as client:
         await until_ready(client)
         text = "membership ended: the coordinator at"

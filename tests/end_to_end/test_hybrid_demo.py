@@ -23,7 +23,7 @@ from tests.support.fleet import assert_seeded, logits_along
 from tests.support.http_client import NEAR_TIE, Client, tokens_of
 
 N_STAGES = 3
-SIGMA = 0.02  # what f16 rows between stages move these logits by; f32 rows move them by nothing
+SIGMA = 0.02  # how far f16 rows between stages move these logits; f32 rows do not move them
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ async def test_each_turn_of_a_chat_reads_only_what_is_new(served: Running, whole
             history = (*history, user, *await ids_of(client, asked), end, assistant)
             reply = await client.complete(list(history), return_token_ids=True)
             n_cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert n_cached >= n_known, "the turns before are there, but for what one row adds"
+            assert n_cached >= n_known, "the earlier turns are there, except the last row"
             tokens = reply["choices"][0]["token_ids"]
             assert_said_by(whole, history, tokens)
             n_known = len(history) - 1 if len(history) > 32 else 0

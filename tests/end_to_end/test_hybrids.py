@@ -92,7 +92,7 @@ async def test_of_requests_that_begin_alike_one_reads_for_all(
 async def test_drafts_change_no_answer_and_wrong_ones_are_taken_back(
     wrong_every: int, kv_layout: str, hybrid: tuple[Split, ReferenceModel]
 ) -> None:
-    """Two streams at once, each with a prediction of its answer that is wrong at every so many tokens."""
+    """Two streams at once, each with a prediction that has a wrong token at regular intervals."""
     ((file, paths), whole), prompts = hybrid, [prompt_of(3, 37), prompt_of(4, 50)]
     async with fleet(paths, prefix_lanes=2, kv_layout=kv_layout, file=file) as plain:
         asked = [request(prompt, 40) for prompt in prompts]
@@ -166,4 +166,4 @@ async def test_after_a_lost_link_an_answer_goes_on_from_its_prompt(hybrid: tuple
         assert replays(running) == 0
     assert len(tokens) == 20
     assert_greedy(whole, prompt, tokens)
-    assert max(rows) < 2 * 20, "of 100 tokens of the prompt all are still there"
+    assert max(rows) < 2 * 20, "all 100 tokens of the prompt are still there"

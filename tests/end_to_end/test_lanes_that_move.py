@@ -188,7 +188,7 @@ async def test_streams_keep_all_they_hold_and_all_their_tokens(
         assert move is not None
         assert move.keeps == (False, False, True)
         assert (move.n_replayed, move.n_kept > len(SAMPLING) * PROMPT_TOKENS) == (0, True)
-        assert len(freed) == 2, "who loads other layers gives spare memory back first"
+        assert len(freed) == 2, "a stage that loads other layers gives spare memory back first"
         await until_free(made)
 
 
@@ -196,7 +196,7 @@ async def test_streams_keep_all_they_hold_and_all_their_tokens(
 async def test_a_stage_that_dies_while_it_gives_or_takes_costs_no_token(
     victim: str, tmp_path: Path, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """box2 gives box1 a layer. As its second lane is on the way one of them dies, and comes back."""
+    """box2 gives box1 a layer. While its second lane is on the way one of them dies, and comes back."""
     given, pieces = itertools.count(1), hand_over.pieces
     is_due = asyncio.Event()
 

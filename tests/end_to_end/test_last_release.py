@@ -42,7 +42,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Mixed:
-    """A coordinator and two joined stages, each of the version that it was started with."""
+    """A coordinator and two joined stages, each of a given version."""
 
     def __init__(self, split: Path, disks: Path, coordinator: Version, **stages: Version) -> None:
         self._split, self._disks = split, disks
@@ -123,7 +123,7 @@ async def replaced_under_streams(pipeline: Mixed, client: Client, name: str, ver
 async def test_a_stage_of_the_last_release_serves_either_coordinator_and_is_replaced_under_streams(
     last: Path, split: Path, tmp_path: Path, http: aiohttp.ClientSession
 ) -> None:
-    """Few processes start, as each costs two seconds of a core; the nightly cases replace all of them."""
+    """Few processes start, since each costs two seconds of a core; the nightly cases replace all of them."""
     pipeline = await asyncio.to_thread(Mixed, split, tmp_path, last, a=TREE, b=last)
     client = client_of(pipeline, http)
     try:

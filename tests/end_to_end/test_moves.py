@@ -58,7 +58,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 
 
 class Gaps:
-    """The longest time in which no stream brings anything."""
+    """The longest time without an event of any stream."""
 
     def __init__(self) -> None:
         self.longest_s = self._last_s = 0.0
@@ -83,7 +83,7 @@ async def move(pipeline: Pipeline, cuts: str) -> str:
 
 
 async def answers_until(client: Client, prompt: str, is_over: asyncio.Event, gaps: Gaps) -> list[list[int]]:
-    """Ask for the same again and again, so that something always runs; one more when it is over."""
+    """Repeat the same request, so that something always runs; one more when it is over."""
     answers = [tokens_of(await client.stream(prompt, gaps))]
     while not is_over.is_set():
         answers.append(tokens_of(await client.stream(prompt, gaps)))

@@ -48,7 +48,7 @@ def replays(running: Fleet) -> float | None:
 
 
 async def until_kept(running: Fleet, n_lanes: int) -> None:
-    """Wait until every stage keeps so many lanes and nothing runs: closes are under way when the last token arrives."""
+    """Wait until every stage keeps this number of lanes and nothing runs: closes are under way at the last token."""
     await running.until_free()
     async with asyncio.timeout(20):
         while set(await running.lanes_kept()) != {n_lanes}:

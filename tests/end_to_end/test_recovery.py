@@ -133,7 +133,7 @@ async def test_a_stage_that_is_another_when_it_is_configured_is_asked_again_what
     async with fleet(artifacts([2]), n_lanes=3) as running:
 
         async def configure_another(client: StageClient, asked: pb.ConfigureRequest) -> dict[int, int]:
-            if asked.stage_index == 0 and not restarted.is_set():  # it has just said that it has three lanes
+            if asked.stage_index == 0 and not restarted.is_set():  # it has just reported three lanes
                 restarted.set()
                 await running.stop(0)
                 running.n_lanes = 1

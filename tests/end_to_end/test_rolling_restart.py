@@ -31,7 +31,7 @@ def manifest(tokens: int, lanes: int = 4) -> str:
 
 
 class Clients:
-    """Four that ask one thing after another, for as long as they are there."""
+    """Four clients that send one request after another, as long as they exist."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str) -> None:
         self._session, self._model = session, model

@@ -35,7 +35,7 @@ WORDS = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """What one run exported."""
+    """The exported spans of one run."""
 
     spans: list[StoredSpan]
     level: str
@@ -160,7 +160,7 @@ def test_no_trace_of_one_span_is_left_but_of_a_refusal(run: Run) -> None:
     alone = [spans[0] for spans in run.traces().values() if len(spans) == 1]
     assert [is_refusal(span) for span in alone] == [True]
     (refusal,) = alone
-    assert not refusal.is_error, "the caller's mistake is none of the server"
+    assert not refusal.is_error, "the caller's mistake is not the server's error"
     assert [event.name for event in refusal.events] == ["refused"]
     assert "max_tokens" in refusal.events[0].attributes[names.EVENT_ATTR_CAUSE]
     assert refusal.attributes[names.HTTP_REQUEST_ID] == "bad"

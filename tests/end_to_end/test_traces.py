@@ -150,7 +150,7 @@ async def test_every_token_is_found_in_its_batch_at_every_stage(
             assert stage["summary"]["decode_steps"] == 11
             for batch in stage["batches"]:
                 assert batch["rows"] >= batch["own_rows"]
-                for mate in batch["mates"]:  # who shares a batch with me says the same of me
+                for mate in batch["mates"]:  # a stream that shares a batch with me has the same record of it
                     theirs = {b["id"]: b["mates"] for b in by_id[mate]["stages"][stage["stage"]]["batches"]}
                     assert stream["id"] in theirs[batch["id"]]
     assert any(batch["mates"] for view in found for batch in view["streams"][0]["stages"][0]["batches"])

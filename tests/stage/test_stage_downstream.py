@@ -197,7 +197,7 @@ async def test_a_reader_that_waits_for_room_goes_on_when_another_coordinator_lea
         await one.start()
         await other.start()
         runner = stage.service.runner
-        runner._outbox_steps = OUTBOX_STEPS_MAX  # as if downstream gave no credit: no step comes that would wake
+        runner._outbox_steps = OUTBOX_STEPS_MAX  # as if downstream gave no credit: no step will wake it
         runner.push([rows_frame(1, position, 1, PREFILL) for position in range(8)])
         await other.send(*prompt(5, OTHER, n_rows=1))
         await other.send(rows_frame(5, 1, 1, SAMPLE, route_id=OTHER))

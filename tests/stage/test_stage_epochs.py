@@ -234,7 +234,7 @@ async def test_an_upstream_that_dies_while_it_is_accepted_leaves_no_route(failur
         async with asyncio.timeout(20):
             await context.writing.wait()
             if failure is None:
-                relaying.cancel()  # what gRPC does to the handler when the peer goes
+                relaying.cancel()  # gRPC does this to the handler when the peer leaves
             with pytest.raises(asyncio.CancelledError if failure is None else type(failure)):
                 await relaying
             await asyncio.gather(*stage.service.epochs._tasks)
@@ -352,7 +352,7 @@ async def test_a_coordinator_has_the_whole_time_to_open_left_lanes() -> None:
             await old.lost
         await stage.settled()
         before = stage.service.epochs._left._timers[ROUTE]
-        await stage.service.epochs._forget_left(ROUTE)  # of an earlier time, which came to its turn only now
+        await stage.service.epochs._forget_left(ROUTE)  # of an earlier time, whose turn came only now
         await new.configure()
         assert new.held == {1: 3}
         assert before.cancelled()

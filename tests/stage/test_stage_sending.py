@@ -64,7 +64,7 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
                 await sent.get()
             assert link.log[2 * n_sent - 2 : 2 * n_sent] == [f"begin {let}", f"end {let}"]
         stage.service.outbound.deliver(result_with("d"))
-        assert link.log[-1] == "begin d", "nothing is in its way again"
+        assert link.log[-1] == "begin d", "the way is free again"
         link.lets.put_nowait(None)
         async with asyncio.timeout(20):
             await sent.get()

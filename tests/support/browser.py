@@ -26,7 +26,7 @@ _LISTENING = re.compile(r"DevTools listening on ws://[^:]+:(\d+)/")
 
 
 def chromium() -> str | None:
-    """Return where a Chromium is, None where there is none."""
+    """Return the path of a Chromium, None if there is none."""
     return next(
         (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
     )
@@ -43,7 +43,7 @@ class Tab:
         self._loaded = asyncio.Event()
         self.problems: list[str] = []
         self.requests: list[str] = []
-        self.choosers: asyncio.Queue[int] = asyncio.Queue()  # inputs whose file chooser was to open
+        self.choosers: asyncio.Queue[int] = asyncio.Queue()  # inputs whose file chooser should open
 
     async def _read(self) -> None:
         async for message in self._socket:

@@ -70,7 +70,7 @@ class DraftWorld:
         seed: int = 0,
         ahead_rows: int = 0,
     ) -> None:
-        """`ahead_rows`: rows of a step that may be computed before they are asked for; 0: none are."""
+        """`ahead_rows`: rows of a step that may be computed before they are asked for; 0: none."""
         self.options, self.n_vocab, self.seed = {"n_logprobs": 2, **options}, n_vocab, seed
         self.engine = FakeEngine(n_lanes=len(KEYS) + 1, is_last=True)
         self.engine.n_vocab, self.engine.make_logits = n_vocab, self.logits_of
@@ -126,7 +126,7 @@ class DraftWorld:
     def _take(self, frame: QueuedFrame, samples: list[pb.Sampled], passed: list[int], faults: list[str]) -> None:
         key, end = frame.session_key, frame.position + frame.n_rows
         if key in self.lost and frame.flags & Flag.DRAFTED:
-            assert (samples, passed, faults) == ([], [], []), "what follows a fault is dropped without a word"
+            assert (samples, passed, faults) == ([], [], []), "frames behind a fault are dropped silently"
             return
         if faults:
             self.lost.add(key)
@@ -149,7 +149,7 @@ class DraftWorld:
         return frame_of(key, len(history) - 1, history[-1:], SAMPLE)
 
     def guessed(self, key: Key, truth: Sequence[int], rng: random.Random) -> list[QueuedFrame]:
-        """The next true row and guesses behind it, in frames that leave one after the other."""
+        """The next true row and guesses behind it, in frames that leave one after another."""
         position = len(self.history[key]) - 1
         n_guesses = min(rng.randrange(9), len(truth) - position - 2)  # the last row brings the last token
         tokens = [self.history[key][-1]]

@@ -23,7 +23,7 @@ class Hub:
     gated: bool = False
     url: str = ""
     asked: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # (method, path)
-    ranges: list[str] = dataclasses.field(default_factory=list)  # of files that were asked for in part
+    ranges: list[str] = dataclasses.field(default_factory=list)  # of partially requested files
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -52,7 +52,7 @@ def is_legal(facts: ModelFacts, cuts: tuple[int, ...]) -> bool:
 
 
 def covering_cuts(facts: ModelFacts) -> list[tuple[int, ...]]:
-    """Return few pipelines that together have every legal cut: each as many as it can of those still missing."""
+    """Return few pipelines that together have every legal cut: each has as many missing cuts as possible."""
     missing, found = set(facts.legal_cuts), []
     while missing:
         best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}

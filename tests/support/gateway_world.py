@@ -35,7 +35,7 @@ spec:
 
 
 class Replica(FakeGenerator):
-    """One pipeline's generator, which describes itself as far as a gateway looks."""
+    """One pipeline's generator, which describes itself as far as a gateway reads it."""
 
     async def describe(self, since_ns: int | None = None, *, with_recent: bool = True) -> dict[str, object]:
         n_running = sum(not stream.closed.is_set() for stream in self.streams)

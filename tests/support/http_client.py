@@ -67,8 +67,8 @@ async def assert_same_greedy(
 ) -> None:
     """Equal, or different from a near-tie on: batch shape may move the last bits of a sum.
 
-    Where they part, the model is asked again with the prompt and the common part of both. A third answer to the prompt
-    alone might part from both earlier.
+    Where they differ, the model is asked again with the prompt and their common part. A third answer to the prompt
+    alone might differ from both earlier.
     """
     assert len(left) == len(right) > 0
     if list(left) == list(right):

@@ -21,9 +21,9 @@ ROOMS = ("wire", "stage", "coordinator", "deploy")
 
 
 def unpacked(directory: Path) -> Path:
-    """Return the folder that PYTHONPATH names where the last release is to be imported. `directory` is empty.
+    """Return the folder for PYTHONPATH from which the last release is imported.
 
-    Its C extensions are compiled with this environment. Skips where git does not have it.
+    `directory` is empty. Its C extensions are compiled with this environment. Skips if git lacks it.
     """
     there = _git("cat-file", "-e", f"{LAST_RELEASE}^{{commit}}")
     if there is None or there.returncode:
@@ -70,7 +70,7 @@ def _check_protocol() -> None:
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """Run git in the tree; None where there is no git."""
+    """Run git in the tree; None without git."""
     try:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:

@@ -92,7 +92,7 @@ class MlflowStore:
         return spans
 
     def wait_for(self, is_enough: Callable[[list[StoredSpan]], bool], n_traces: int) -> list[StoredSpan]:
-        """Read until there are so many traces and their spans fulfil a condition; returns the spans."""
+        """Read until this number of traces exists and their spans fulfil a condition; returns the spans."""
         n_found = 0
         for _ in range(TRIES_MAX):
             n_found = sum(1 for _ in self._traces())

@@ -174,7 +174,7 @@ class World:
     def __init__(
         self, n_lanes: int, mode: str = "auto", share: bool = False, prefix_lanes: int = 0, draft: int = 0
     ) -> None:
-        """With `draft` not 0 clients predict their answers, and every third token wrongly."""
+        """With `draft` not 0 clients predict their answers, with every third token wrong."""
         schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=3, draft=draft)
         serving = ServingSettings(queue=2, share=share, prefix_lanes=prefix_lanes)
         config = PipelineConfig(("a:1",), DTYPE_F16, schedule, serving=serving)
@@ -251,7 +251,7 @@ class World:
         running = {id(c.session) for c in self.clients if c.session.state in (State.PREFILL, State.DECODE)}
         assert len(running) <= self.stages.n_lanes
         admission = self.pipeline.conductor.admission
-        assert not admission.waiting or admission.running or admission.is_short, "nothing will bring them a lane"
+        assert not admission.waiting or admission.running or admission.is_short, "no event will bring them a lane"
         assert not admission.is_short or self.pipeline._trying, "nothing is tried for them"
         if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
             assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"

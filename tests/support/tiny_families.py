@@ -62,7 +62,7 @@ def _gemma3(_: int) -> Shapes:
 
 
 def _gemma3_narrow(_: int) -> Shapes:
-    """With heads that are narrower than their part of a row."""
+    """With heads narrower than their part of a row."""
     n_q, n_kv = N_HEADS * HEAD // 2, N_KV_HEADS * HEAD // 2
     shapes: dict[str, Shape] = {"attn_q.weight": (n_q, N_EMBD), "attn_k.weight": (n_kv, N_EMBD)}
     shapes |= {"attn_v.weight": (n_kv, N_EMBD), "attn_output.weight": (N_EMBD, n_q)}

@@ -288,7 +288,7 @@ STRINGS: Mapping[str, tuple[Schema, set[str]]] = {
 @pytest.mark.parametrize("is_root", [True, False], ids=["root", "referred"])
 @pytest.mark.parametrize("kind", STRINGS)
 def test_strings_are_read_as_strings_led_or_not(syntax: Syntax, kind: str, is_root: bool) -> None:
-    """A grammar may have them in quotes where a model that none leads writes them bare: both say the same."""
+    """A grammar may require quotes where an unconstrained model writes none: both mean the same."""
     schema, values = STRINGS[kind]
     of_object = {"type": "object", "properties": {"value": schema}, "required": ["value"]}
     whole = {**of_object, "$defs": {"Zip": ZIP}} if is_root else {

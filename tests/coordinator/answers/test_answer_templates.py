@@ -97,7 +97,7 @@ def test_without_tools_a_template_sees_none(tokenizer: Tokenizer) -> None:
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-# What templates of models do that differs: written for these tests, each after one that exists.
+# The differences between models' templates: written for these tests, each modelled on a real one.
 ONE_CALL = (
     HEAD.replace("{% for", "{% set only = namespace(one=1) %}{% for", 1)
     + "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"

@@ -43,7 +43,7 @@ CALLS: Calls = (
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """What came out in all."""
+    """The whole output."""
 
     text: str
     reasoning: str
@@ -99,7 +99,7 @@ def read(
 
 
 def same_at_every_cut(text: str, syntax: Syntax | None = HERMES, **options: Any) -> Read:
-    """What comes out whole, in two pieces cut anywhere, and letter by letter."""
+    """The output for the whole text, for two pieces cut anywhere, and letter by letter."""
     whole = read(text, syntax, **options)
     for cuts in [*([at] for at in range(1, len(text))), range(1, len(text))]:
         cut = read(text, syntax, cuts=cuts, **options)
@@ -419,7 +419,7 @@ def test_the_table_is_sound() -> None:
         assert syntax.trigger or isinstance(syntax.body, ObjectBody), "only objects show without a mark"
         if isinstance(syntax.body, TaggedBody):
             assert syntax.body.value_end.strip()
-            assert syntax.body.end or syntax.close, "something ends the arguments"
+            assert syntax.body.end or syntax.close, "more text ends the arguments"
 
 
 @pytest.mark.parametrize("held", ["<tool_", "<tool_call>", '<tool_call>\n{"name": "oth'])

@@ -353,12 +353,12 @@ async def test_an_answer_has_content_reasoning_and_its_required_shape(tmp_path: 
 
 
 def test_raw_turns_come_back_clean(conversation: Conversation) -> None:
-    """As a client sends them that kept a completion's text; the makers' template refuses marks in a turn's text."""
+    """As sent by a client that kept a completion's text; the makers' template refuses marks in a turn's text."""
     raw = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"
     chat = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": raw}]
     rendered = conversation.render([*chat, {"role": "user", "content": "And?"}], [], {})
     assert "<|start|>assistant<|channel|>final<|message|>Rome.<|end|><|start|>user" in rendered
-    assert "Think." not in rendered  # of a turn that is over
+    assert "Think." not in rendered  # of a finished turn
     found = cleaned(chat[1])
     assert (found["content"], found["reasoning_content"]) == ("Rome.", "Think.")
     call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'

@@ -84,7 +84,7 @@ def test_the_way_of_one_request() -> None:
     first = [(1, 0, (), Flag.OPEN), (1, 0, (1, 2, 3), Flag.PREFILL | Flag.WANTS_SAMPLE)]
     assert frames(conductor.dispatch(0)) == first
     instructions = sample(conductor, 3, 7)
-    assert kinds(instructions) == ["Generated", "Send", "Tell"], "what stages wait for goes first"
+    assert kinds(instructions) == ["Generated", "Send", "Tell"], "frames that stages wait for go first"
     assert frames(instructions) == [(1, 3, (7,), Flag.WANTS_SAMPLE)]
     instructions = sample(conductor, 4, 8)
     assert kinds(instructions) == ["Generated", "Ended", "Dispatch", "Send", "Tell"]
@@ -161,7 +161,7 @@ def test_a_lane_goes_to_who_waits_and_a_full_line_says_so() -> None:
 
 
 def test_a_burst_at_a_fresh_coordinator_gets_its_queues_waiting_time() -> None:
-    """Nothing has ended, and not even a token has come: the stages' own speed says how long a lane is held."""
+    """Nothing has ended, and no token has come yet: the stages' own speed tells how long a lane is held."""
     curve = CostCurve([(1, 10e6), (64, 20e6)])
     facts = dataclasses.replace(FACTS, ctx_tokens=512, costs=[StageCost(curve, curve, 64)] * 2)
     conductor = connected(facts, waiting_max=3, share=False)

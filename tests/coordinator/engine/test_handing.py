@@ -59,7 +59,7 @@ def test_nothing_is_handed_over_unless_all_layers_can_be() -> None:
     found = handed(BEFORE, AFTER, (True, False, False))
     assert hand_over_orders(found, NAMES, {2: "c:1"}) == {}, "one is of a version that gives nothing"
     assert hand_over_orders(found, NAMES, ADDRESSES | {1: ""}) == {}, "one is lost"
-    assert hand_over_orders(found, NAMES, {1: "b:1", 2: ""}), "who takes need not serve yet"
+    assert hand_over_orders(found, NAMES, {1: "b:1", 2: ""}), "the receiver need not serve yet"
     many = [Handed(0, at, at, at + 1) for at in range(1, bounds.HAND_OVERS_MAX + 2)]
     everybody = dict.fromkeys(range(bounds.HAND_OVERS_MAX + 2), "x:1")
     assert hand_over_orders(many, [str(at) for at in everybody], everybody) == {}

@@ -138,7 +138,7 @@ async def test_a_whole_line_waits_while_another_coordinator_has_all_lanes() -> N
     settle(world)
     for _ in range(200):
         world.try_lanes()
-        assert states_of(world).count(State.PREFILL) == 1, "it does not ask for all of them again and again"
+        assert states_of(world).count(State.PREFILL) == 1, "it does not ask for all of them repeatedly"
         settle(world)
         assert not any(client.ends for client in world.clients)
     world.pipeline.conductor.admission.waiting_max = 7
@@ -215,7 +215,7 @@ async def test_a_suspect_that_gets_a_lane_when_another_leaves_waits_for_its_turn
 
 @pytest.mark.parametrize("lanes", [[4], [2, 4], [1], [3, 1, 2], [4, 2, 1]], ids=str)
 async def test_a_request_that_kills_a_stage_each_time_is_given_up_and_the_others_go_on(lanes: list[int]) -> None:
-    """Its rows end the epoch wherever they arrive; nothing else does. The stages come back with so many lanes."""
+    """Only its rows end the epoch, on any stage. The stages come back with this number of lanes."""
     world, lanes_then = World(n_lanes=4), itertools.cycle(lanes)
     for n_prompt in (4, 5, 6, 7):
         world.open(n_prompt, max_tokens=6)

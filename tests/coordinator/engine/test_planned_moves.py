@@ -129,7 +129,7 @@ def test_a_stage_that_leaves_ends_the_change_until_the_switch(world: World, stat
         return
     assert left == ([] if state == "cutting" else [Drop(1)])
     assert (world.state, world.moves.cuts, world.conductor.is_held) == (MoveState.FAILED, (3, 6), False)
-    assert world.moves.cut(1, (True, True, True), 5 * S) == [], "what comes late changes nothing"
+    assert world.moves.cut(1, (True, True, True), 5 * S) == [], "a late event changes nothing"
     assert world.moves.prepared(1, 0, 5 * S) == []
     assert world.moves.begin((2, 5), 6 * S) == [Cut(2, (2, 5))], "another may be begun"
 
@@ -170,7 +170,7 @@ def test_others_may_hold_the_layers_and_who_holds_nothing_then_is_not_waited_for
     assert world.moves.begin((3, 6), 0, (0, 3, 2)) == [Cut(1, (3, 6))]
     assert world.moves.cut(1, (True, False, True), S) == [Prepare(1)]
     assert world.moves.prepared(1, 1, S) == world.moves.prepared(1, 0, S) == world.moves.prepared(1, 2, S) == []
-    assert world.moves.left(1, S) == [], "b is to hold nothing: that it goes is no harm"
+    assert world.moves.left(1, S) == [], "b should hold nothing, so its leaving does no harm"
     assert world.moves.prepared(1, 3, 2 * S) == [Switch(1)]
     assert (world.moves.holders, world.moves.describe(3 * S)["stages"]) == ((0, 3, 2), ["a", "s", "c"])
 
@@ -210,7 +210,7 @@ def test_while_a_stage_is_lost_only_a_change_without_it_can_be_made(world: World
 
 
 def test_kept_and_replayed_rows_are_counted(world: World) -> None:
-    """Of one stream the stages hold all that had been sent, of another a part; a third had sent nothing yet."""
+    """The stages hold everything sent by one stream and a part of another's; a third had sent nothing yet."""
     running = [
         Session(at, GenerationRequest(str(at), tuple(range(20)), 5, SamplingParams()), lambda _: False)
         for at in range(3)

@@ -30,7 +30,9 @@ def test_a_spare_takes_the_place_of_a_drained_one() -> None:
     one.drain(1)
     assert one.wanted(ABC, N_LAYERS, S) == (0, 3, 2)
     one.drain(1, is_drained=False)
-    assert one.wanted((0, 3, 2), N_LAYERS, 999 * S) == (), "it is a spare now: as many hold layers as are to"
+    assert one.wanted((0, 3, 2), N_LAYERS, 999 * S) == (), (
+        "it is a spare now: the intended number of stages holds layers"
+    )
 
 
 def test_without_a_spare_the_others_share_and_it_gets_its_part_again() -> None:
@@ -39,7 +41,7 @@ def test_without_a_spare_the_others_share_and_it_gets_its_part_again() -> None:
     assert one.wanted(ABC, N_LAYERS, S) == (0, 2)
     assert one.wanted((0, 2), N_LAYERS, 999 * S) == ()
     one.drain(1, is_drained=False)
-    assert one.wanted((0, 2), N_LAYERS, 999 * S) == ABC, "where it was in the line of layers"
+    assert one.wanted((0, 2), N_LAYERS, 999 * S) == ABC, "in its old place in the line of layers"
 
 
 def test_an_absent_stage_keeps_its_layers_until_the_bound() -> None:

@@ -46,7 +46,7 @@ async def asked(session: aiohttp.ClientSession, path: str, body: Any, **more: An
 
 
 def held(gate: Gate, before: bytes = b"he", after: bytes = b"llo") -> Any:
-    """A script that stops amid its answer."""
+    """A script that stops in the middle of its answer."""
 
     def script(request: GenerationRequest) -> Iterable[Step]:
         yield from tokens(request, before, ends=False)

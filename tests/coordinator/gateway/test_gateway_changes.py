@@ -120,7 +120,7 @@ async def test_one_that_is_replaced_is_no_unknown_model_meanwhile(tokenizer: Tok
 async def test_a_replaced_pipeline_is_waited_for_until_it_takes_requests(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes next in a row may leave then: a request finds this one."""
+    """The pipeline that is next in turn may leave then: a request finds this one."""
     async with pipelines(tokenizer, "chat", "chat") as served, changing_gateway(served[:1]) as (session, whole):
         await served[1].kill()
         await whole.add(config(served[1], "a"))

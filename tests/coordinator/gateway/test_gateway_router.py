@@ -19,7 +19,7 @@ READY = Heard(("chat",), is_ready=True, n_lanes=4, started_unix_s=1)
 
 
 def router_of(**heard: Heard | None) -> Router:
-    """A router whose pipelines have said this; None: not heard yet."""
+    """A router whose pipelines have sent these reports; None: no report yet."""
     found = Router(heard)
     for name, report in heard.items():
         if report is not None:

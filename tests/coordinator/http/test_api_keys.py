@@ -55,7 +55,7 @@ class Described(FakeGenerator):
 
 
 class Lines(logging.Handler):
-    """What relayline.http logs, to be waited for."""
+    """The log lines of relayline.http, to be awaited."""
 
     def __init__(self) -> None:
         super().__init__()

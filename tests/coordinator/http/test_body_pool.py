@@ -25,7 +25,7 @@ from tests.support.http_support import WAIT_S, serving
 
 N_TIMES = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}{% endfor %}hi"
 ENDLESS = "{% set n = 99999 %}" + N_TIMES
-# Of each kind one: endless, and large, while it is rendered or already while it is compiled.
+# One of each kind: endless, and large, at rendering or already at compilation.
 HOSTILE = {
     "endless": ENDLESS,
     "power": "{{ (10**(10**8)) % 7 }}",

@@ -201,7 +201,7 @@ REFUSED = [
 async def test_the_body_of_a_refused_request_is_not_awaited_and_the_connection_ends(
     tokenizer: Tokenizer, path: str, method: str, headers: tuple[str, ...], status: int, framing: str
 ) -> None:
-    async with serving(tokenizer) as served:  # of the body nothing but its beginning comes
+    async with serving(tokenizer) as served:  # only the beginning of the body is sent
         received = await answer_to(served, head(path, framing, *headers, method=method) + b"2\r\n{}\r\n")
     assert error_of(received)[0] == status
 

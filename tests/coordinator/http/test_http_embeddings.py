@@ -150,5 +150,5 @@ async def test_a_full_line_holds_up_the_rest_of_a_long_list(tokenizer: Tokenizer
     found, _ = await asked(tokenizer, "/v1/embeddings", generator=generator, input=["a", "b", "c", "d"])
     assert len(found["data"]) == 4
     generator = FakeGenerator(pooling)
-    generator.refusals = [full]  # nothing of ours will end
+    generator.refusals = [full]  # no answer of ours will end
     await asked(tokenizer, "/v1/embeddings", 429, generator, input=["a", "b"])

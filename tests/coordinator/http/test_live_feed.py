@@ -46,7 +46,7 @@ async def test_every_step_of_every_stage_is_shown_once(artifacts: Artifacts, mon
             found = await look(feed, seen)
             seen = found["look"]
             steps += [(step[0], step[1]) for each in found["looks"] for step in each[4]]
-            assert not any(each[3] for each in found["looks"]), "nothing is skipped where so little happens"
+            assert not any(each[3] for each in found["looks"]), "nothing is skipped while so little happens"
         stages = found["state"]["stages"]
         assert sorted(steps) == [(at, step) for at in (0, 1) for step in range(1, stages[at]["steps"] + 1)]
         for stage in stages:

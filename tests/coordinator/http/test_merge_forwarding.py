@@ -81,7 +81,7 @@ async def test_a_function_gets_what_comes_in_one_turn_together_until_it_stops() 
         loop.call_soon(step)
         await merge.pass_on(take, 60)
         audience.put(event(5))
-        assert given == [[1], [2, 3], [4]], "what comes after it has stopped waits"
+        assert given == [[1], [2, 3], [4]], "events after its stop wait"
         await merge.pass_on(take, 60)
         assert given[3:] == [[5]]
 

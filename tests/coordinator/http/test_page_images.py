@@ -51,7 +51,7 @@ def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def noise(width: int, height: int, kind: str = "PNG") -> bytes:
-    """Return an image that no format packs well."""
+    """Return an image that compresses badly in every format."""
     pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
     found = io.BytesIO()
     Image.fromarray(pixels).save(found, kind)

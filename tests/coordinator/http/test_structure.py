@@ -161,7 +161,7 @@ TOO_DEAR = {
 
 @pytest.mark.parametrize("grammar", TOO_DEAR.values(), ids=TOO_DEAR)
 def test_a_grammar_that_is_slow_to_follow_is_refused_beforehand(grammar: str) -> None:
-    """A stage would find out amid the answer, in the thread that decodes for all."""
+    """A stage would find out during the answer, in the thread that decodes for all."""
     with pytest.raises(InvalidRequestError, match=r"it takes too long to follow: [^\n]*items") as caught:
         grammar_of(Shape("grammar", "grammar", (grammar,)))
     assert "\n" not in caught.value.message

@@ -174,7 +174,7 @@ def test_types_of_arguments(schema: Any, types: set[str] | None) -> None:
 
 
 def test_schemas_that_refer_to_each_other_many_times_are_looked_at_once() -> None:
-    """Each of nine refers to the next a hundred times: following every way would take 100 ** 8 steps."""
+    """Each of nine refers to the next a hundred times: following every path would take 100 ** 8 steps."""
     many = {f"D{n}": {"anyOf": [{"$ref": f"#/$defs/D{n + 1}"}] * 100} for n in range(8)} | {"D8": {"type": "integer"}}
     schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/D5"}, "b": {"$ref": "#/$defs/D0"}}, "$defs": many}
     many["Self"] = {"anyOf": [{"$ref": "#/$defs/Self"}] * 100}

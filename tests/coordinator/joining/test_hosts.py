@@ -88,7 +88,7 @@ async def test_a_change_without_room_is_refused_in_one_line(monkeypatch: pytest.
 
 
 class TieredStage:
-    """A stage whose host has so much memory free, and whose tier holds so much more."""
+    """A stage whose host has this much free memory, and whose tier holds this much more."""
 
     def __init__(self, free_gib: int, tier_gib: int) -> None:
         self._status = pb.StatusResponse(memory_free_bytes=free_gib * GIB, tier_memory_bytes=tier_gib * GIB)

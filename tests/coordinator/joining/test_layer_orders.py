@@ -25,7 +25,7 @@ NEXT = b"other layers"
 
 
 class Heard:
-    """What stages said of a change."""
+    """The stages' reports of a change."""
 
     def __init__(self) -> None:
         self.lines: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()

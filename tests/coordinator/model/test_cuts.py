@@ -70,7 +70,7 @@ def test_period() -> None:
 
 
 def test_every_stage_needs_a_layer_with_a_window() -> None:
-    """As in gemma3 and its like: the last layer of each period has none."""
+    """As in gemma3 and similar families: the last layer of each period has none."""
     facts = Facts((10,) * 6, windows=(True, True, False) * 2)
     assert legal_cuts(facts) == (1, 2, 3, 4)
     with pytest.raises(CutError, match=r"cut 5 .* only together with one that has a window; legal cuts: 1-4"):

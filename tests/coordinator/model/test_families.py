@@ -40,10 +40,10 @@ from tests.support.tiny_wide import WIDE, WIDE_STATES
 
 pytestmark = pytest.mark.kernels
 
-# All caches and copies of them are made alike but for these: layers of several widths, without cells, with an indexer,
-# and with positions on several axes, in a table and in a bias.
+# All caches and their copies are made alike except these: layers of several widths, without cells, with an indexer, and
+# with positions on several axes, in a table and in a bias.
 ODD_CELLS = ["gemma4", "gemma4:e2b", "deci", "openelm", "minimax-m3", "laguna", "qwen3vl", "gpt2", "jais"]
-# What keeps a recurrent state is cut and copied in another way: see tests/stage/engine/test_recurrent.py.
+# Families with a recurrent state are cut and copied in another way: see tests/stage/engine/test_recurrent.py.
 CELLS = [name for name in RECIPES if name not in (LATER | HYBRIDS | WIDE_STATES) or name in ODD_CELLS]
 PLAIN = [name for name in RECIPES if ":" not in name and name not in LATER | HYBRIDS | WIDE]
 PER_LANE = [name for name in RECIPES if RECIPES[name].architecture not in UNIFIED_ARCHITECTURES]
@@ -253,7 +253,7 @@ def test_a_family_with_values_derived_from_the_whole_file_is_refused(
 
 
 def test_gemma3_of_62_layers_is_not_scaled_by_its_slices(tmp_path: Path) -> None:
-    """llama.cpp scales scores by another width there, and slices say so in the norm of the queries just before."""
+    """llama.cpp scales scores by another width there, and slices compensate in the norm of the queries just before."""
     model = make_tiny("gemma3:27b", tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=(2,))
     paths = (model, tmp_path / "out" / "stage-1.gguf")
@@ -276,7 +276,7 @@ def test_only_f32_can_be_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_gemma3_scales_tokens_alone(tmp_path: Path) -> None:
-    """By the root of their width: the graph leaves rows that come in as they are."""
+    """By the root of their width: the graph leaves incoming rows unscaled."""
     model = make_tiny("gemma3", tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=(2,))
     first, second = (open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(2))

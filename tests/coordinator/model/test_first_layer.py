@@ -44,7 +44,7 @@ def test_layers_that_would_be_taken_for_the_first_are_refused(
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("mimo2", {"rope.dimension_count_swa": HEAD // 2}),  # as others have it
+        ("mimo2", {"rope.dimension_count_swa": HEAD // 2}),  # as in other families
         ("gemma3", {"rope.dimension_count_swa": 8, "attention.sliding_window_pattern": 0}),  # all have a window
         ("step35", {"rope.dimension_count": HEAD // 2, "rope.dimension_count_swa": HEAD}),  # asked for each layer
         ("qwen3moe", {"expert_used_count": [2, 2, 2, 2, 2]}),

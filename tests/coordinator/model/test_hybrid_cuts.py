@@ -58,7 +58,7 @@ def test_the_bytes_of_a_state_are_those_that_llama_cpp_writes(name: str, tmp_pat
 
 
 def test_slices_state_their_layers_kinds(tmp_path: Path) -> None:
-    """Also where the file has an interval alone, which counts from its first layer; prediction layers are left out."""
+    """Also if the file has only an interval, which counts from its first layer; prediction layers are left out."""
     for name in ("qwen35", "qwen35:mtp"):
         model = make_tiny(name, tmp_path / f"{name}.gguf")
         pipeline = split_model(model, tmp_path / name, cuts=(5,))

@@ -121,7 +121,7 @@ def test_a_stage_holds_no_more_positions_than_its_model_knows(tmp_path: Path) ->
 
 
 def test_glm4_rotates_halves_where_its_file_rotates_neighbours(tmp_path: Path) -> None:
-    """llama.cpp takes rows for this family only with a rope of several axes, which pairs values otherwise."""
+    """llama.cpp takes rows for this family only with a rope of several axes, which pairs values in another way."""
     model = make_tiny("glm4:bias", tmp_path / "model.gguf")
     assert inspect_model(model).reorders_rows
     (_, second), whole = stages_of(model, (2,)), open_model(model)

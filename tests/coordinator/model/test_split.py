@@ -341,7 +341,7 @@ def test_a_split_replaces_and_removes_only_what_a_split_has_made(tmp_path: Path)
         split_model(elsewhere, out, n_stages=2)
     (out / "stage-7.gguf").unlink()
     split_model(elsewhere, out, n_stages=2)
-    (out / PIPELINE_NAME).unlink()  # as when it was interrupted in the last moment
+    (out / PIPELINE_NAME).unlink()  # as after an interruption at the last moment
     assert len(split_model(elsewhere, out, cuts=(1,)).stages) == 2
     (out / "stage-1.gguf").write_bytes(b"damaged")
     assert len(split_model(elsewhere, out, n_stages=1).stages) == 1

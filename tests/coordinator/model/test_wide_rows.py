@@ -103,7 +103,7 @@ def test_more_rows_are_never_written_than_came_in(tmp_path: Path) -> None:
 
 
 def test_deepseek4_compresses_what_two_lanes_have_read(tmp_path: Path) -> None:
-    """Each lane reads so much that cells of 128 tokens fill as well; the lanes' rows are mixed in each step."""
+    """Each lane reads enough to fill cells of 128 tokens too; the lanes' rows are mixed in each step."""
     model = make_tiny("deepseek4", tmp_path / "model.gguf")
     facts = inspect_model(model)
     fed = [int(token) for token in np.random.default_rng(5).integers(0, facts.n_vocab, LONG)]

@@ -535,7 +535,7 @@ def test_histograms_observe_each_request_once() -> None:
     assert figures["relayline_prompt_tokens_total",] == 3
     assert figures["relayline_request_generation_tokens_sum",] == 5
     assert figures["relayline_request_success_total", "length"] == 1
-    assert world.timers == []  # at level off no stage sums anything up
+    assert world.timers == []  # at level off no stage sends a summary
 
 
 def test_baggage_goes_on_and_what_is_none_is_left_out() -> None:

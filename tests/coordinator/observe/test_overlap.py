@@ -54,7 +54,7 @@ def test_overlap_since_says_from_when_every_stage_knows_its_steps() -> None:
     late = status((200, 210), (300, 310), n_forgotten=1)
     alike = {"1": 0.0, "2": 1.0, "2+": 1.0}
     assert overlap_since([whole, whole], 90, 1_000) == {"overlap": alike, "overlap_since_ns": 90}
-    # What one stage has forgotten, no stage is counted with: the other would pass for alone.
+    # Times that one stage has forgotten count for no stage: the other would seem to work alone.
     assert overlap_since([whole, late], 90, 1_000) == {"overlap": alike, "overlap_since_ns": 200}
     assert overlap_since([whole, late], 250, 1_000) == {"overlap": alike, "overlap_since_ns": 250}
     # A restarted stage knows nothing of its life before.

@@ -64,7 +64,7 @@ def test_a_step_is_shown_in_one_look_and_asked_for_once() -> None:
 def test_skipped_steps_are_counted_and_shown_for_no_stage() -> None:
     looks = StepLooks(0)
     looks.look([response_of(batch(1, 1, [5])), response_of(batch(1, 2, [5]))], 3 * MS)
-    # Of stage 0 steps 2 to 9 were too many: before its step 10 nothing is shown, of stage 1 neither.
+    # Steps 2 to 9 of stage 0 were too many: nothing before its step 10 is shown, for stage 1 either.
     found = looks.look([response_of(batch(10, 50, [5])), response_of(batch(2, 5, [5]), batch(3, 52, [5]))], 60 * MS)
     assert numbers(found.steps) == [(0, 10), (1, 3)]
     assert found.n_skipped == 8 + 1

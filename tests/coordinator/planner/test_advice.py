@@ -28,7 +28,7 @@ LOAD = Load(ctx_tokens=1_024, n_lanes=8)
 
 
 def host(name: str, gib_ms: float, *, gib: float | None = None, link: Link | None = None) -> Host:
-    """A host with so many ms for a GiB in a step of one row; further rows cost half of it each."""
+    """A host that takes this many ms for a GiB in a step of one row; each further row costs half of that."""
     points = tuple((rows, gib_ms * 1e6 * (1 + 0.5 * (rows - 1))) for rows in ROWS)
     memory = None if gib is None else int(gib * GIB)
     return Host(name, Machine(name, 8, memory), 8, Speed(points, points, 0.0, "measured", 1.0), link=link or Link())

@@ -34,7 +34,7 @@ EXPERTS = (900 * MIB,) * N_LAYERS
 
 
 def test_a_stage_on_a_gpu_takes_its_weights_and_kv_from_there() -> None:
-    """What stays in the host's memory: the embedding table, checkpoints, stored prefixes, the process."""
+    """The parts in the host's memory: the embedding table, checkpoints, stored prefixes, the process."""
     plain, placed = stage_memory(MODEL, LOAD, 0, N_LAYERS), stage_memory(MODEL, LOAD, 0, N_LAYERS, WHOLE)
     assert plain.gpu is None
     assert placed.gpu is not None

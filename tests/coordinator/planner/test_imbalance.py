@@ -57,7 +57,7 @@ def test_a_neighbour_that_gets_busy_is_reported_once_after_a_minute() -> None:
 
 def test_figures_of_the_start_are_not_believed_until_steps_have_replaced_them() -> None:
     looks = Looks()
-    assert looks.take(600, 10, 30, n_steps=0) == [], "nothing decodes: all that is known was measured at the start"
+    assert looks.take(600, 10, 30, n_steps=0) == [], "nothing decodes: only the measurements at the start are known"
     assert looks.take(1, 10, 30, n_steps=STEPS_MIN - 1) == []
     assert looks.take(HOLD_NS // S, 10, 30, n_steps=1) == [], "the minute began with the first look that counted"
     assert len(looks.take(2, 10, 30, n_steps=1)) == 1

@@ -19,7 +19,7 @@ N_LAYERS = 24
 LOOK_S = 5  # between looks; the coordinator's is a second
 
 LayerMs = Callable[[float], tuple[float, ...]]
-"""What a layer costs on each host at a time, in seconds."""
+"""The cost of a layer on each host over time, in seconds."""
 
 
 class World:

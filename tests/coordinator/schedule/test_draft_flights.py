@@ -37,7 +37,7 @@ def test_likely_guesses_fill_what_costs_little() -> None:
     assert counts("smooth", [SURE]) == [DRAFT_TOKENS_MAX], "rows cost nothing"
     assert counts("staircase", [SURE])[0] % 4 == 3, "whole tiles"
     assert counts("matrix", [SURE])[0] >= 7
-    assert counts("arithmetic", [SURE])[0] < counts("matrix", [SURE])[0], "where a row more costs half a step"
+    assert counts("arithmetic", [SURE])[0] < counts("matrix", [SURE])[0], "where another row costs half a step"
     followed = Traffic(1, 0, 1)
     assert counts("staircase", [SURE], followed) == [3], "where more may follow a tile in each stage is enough"
     assert counts("arithmetic", [[0.6**ahead for ahead in range(1, 9)]]) == [0]
@@ -111,7 +111,7 @@ def test_by_hand_several_streams_share_what_a_step_takes() -> None:
 
 
 def test_stages_that_would_stand_idle_get_guesses_until_they_are_busy() -> None:
-    """Four stages in which rows cost much: one row in each of them, and one more for every one that comes back."""
+    """Four stages whose rows are expensive: one row in each of them, and a new one for every one that comes back."""
     scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["arithmetic"](), 4))
     (session,) = decoding(scheduler, 1, range(60, 99))
     assert shapes(scheduler.take(0)) == [[(3, 1, False)], [(4, 1, True)], [(5, 1, True)], [(6, 1, True)]]
@@ -128,7 +128,7 @@ def test_stages_that_would_stand_idle_get_guesses_until_they_are_busy() -> None:
 
 
 def test_a_tile_of_guesses_follows_a_tile() -> None:
-    """Where a single row would have come back before there is time for one more, whole tiles have not."""
+    """A single row would be back before there is time for another; whole tiles are not."""
     scheduler = Scheduler(ScheduleConfig(draft=DRAFT_AUTO), planner(CURVES["staircase"]()))
     decoding(scheduler, 1, range(60, 99))
     assert shapes(scheduler.take(0)) == [[(3, 4, False)], [(7, 4, True)]]
@@ -161,7 +161,7 @@ def test_of_recurrent_states_guesses_go_with_rows_while_few_streams_meet(draft: 
 
 
 def test_a_wide_hand_set_flight_that_one_stream_is_in_twice() -> None:
-    """As behind a replay, when answers of before it come."""
+    """As after a replay, when answers from before it arrive."""
     scheduler = Scheduler(ScheduleConfig("fixed", 1, 8, draft=DRAFT_AUTO), planner(smooth()))
     (session,) = decoding(scheduler, 1, range(60, 99))
     (later,) = session.sampled(4, 60)[1]

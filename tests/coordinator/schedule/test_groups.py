@@ -89,7 +89,7 @@ def test_rows_of_many_lanes_stay_below_a_tile() -> None:
 
 
 def test_padding_is_planned_as_stages_pad() -> None:
-    """62 rows run as 64 where that is cheaper, but for steps that go by tiles from 64 rows on."""
+    """62 rows run as 64 where that is cheaper, except steps that go by tiles from 64 rows on."""
     curve = CostCurve(
         [(1, 25e6), (4, 80e6), (5, 180e6), (6, 280e6), (7, 380e6), (8, 160e6), (60, 1_200e6), (64, 1_240e6)]
     )
@@ -153,7 +153,7 @@ def test_contexts_are_rounded_to_eighths_and_cost_nothing_without_a_price() -> N
 
 
 def test_prompts_get_a_flight_more_where_decode_alone_leaves_stages_idle() -> None:
-    """Steps that cost 8 ms however few their rows, the first stage a third quicker: one flight of all is quickest."""
+    """Steps that cost 8 ms for any number of rows, the first stage a third faster: one flight of all is best."""
     made = GroupPlanner([StageCost(CURVES["smooth"](factor), CURVES["smooth"](factor), 512) for factor in (0.6, 1.0)])
     quiet, mixed = made.plan(11, n_prompts=0), made.plan(11, n_prompts=8)
     assert (quiet.n_groups, quiet.group_rows) == (1, 11)
@@ -347,7 +347,7 @@ def test_no_plan_promises_more_than_is_possible(curve: str) -> None:
 
 
 def test_a_mixed_step_is_priced_with_the_head_that_runs() -> None:
-    """Of the scratch rows that fill the layers' tile so many want the head as fill its own, as stages pad them."""
+    """Of the scratch rows that fill the layers' tile, as many want the head as fill its own, as stages pad them."""
     layers = {1: 10.0, 2: 20.0, 3: 30.0, 4: 20.0, 5: 30.0, 6: 40.0, 7: 50.0, 8: 40.0}
     head = {1: 4.0, 2: 8.0, 3: 12.0, 4: 6.0, 5: 10.0, 6: 14.0, 7: 18.0, 8: 12.0}
     stage = StageCost(CostCurve((r, layers[r] + head[r]) for r in layers), CostCurve(layers.items()), 64)
@@ -362,4 +362,4 @@ def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_pad
     assert apart.decode_ns(3) == curve.cost_ns(3)
     assert apart.mixed_ns(2, 6) == curve.cost_ns(2) + curve.cost_ns(6) > shared.mixed_ns(2, 6)
     with_decode, alone = (GroupPlanner([cost, cost]).rides(2)[:3] for cost in (shared, apart))
-    assert (with_decode, alone) == ([2, 6, 10], [1, 2, 4]), "what fills tiles, by itself or with the decode rows"
+    assert (with_decode, alone) == ([2, 6, 10], [1, 2, 4]), "numbers that fill tiles, alone or with the decode rows"

@@ -29,7 +29,7 @@ from relayline.wire.common.curve import CostCurve
 from tests.support.scheduling import answer, row
 
 MS = 1_000_000
-# Of a stage that reads its weights while another one does: more rows cost little, so that flights of few gain little.
+# Of a stage that reads its weights while another one does: more rows cost little, so small flights gain little.
 MEMORY_BOUND = CostCurve([(1, 22 * MS), (2, 24 * MS), (4, 26 * MS), (8, 43 * MS)])
 
 

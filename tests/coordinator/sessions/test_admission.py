@@ -57,7 +57,7 @@ def test_with_fewer_lanes_the_youngest_wait_again_before_all_others() -> None:
     admission, sessions = filled(3, 5, waiting_max=2)
     assert admission.resize(1, 8) == sessions[1:3]
     assert list(admission.running.values()) == sessions[:1]
-    assert list(admission.waiting) == sessions[1:], "none is refused, although the line is longer than it may be"
+    assert list(admission.waiting) == sessions[1:], "none is refused, although the line exceeds its bound"
     with pytest.raises(OverloadedError, match="all 1 lanes are taken and 4"):
         admission.admit(session(5))
     assert admission.leave(sessions[1]) == [], "it had no lane any more"

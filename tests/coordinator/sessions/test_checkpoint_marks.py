@@ -37,7 +37,7 @@ def read(session: Session, rows_max: int = 512) -> list[tuple[int, int]]:
 
 
 def copies(frames: list[OutFrame]) -> list[tuple[int, int, int]]:
-    """Of each copy: for whom, how many tokens, of whom."""
+    """Of each copy: its target, its number of tokens, its source."""
     return [(f.session.session_id, f.position, f.argument) for f in frames if f.flags == COPY]
 
 

@@ -75,7 +75,7 @@ def test_no_guess_ends_an_answer_or_goes_beyond_it() -> None:
     assert frame.tokens == (50, 51)
     session = drafting((51, 52, 53, 54), max_tokens=3)
     frame = extended(session, session.sampled(3, 50)[1], 9)
-    assert frame.tokens == (50, 51), "what this row brings is the last token"
+    assert frame.tokens == (50, 51), "this row's token is the last"
     assert session.guess(1) is None
     assert session.sampled(4, 51)[1] == []
     event, frames = session.sampled(5, 52)
@@ -98,7 +98,7 @@ def test_a_restarted_session_has_no_drafts_under_way() -> None:
 
 
 def test_behind_a_replay_within_an_epoch_nothing_is_guessed() -> None:
-    """Answers of before it are taken as well, and might be of other guesses than those that are under way now."""
+    """Answers from before it count too, and might belong to other guesses than those now under way."""
     session = drafting((51, 52, 53, 54, 55))
     extended(session, session.sampled(3, 50)[1], 3)
     session.start()

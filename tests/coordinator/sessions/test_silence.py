@@ -44,7 +44,7 @@ def idle(n_stages: int = 2, sent: int = 5, **changes: Any) -> list[Work]:
 def looks(
     silence: Silence, n: int, works: Callable[[int], list[Work]], sent: Callable[[int], int] = lambda _: 5
 ) -> int:
-    """Look so often, a second apart, at session 7 that waits for one thing; the look at which it is lost, or 0."""
+    """Look this often, each second, at session 7 that waits for a row; return the look at which it is lost, or 0."""
     for at in range(n):
         silent = silence.silent({7: (3, 1)}, at * S)
         assert bool(silent) == (at >= SILENT_S)
@@ -75,7 +75,7 @@ def test_rows_that_a_stage_has_are_only_slow(changes: dict[str, Any]) -> None:
 
 
 def test_others_that_run_on_hide_nobody() -> None:
-    """At every look something is on some link, and all that was there at the look before has come."""
+    """At every look some frame is on some link, and all frames seen at the look before have arrived."""
 
     def works(at: int) -> list[Work]:
         n = 100 * at
@@ -122,11 +122,11 @@ def test_a_slow_link_on_which_anything_comes_is_not_broken() -> None:
 
 # --- one fault on a standing link -------------------------------------------------------------------------------------
 
-AT = 4  # the message that something happens to: within an answer of a dozen tokens
+AT = 4  # the damaged message: within an answer of a dozen tokens
 
 
 def on_envelopes(monkeypatch: pytest.MonkeyPatch, dtype: int, harm: Callable[[bytes], bytes | None]) -> None:
-    """Do harm to the AT-th envelope of this dtype on the first link that carries such; None drops it, as if it left."""
+    """Damage the AT-th envelope of this dtype on the first link that carries one; None drops it, as if it had left."""
     send, n_sent = RelayLink.send, 0
     addresses: list[str] = []
 

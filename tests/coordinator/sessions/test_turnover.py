@@ -18,7 +18,7 @@ S = 1_000_000_000
 
 
 def test_it_is_what_a_line_takes() -> None:
-    """A line of 256 before 32 lanes, in which each request holds its lane for about so long: played through."""
+    """A queue of 256 at 32 lanes, in which each request holds its lane for about this long: simulated."""
     for seed, hold_s in enumerate((0.3, 2.0, 12.0)):
         rng, turnover, now_s, ends = random.Random(seed), Turnover(), 0.0, [0.0] * 32
         for _ in range(32 + 256 + 200):

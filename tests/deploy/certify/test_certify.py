@@ -36,7 +36,7 @@ TIMEOUT_S = 120
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """Where the command puts its temporary artifacts."""
+    """The directory of the command's temporary artifacts."""
     directory = tmp_path / "scratch"
     directory.mkdir()
     return directory

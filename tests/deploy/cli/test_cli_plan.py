@@ -165,7 +165,7 @@ def test_slices_to_measure_are_stages_of_legal_splits(model: Path) -> None:
 
 @pytest.mark.parametrize(("name", "text"), samples(), ids=lambda value: value if "\n" not in value else "")
 def test_every_sample_can_be_planned(name: str, text: str, tmp_path: Path) -> None:
-    """With a small model that has the layers which the sample's ranges speak of."""
+    """With a small model that has the layers named in the sample's ranges."""
     manifest = parse_manifest(text.encode(), name)
     last = max((stage.layer_range[1] for stage in manifest.stages if stage.layer_range), default=0)
     n_layers = last if manifest.stages[-1].layer_range else last + 8

@@ -44,7 +44,9 @@ def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:
     assert "joined as old at 10.0.0.1:50049, older at 10.0.0.9:50049; name one of them" in refusal("--state", tmp_path)
     assert chosen(tmp_path, "older").file.enrol == "10.0.0.9:50049"
     assert chosen(tmp_path, address="10.0.0.1:50049").file.name == "old"
-    assert chosen(tmp_path, address="10.0.0.1:50050").file.name == "old", "where stages join is the same coordinator"
+    assert chosen(tmp_path, address="10.0.0.1:50050").file.name == "old", (
+        "the same join address means the same coordinator"
+    )
     assert "has not joined that pipeline" in refusal("10.0.0.7:50049", "--state", tmp_path)
 
 

@@ -82,7 +82,7 @@ def forgets_that_rows_see_each_other(patch: pytest.MonkeyPatch) -> None:
 
 
 def cuts_images_into_chunks(patch: pytest.MonkeyPatch) -> None:
-    """Also such whose rows see each other."""
+    """Also rows that see each other."""
     patch.setattr(GenerationRequest, "mutual_at", lambda self, position: None)
 
 
@@ -198,7 +198,7 @@ def takes_no_lane_back(patch: pytest.MonkeyPatch) -> None:
 
 
 ANY = KINDS
-# What each breaks, and what goes wrong where that shows soonest.
+# Each broken piece, and the scenario that shows it soonest.
 CANARIES = [
     (takes_any_token, ("answers again",)),
     (listens_to_old_epochs, ("dies", "cut")),

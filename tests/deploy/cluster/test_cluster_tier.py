@@ -69,7 +69,7 @@ def test_after_a_restart_of_one_stage(survives: bool) -> None:
     cluster = Cluster(chats(survives=survives, troubles=(trouble,)))
     outcome = cluster.run()
     assert (outcome.n_deaths, outcome.ends) == (1, {"length": 6})
-    assert figures(cluster)["restored"] == (3 if survives else 0), "what one stage lost, none brings back"
+    assert figures(cluster)["restored"] == (3 if survives else 0), "a state that one stage lost is restored by none"
 
 
 def test_a_stage_that_brings_back_another_lane_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class SharedCache:
 
 
 class Lanes:
-    """What lanes hold, and the cells where it lies: tokens come in steps, and some are forgotten."""
+    """The content of lanes, and its cells: tokens come in steps, and some are forgotten."""
 
     def __init__(self, cache: SharedCache, seed: int) -> None:
         self._cache, self._rng, self._values = cache, random.Random(seed), np.random.default_rng(seed)

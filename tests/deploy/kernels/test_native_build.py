@@ -25,7 +25,7 @@ from relayline.deploy.testing.paths import DEPLOY, ROOT
 from relayline.stage.engine import ggml
 
 BUILD, KERNELS = DEPLOY / "build", DEPLOY / "kernels"
-# As llama.cpp has it: a local configuration that nothing but ldtilecfg reads. `last` is the last of its 64 bytes.
+# As in llama.cpp: a local configuration that only ldtilecfg reads. `last` is the last of its 64 bytes.
 KERNEL = """
 #include <immintrin.h>
 void configure(unsigned char last) {
@@ -61,7 +61,7 @@ endif()
 REPACKED, FEW_ROWS = "ggml-cpu/arch/x86/repack.cpp", "repack_few_rows.cpp"
 OTHERS = ("ggml-cpu/repack.cpp", "ggml-cpu/ops.cpp", "ggml-cpu/ggml-cpu.c")  # those whose copies are compiled
 SOURCES = ("ggml-cpu/amx/mmq.cpp", "ggml-cpu/amx/amx.cpp", REPACKED, *OTHERS)
-# Of the three, at the pinned version: what lies around each place that llama.cpp.patch changes.
+# Excerpts of the three files, at the pinned version, around each place that llama.cpp.patch changes.
 EXCERPTS = {name: ROOT / "tests" / "golden" / "llama_cpp" / f"{Path(name).name}.txt" for name in OTHERS}
 # Describes this machine's processor as a test wants it, and is g++ otherwise.
 COMPILER = """#!/bin/sh
@@ -505,12 +505,12 @@ def test_products_of_four_bits_are_those_of_llama_cpp_to_the_bit(product: str, n
         ("gemm", 12, (3, n_blocks, 4 * 34)),
         *(("gemv", n, (n, n_blocks, 34)) for n in (1, 2, 3)),
     ):
-        rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)  # what Q8_0 has; never -128
+        rows = generator.integers(-127, 128, shape).astype(np.int8).view(np.uint8)  # the range of Q8_0; never -128
         set_scales(product, weights, rows)
         ours = products(f"{kind}_{product}", rows, n_rows)
         assert np.isfinite(ours).all()
         assert len(np.unique(ours)) > n_rows * n_columns // 2
-        one_by_one = rows if kind == "gemv" else [rows]  # of what fours leave over llama.cpp takes one row at a time
+        one_by_one = rows if kind == "gemv" else [rows]  # llama.cpp takes rows left over by fours one at a time
         theirs = [products(f"{kind}_{product}_llama", part, n_rows // len(one_by_one)) for part in one_by_one]
         assert np.array_equal(ours, np.concatenate(theirs))
 

@@ -19,8 +19,8 @@ class Type:
     id: int
     block_values: int
     block_bytes: int
-    halves: tuple[int, ...]  # where its half floats begin
-    rows: str = "q8_K"  # what rows are rounded to
+    halves: tuple[int, ...]  # the start of its half floats
+    rows: str = "q8_K"  # the precision of rounded rows
     row_block_bytes: int = 292
 
 
@@ -30,7 +30,7 @@ TYPES = [
     Type("q6_K", 14, 256, 210, (208,)),
     Type("q8_0", 8, 32, 34, (0,), "q8_0", 34),
 ]
-ROWS = 15  # of more, tiles take some
+ROWS = 15  # with more, tiles take some
 
 Rows = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -102,7 +102,7 @@ def exact(stored: Type, weights: Bytes, rows: Rows) -> npt.NDArray[np.float64]:
     return rows.astype(np.float64) @ values.astype(np.float64).T
 
 
-@pytest.mark.parametrize("n_values", [256, 2048, 8192])  # of the last, no eight rows fit the first cache
+@pytest.mark.parametrize("n_values", [256, 2048, 8192])  # of the last, not even eight rows fit the first cache
 @pytest.mark.parametrize("n_columns", [1, 37, 160])
 @pytest.mark.parametrize("stored", TYPES, ids=str)
 def test_rows_have_the_bits_that_llama_cpp_gives_each_alone(stored: Type, n_columns: int, n_values: int) -> None:

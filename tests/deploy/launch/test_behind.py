@@ -167,7 +167,7 @@ def test_up_names_ports_that_two_pipelines_want_before_it_starts_any(house: Writ
 
 
 def test_stages_of_this_machine_take_ports_that_nobody_wants(house: Write) -> None:
-    """Also where the manifest calls it by its address: both replicas have a stage here."""
+    """Also if the manifest names it by its address: both replicas have a stage here."""
     here = facing("10.255.0.1") or "127.0.0.1"
     path = house(
         f"  pipelines: [{{name: a, manifest: inner.yaml, replicas: [{{stages: [{{name: y, host: {here}}},"

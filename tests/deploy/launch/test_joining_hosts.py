@@ -70,7 +70,7 @@ def test_a_coordinator_without_a_host_takes_the_address_that_faces_the_others(tm
 
 
 def test_spares_are_hosts_like_others(tmp_path: Path) -> None:
-    """Also of a manifest whose stages are counted, or left out: then the spare alone is elsewhere."""
+    """Also for a manifest with a number of stages, or none: then only the spare is elsewhere."""
     head = "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: x}\nspec:\n  model: {path: m.gguf}\n"
     spares = "  spares: [{name: mine, host: 10.0.0.1}, {name: old, host: 10.0.0.3}]\n"
     for stages in ("", "  stages: 2\n", "  stages: [{name: desk, host: 10.0.0.1}]\n"):

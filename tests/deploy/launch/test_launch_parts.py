@@ -139,7 +139,7 @@ def test_arguments_that_up_passes_on_keep_their_meaning(
 
 
 def test_a_detached_supervisor_does_not_detach_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another for ever."""
+    """RELAYLINE_DETACH reaches the supervisor in the background as well, which would start another, and so on."""
     manifest_of(SMALL, tmp_path)
     started: list[Manifest] = []
     monkeypatch.setattr("relayline.deploy.cli.up_manifest.launch", lambda what, *_, **__: started.append(what.manifest))

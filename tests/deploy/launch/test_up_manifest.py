@@ -129,7 +129,7 @@ def up(manifest: Path, *more: str) -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """State and cache of this module's pipelines, for its commands as well."""
+    """State and cache of this module's pipelines, also for its commands."""
     directory = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(directory / "state"))
@@ -425,7 +425,7 @@ def free_port() -> int:
 
 
 def test_another_host_gets_its_one_command(home: Path) -> None:
-    """A stage of another name joins by that line from an empty disk, over mutual TLS. Nothing has to be measured."""
+    """A stage of another name joins by that line from an empty disk, over mutual TLS. No measurement is needed."""
     speed = "speed: {decodeGbytesPerS: 20, prefillGflops: 100}"
     stages = f"[{{name: here, {speed}}}, {{name: there, host: box.test, {speed}}}]"
     manifest = write_manifest(home, "apart", stages=stages)
@@ -456,7 +456,7 @@ def test_another_host_gets_its_one_command(home: Path) -> None:
 
 
 def command_line(pid: int) -> str:
-    """What every user sees of a process."""
+    """The visible command line of a process."""
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 

@@ -66,7 +66,7 @@ def test_without_a_gpu_and_with_listed_stages_nothing_changes() -> None:
 
 
 def test_as_many_layers_as_fit_go_to_a_small_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """From one layer's bytes under the need of all to one over: the last layers go first, the head with all alone."""
+    """From one layer's bytes too little to one byte over: the last layers go first, the head with all of them."""
     model, load = shape_of(inspect_model(MODEL)), load_of(smallest_manifest(MODEL))
     n_layers = model.n_layers
     whole = stage_memory(model, load, 0, n_layers, Offload(PlannedGpu("CUDA0"))).gpu

@@ -22,7 +22,7 @@ from tests.support.tiny_models import make_tiny
 
 
 def test_states_of_all_lanes_are_bounded_where_nobody_says() -> None:
-    assert usual_lanes((0, 0), 32) == 32, "of cells each lane has what it uses"
+    assert usual_lanes((0, 0), 32) == 32, "of cells, each lane takes as many as it uses"
     assert usual_lanes((0, 60 * MIB), 32) == 32
     assert usual_lanes((155 * MIB // 48,) * 48, 32) == 13, "a hybrid of 27B"
     assert usual_lanes((GIB,), 32) == 4, "fewer make no pipeline"

@@ -188,7 +188,7 @@ def test_the_commands_in_a_rendered_file_make_what_it_refers_to(
 
 
 def _secret_keys(argument: str) -> set[str]:
-    """The keys that kubectl would make of one --from-file."""
+    """The keys that kubectl would make from one --from-file."""
     key, equals, path = argument.removeprefix("--from-file=").partition("=")
     source = Path(path if equals else key)
     assert source.exists()

@@ -181,7 +181,7 @@ def test_the_board_shows_what_a_person_asks_for() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shown:
-    """What one pipeline exposes after a little work."""
+    """The metrics of one pipeline after a little work."""
 
     traced: Traced
     families: dict[str, Metric]  # by name, of all processes together

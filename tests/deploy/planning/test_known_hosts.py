@@ -60,7 +60,7 @@ def manifest(kv: str = "f16", laptop: str = "") -> Manifest:
 def report(
     name: str, layer_ms: float, *, cores: int = 4, memory: int = 8 * GIB, link: Link | None = None
 ) -> HostReport:
-    """A host on which a step of one row takes so long for a MiB of layers or head."""
+    """A host on which a step of one row takes this long for a MiB of layers or head."""
     points = [(rows, layer_ms * 1e6 * (1 + 0.5 * (rows - 1))) for rows in (1, 2, 4, 8, 16, 32)]
     who = Introduction(name, "p", 7, "1", "203.0.113.9", f"{name}.lan", "Linux", cores, memory, None, memory, "a CPU")
     return HostReport(who, (Sample(MIB, 0, points),), in_service=1.0, link=link)
@@ -248,7 +248,7 @@ def test_a_start_surveys_hosts_that_nobody_knows_where_there_is_something_to_cho
     assert wants_survey(over_hosts, DEMO_MODEL, measure=None)
     assert not wants_survey(over_hosts, DEMO_MODEL, measure=False)
     assert not wants_survey(fixed, DEMO_MODEL, measure=None), "two stages, and the first one's layers are given"
-    assert not wants_survey(here, DEMO_MODEL, measure=None), "stages of one machine are alike"
+    assert not wants_survey(here, DEMO_MODEL, measure=None), "stages of one machine are equal"
     assert wants_survey(here, DEMO_MODEL, measure=True)
     remember_hosts(over_hosts, DEMO_MODEL, [report("laptop", 4.0), report("server", 1.0)])
     assert not wants_survey(over_hosts, DEMO_MODEL, measure=None), "the next start plans at once"

@@ -77,7 +77,7 @@ def test_certificates_state_the_roles_that_links_ask_for(files: dict[str, str]) 
         assert volume["secret"]["secretName"] in found
         assert {item["path"] for item in volume["secret"]["items"]} == {"ca.pem", "cert.pem", "key.pem"}
         assert any(advertised in one["spec"]["dnsNames"] for one in objects(files, "Certificate"))
-    assert "relayline certs" not in files["config.yaml"], "nothing is to be made by hand"
+    assert "relayline certs" not in files["config.yaml"], "nothing has to be made by hand"
 
 
 def test_workers_of_one_template_see_their_own_certificate(replicas: dict[str, str]) -> None:

@@ -272,7 +272,7 @@ def test_a_stage_of_several_gpus_asks_for_all_of_them() -> None:
 
 @pytest.mark.parametrize("target", ["compose", "kubernetes", "leaderworkerset"])
 def test_the_memory_of_a_gpu_limits_no_container(target: str) -> None:
-    """A process whose weights are on a card of 22 GiB may need more of the host's memory, or far less."""
+    """A process with its weights on a card of 22 GiB may need more of the host's memory, or far less."""
     card, host = "device: gpu, memoryGib: 22", "memoryGib: 3"
     on_card = parsed(with_stages(f"name: a, {card}", f"name: b, {card}"))
     assert not re.search(r"22528(m|Mi)\b", "".join(render(on_card, target).values()))

@@ -256,7 +256,7 @@ def test_bursts_of_short_requests_gain_from_batching(curve: str, n_streams: int)
 
 @pytest.mark.parametrize("n_seeds", [3, pytest.param(8, marks=pytest.mark.nightly)])
 def test_churn_on_a_flat_curve_is_about_as_fast_as_draining_and_answers_sooner(n_seeds: int) -> None:
-    """Where batching costs nothing draining is hard to beat: it pays in the pace of those that run and wait.
+    """Where batching costs nothing draining is hard to beat: it helps the pace of running and waiting streams.
 
     Histories that differ in one step soon differ in all, one of them by several percent: hence the mean of many.
     """
@@ -337,7 +337,7 @@ def test_a_stage_that_slows_down_changes_the_plan() -> None:
 
 
 def test_envelopes_must_stay_apart() -> None:
-    """What one message for two groups costs: they are lock-step from then on. Hence the sender keeps them apart."""
+    """The cost of one message for two groups: they are lock-step from then on. Hence the sender keeps them apart."""
     world = World(equal_stages(2), streams(8, 50, n_prompt=1))  # they start as two groups in one turn
     melted = steady_figures(world, Setup(melts_envelopes=True)).tokens_per_s
     assert steady_figures(world).tokens_per_s >= 1.5 * melted
@@ -373,7 +373,7 @@ def test_a_larger_allowed_wait_gets_prompts_read_sooner() -> None:
 
 
 def test_the_bound_knows_that_no_stream_is_at_two_stages_at_once() -> None:
-    """Sixteen rows are cheap by the row, but sixteen streams can't make a step of so many at each of two stages."""
+    """Sixteen rows are cheap per row, but sixteen streams cannot fill such a step at each of two stages."""
     curve = CostCurve([(1, 20 * MS), (4, 60 * MS), (8, 117 * MS), (12, 167 * MS), (16, 157 * MS)])
     stages = (StageModel(curve, curve),) * 2
     for n_streams in (1, 4, 7, 16, 20, 32):
@@ -397,7 +397,7 @@ def test_requests_come_and_go_on_many_unequal_stages(n_stages: int, n_requests: 
 @pytest.mark.parametrize("curve", ALL_CURVES)
 @pytest.mark.parametrize("n_streams", [1, 4, 8, 16])
 def test_curves_that_nobody_measured_are_learned_from_real_steps(curve: str, n_streams: int) -> None:
-    """What `--no-calibrate` is: stages begin without any curve, and the coordinator with them."""
+    """The effect of `--no-calibrate`: stages begin without any curve, and so does the coordinator."""
     world = dataclasses.replace(steady(equal_stages(2, curve), n_streams, jitter=0.05), refresh_ns=1_000 * MS)
     blind = Simulation(world, Setup(is_calibrated=False))
     assert not blind.planner.is_known
@@ -408,7 +408,7 @@ def test_curves_that_nobody_measured_are_learned_from_real_steps(curve: str, n_s
 
 
 def test_streams_that_begin_apart_meet_although_nothing_is_known_yet() -> None:
-    """What each of them costs alone is all that stages can learn from while they have not met."""
+    """While they have not met, stages can learn only from their costs alone."""
     requests = tuple(Request(3 * MS * index, 4, 100) for index in range(16))
     world = World(equal_stages(2, "smooth"), requests, refresh_ns=1_000 * MS)
     blind, known = (

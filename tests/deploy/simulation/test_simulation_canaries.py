@@ -47,7 +47,7 @@ class LosesFrames(Batcher):
 
 
 class NeverPrefills(GroupPolicy):
-    """Serves decoders only, as long as there is one."""
+    """Serves only decode rows while there are any."""
 
     def choose(self, decode: Sequence[QueuedFrame], prefill: Sequence[QueuedFrame], now_ns: int, **_: bool) -> Choice:
         return Choice(len(decode), 0, "broken") if decode else Choice(0, 0, "broken")
@@ -138,7 +138,7 @@ def test_rows_that_are_held_for_too_long_are_caught_although_no_curve_is_known(m
 
 @pytest.mark.parametrize("says", ["nothing", "that it may"])
 def test_rows_that_are_held_for_longer_than_predicted_are_caught(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the plan itself says that they may be."""
+    """Also where the plan itself permits them."""
     world = burst(equal_stages(2, "smooth"), 16, 16, 16, link_ns=MS // 2)
     Simulation(world).run()
     if says == "nothing":

@@ -53,9 +53,9 @@ def test_a_single_stream_gains_from_a_prediction_that_is_mostly_right(curve: str
     ],
 )
 def test_drafts_hardly_ever_cost(curve: str, n_stages: int, n_streams: int, link_ms: int, predicted: float) -> None:
-    """Where flights share the stages a longer one makes all others wait, and streams that part leave smaller groups.
+    """If flights share the stages a longer one delays all others, and streams that part leave smaller groups.
 
-    The mean of these is far above 1. The worst of them, 0.93, are where some flights take guesses along, some do not.
+    The mean of these is far above 1. The worst, 0.93, are where some flights take guesses along and some do not.
     """
     found = gain(curve, n_stages, n_streams, predicted, link_ms, n_tokens=64 if n_streams > 4 else 96)
     assert found.gain >= 0.92

@@ -58,6 +58,6 @@ def test_plans_know_that_further_rows_of_a_chunk_cost_less_than_its_first(monkey
 
 
 def test_a_tile_leaves_although_decode_flights_leave_hardly_any_room() -> None:
-    """With two streams on a staircase the room for 64 rows takes longer than a prompt may wait."""
+    """With two streams on a staircase, room for 64 rows takes longer than a prompt may wait."""
     requests = (*(Request(0, 4, 120) for _ in range(2)), Request(60 * MS, 1_000, 2))
     Simulation(World(per_lane(2, "staircase"), requests)).run()

@@ -56,7 +56,7 @@ def test_fewer_streams_than_before_share_their_steps(n_before: int, n_after: int
     few = tuple(Request(begins_ns, 32, 300) for _ in range(n_after))
     simulation = Simulation(one_gpu(many + few))
     simulation.run(begins_ns)
-    assert simulation.planner.round_trip.ns > n_before * TOKEN_NS, "as many rows as there were"
+    assert simulation.planner.round_trip.ns > n_before * TOKEN_NS, "the same number of rows as before"
     simulation.run()
     steps = [rows for start, _, _, rows in simulation.audit.steps if start > begins_ns + S // 2]
     assert sum(rows == n_after for rows in steps) > 0.9 * len(steps)

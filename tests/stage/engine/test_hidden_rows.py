@@ -23,7 +23,7 @@ CTX = 128
 
 
 def reference(pooling: int) -> npt.NDArray[np.float32]:
-    """What llama.cpp gives for the whole model with `embeddings` on."""
+    """llama.cpp's result for the whole model with `embeddings` on."""
     params = llama.llama_model_default_params()
     model = llama.llama_model_load_from_file(str(DEMO_MODEL).encode(), params)
     options = llama.llama_context_default_params()

@@ -14,7 +14,7 @@ N_LANES = 3
 
 
 class Lane:
-    """What llama.cpp holds of one lane: the place of each row, and which image it belongs to."""
+    """llama.cpp's state of one lane: each row's position, and the image to which it belongs."""
 
     def __init__(self) -> None:
         self.rows: list[

@@ -364,7 +364,7 @@ def test_a_step_ends_when_it_has_been_computed(chain: Chain, monkeypatch: pytest
             seen: list[bool] = []
             engine.decode(1, meanwhile=lambda seen=seen: seen.append(is_computed))
             assert is_computed, "the step's clock stops before its arithmetic has ended"
-            assert seen == [False] * has_device, "what may be done meanwhile is done before the wait, on a GPU alone"
+            assert seen == [False] * has_device, "work for the meantime is done before the wait, only on a GPU"
             engine.positions[0] += 1
 
 

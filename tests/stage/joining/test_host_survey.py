@@ -21,7 +21,7 @@ from relayline.wire.settings.table import EngineSettings
 
 
 class OneMember:
-    """What `survey` needs of a membership."""
+    """The part of a membership that `survey` uses."""
 
     def __init__(self, order: pb.JoinResponse) -> None:
         self.order = order

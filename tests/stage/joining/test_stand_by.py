@@ -38,7 +38,7 @@ class FakeMember:
 
 
 class FakeServed(str):
-    """What is served, by the name of its configuration."""
+    """The served engine, by the name of its configuration."""
 
     def expect(self, hand_over: HandOver | None) -> None:
         assert hand_over is None, "lanes are not mentioned"

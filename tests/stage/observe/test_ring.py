@@ -109,7 +109,7 @@ def test_an_entry_costs_the_garbage_collector_nothing() -> None:
     kept = Entry.of(executor.execute(step_of(rows_frame(5, 0)))).kept
     gc.collect()
     assert kept
-    assert not any(gc.is_tracked(each) for each in kept), "65,536 of them would be looked at in every full collection"
+    assert not any(gc.is_tracked(each) for each in kept), "65,536 objects would be visited in every full collection"
 
 
 def test_an_entry_says_what_the_step_did_and_keeps_no_frame() -> None:

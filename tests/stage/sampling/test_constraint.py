@@ -40,7 +40,7 @@ from tests.support.fleet import CTX, NEAR_TIE, TinyShape, fleet, logits_along, r
 
 SHAPE = TinyShape(n_vocab=N_VOCAB, has_text=True)
 ENDS = {EOS, IM_END}
-# Some begin alike, and one is the beginning of another.
+# Some share a beginning, and one is the beginning of another.
 CHOICES = ("hello", "hello world", "help", "hell", "yes", "yesterday é", "no", "north")
 GRAMMAR = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in CHOICES)
 LONG = [f"{'hello ' * (number % 4)}{'world' * (3 + number % 7)}{number:04}" for number in range(40)]
@@ -239,7 +239,7 @@ def test_a_grammar_too_complex_to_follow_ends_its_session_alone(vocabulary: LLTo
 
 
 def test_a_grammar_has_a_bound_of_work_for_all_tokens_that_may_come_next() -> None:
-    """Long tokens let an ambiguous grammar be read in very many ways: a third of a second with a real vocabulary."""
+    """Long tokens give an ambiguous grammar very many parses: a third of a second with a real vocabulary."""
     parts = [f"a{at}: a{at + 1}? a{at + 1}? a{at + 1}?" for at in range(12)]
     constraint = Constraint(
         LLTokenizer(TokenizerWrapper(Runs())), "\n".join(["start: a0", *parts, "a12: /[a-z ]/?"]), ()
@@ -250,7 +250,7 @@ def test_a_grammar_has_a_bound_of_work_for_all_tokens_that_may_come_next() -> No
 
 
 class Words(Bytes):
-    """With 8,190 words, each behind whose beginning an answer may be over that is a few letters and blanks."""
+    """With 8,190 words, after each of whose beginnings an answer of a few letters and blanks may end."""
 
     tokens = (
         *Bytes.tokens,
@@ -259,7 +259,7 @@ class Words(Bytes):
 
 
 def test_one_expression_is_followed_in_a_large_vocabulary_while_other_grammars_keep_their_bound() -> None:
-    """An answer that may be over within very many tokens is no ambiguous one, though it is counted alike."""
+    """An answer that may end within very many tokens is not ambiguous, although the count is the same."""
     vocabulary, text = LLTokenizer(TokenizerWrapper(Words())), "[a-z ]{2,12}"
     one, another = (
         Constraint(vocabulary, LLMatcher.grammar_from_regex(text), ()),
@@ -367,8 +367,8 @@ async def test_streams_through_stages_are_what_the_unsplit_model_would_say(
     prompts = [tuple(np.random.default_rng(seed).integers(0, 256, 12 + seed).tolist()) for seed in range(5)]
     async with (
         asyncio.timeout(60),
-        # In a shared cache the cells of streams that end go to others, whose flash attention sums in another order
-        # then: that moves logits of the unsplit model too, by 0.02 and not 0.005. So lanes have their own cells here.
+        # In a shared cache the cells of ended streams go to others, whose flash attention then sums in another order:
+        # that moves logits of the unsplit model too, by 0.02 and not 0.005. So lanes have separate cells here.
         fleet(
             paths, n_vocab=N_VOCAB, is_end=lambda token: token in ENDS, proxied=loss == "link", kv_layout="per-lane"
         ) as running,

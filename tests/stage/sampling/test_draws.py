@@ -54,7 +54,7 @@ def noise(keys: tuple[int, int], n_tokens: int) -> npt.NDArray[np.float64]:
 
 
 def drawn_plainly(logits: Floats, temperature: float, keys: tuple[int, int]) -> int:
-    """Every token's arrival, and the first of them."""
+    """Every token's arrival time, and the first token."""
     arrivals = np.log(noise(keys, logits.size))
     return int((arrivals - (logits.astype(np.float64) - float(logits.max())) / temperature).argmin())
 
@@ -91,7 +91,7 @@ def test_the_noise_is_the_plain_definition(n_vocab: int) -> None:
 
 
 def test_the_noise_of_blocks_is_independent_and_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of a block and the others of it together: flat, and pairs of one block's tokens as well."""
+    """The least of a block and its other values: uniform, and pairs of one block's tokens as well."""
     monkeypatch.setattr("relayline.stage.sampling.draws.BLOCKS_FROM", 1)
     draws, tokens = Draws(640), np.arange(640)
     keys = [noise_keys(seed, position) for seed in range(10) for position in range(40)]
@@ -130,7 +130,7 @@ def test_the_coldest_and_the_hottest(temperature: float) -> None:
 
 
 def test_noise_is_flat_and_independent_between_neighbours() -> None:
-    """Of tokens, positions and seeds: by one, and by pairs."""
+    """Of tokens, positions and seeds: singly and in pairs."""
     draws, tokens = Draws(200), np.arange(200)
     keys = [[noise_keys(seed, position) for position in range(40)] for seed in range(10)]
     grid = -np.expm1(-np.array([[draws.noise(tokens, each) for each in row] for row in keys]))
@@ -157,7 +157,7 @@ def test_few_tokens_are_drawn_as_often_as_they_should_be(n_tokens: int) -> None:
 
 @pytest.mark.parametrize("moved_by", [0.003, 0.03])
 def test_logits_that_move_a_little_move_few_draws(moved_by: float) -> None:
-    """Not many more than there must be for two such distributions; a draw along the cumulative sum moves far more."""
+    """Not many more than two such distributions require; a draw along the cumulative sum moves far more."""
     draws, rng, n_draws = Draws(N_VOCAB), np.random.default_rng(8), 3_000
     n_moved = n_moved_by_sum = 0
     distance = 0.0

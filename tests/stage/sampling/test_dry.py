@@ -96,7 +96,7 @@ def test_a_text_that_repeats_itself_breaks_off(tokenizer: Tokenizer) -> None:
     """Over the prompt and the answer together; also if a session is opened again in the middle of its answer."""
     text = [ord(letter) for letter in "abcdefg" * 3]
     logits = np.zeros(tokenizer.n_vocab, np.float32)
-    logits[ord("a")] = 1.0  # what repeating would say next
+    logits[ord("a")] = 1.0  # the next token of a repetition
     logits[ord("z")] = 0.5
     options = SamplingOptions(temperature=0, numbers={"dry_multiplier": 0.8, "dry_penalty_last_n": 64})
     for n_said in (0, 5):

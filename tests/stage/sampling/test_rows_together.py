@@ -30,7 +30,7 @@ def logits_of(seed: int, n_vocab: int, spread: float, step: float = 0.0, lead: f
 
 
 def alone(asks: list[Ask]) -> list[object]:
-    """What new samplers with the same options say."""
+    """The results of new samplers with the same options."""
     found: list[object] = []
     for sampler, logits, position in asks:
         try:

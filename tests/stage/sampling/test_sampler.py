@@ -105,7 +105,7 @@ def test_a_token_moved_over_the_edge_of_a_filter_changes_only_its_own_picks(edge
     assert outside not in before
     assert last not in after
     changed = {pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]}
-    assert changed, "each of the two was picked at times"
+    assert changed, "each of the two was sampled at times"
     assert all(one == last or other == outside for one, other in changed)
 
 

@@ -300,7 +300,7 @@ def test_curves_whose_threads_never_had_their_cores_together_are_not_remembered(
 def test_a_step_that_a_larger_one_undercuts_is_measured_again_where_only_the_clock_tells(
     n_threads: int, seems_ms: int, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU that others use: each pass was disturbed at three rows. Three may be dearer than four on a CPU."""
+    """As on a GPU with other users: each pass was disturbed at three rows. Three may cost more than four on a CPU."""
     seen: list[int] = []
 
     def takes(_: NativeEngine, times: StepTimes, n_rows: int, *, in_one_lane: bool) -> int:
@@ -424,4 +424,4 @@ def test_the_command_prints_a_table_and_json(
     assert [line["rows"] for line in rows["decode"]][:4] == [1, 2, 3, 4]
     assert all(line["runs_as"] >= line["rows"] for line in rows["decode"])
     assert rows["context_ns"] >= 0
-    assert rows["context_tiled_ns"] == 0, "a lane of 64 tokens is never much behind its rows"
+    assert rows["context_tiled_ns"] == 0, "a lane of 64 tokens is never far behind its rows"

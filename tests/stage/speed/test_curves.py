@@ -111,7 +111,7 @@ def test_a_slower_machine_makes_both_prices_of_context_dearer() -> None:
     known, truth = tiled_curves(), tiled_curves()
     for _ in range(200):
         known.observe(shape(DECODE, 20), round(3 * truth.predict_ns(shape(DECODE, 20))))
-    assert known.context_ns > 1.3 * CONTEXT_NS, "what all have in common moves with steps of one kind too"
+    assert known.context_ns > 1.3 * CONTEXT_NS, "the common part moves with steps of one kind too"
     assert known.context_tiled_ns / TILED_NS == pytest.approx(known.context_ns / CONTEXT_NS)
 
 
@@ -246,7 +246,7 @@ def test_a_curve_begins_with_what_it_sees() -> None:
 
 
 def test_prompts_teach_a_stage_without_head_what_untried_numbers_of_decode_rows_cost() -> None:
-    """As after a calibration that found no gain in batches, so that none are tried."""
+    """As after a calibration that found no gain in batches, so none are tried."""
     wrong = [(1, 44_000_000), (4, 176_000_000), (8, 352_000_000)]
     headless = Curves.of_stage(has_head=False, decode=wrong, prefill=wrong)
     last = Curves.of_stage(has_head=True, decode=wrong, prefill=wrong)

@@ -100,7 +100,7 @@ def test_a_close_leaves_what_others_copy() -> None:
 
 
 def test_a_storm_of_controls_takes_several_steps_in_the_order_in_which_they_came() -> None:
-    """An envelope to the next stage has room for so many frames."""
+    """An envelope to the next stage has room for this number of frames."""
     batcher = new_batcher()
     frames = [control(session, flag) for session in range(3_000) for flag in (Flag.OPEN, Flag.CLOSE)]
     for frame in frames:
@@ -308,7 +308,7 @@ def push_envelopes(batcher: Batcher, sent: Sequence[Sequence[QueuedFrame]]) -> N
     ids=["rest", "rest_riding", "open", "open_riding"],
 )
 def test_frames_sent_together_run_in_one_step(sent: list[list[QueuedFrame]]) -> None:
-    """Also who becomes the head of its session's queue only then: behind a prompt's first part, or behind an open."""
+    """Also a frame that becomes its session's head only then: behind a prompt's first part, or behind an open."""
     sent = [*sent, [rows_frame(99, 0)]]
     batcher = Batcher(GroupPolicy(16, CostCurve()))
     push_envelopes(batcher, sent)

@@ -226,7 +226,7 @@ def test_the_next_lane_is_for_the_route_that_was_refused_and_has_fewer() -> None
         table.open(5, 1, now_ns=20)
     table.open(9, 2, now_ns=OWED_NS)
     table.close(1, 1)
-    assert table.open(6, 1, now_ns=OWED_NS + 1), "the other one asks for no more"
+    assert table.open(6, 1, now_ns=OWED_NS + 1), "the other one needs no more"
 
 
 def test_shares_become_equal_and_no_further() -> None:

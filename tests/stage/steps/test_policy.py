@@ -105,7 +105,7 @@ def test_groups_stay_together_and_apart(name: str) -> None:
 
 
 def test_remaining_rows_do_not_turn_a_group_into_an_attention_tile() -> None:
-    """In which each of them would pay for the context of all. A step that is one already takes it."""
+    """Each of them would pay for the context of all in such a tile. A step that is one already takes it."""
     curve = CostCurve(
         [(1, 25), (4, 80), (5, 180), (6, 280), (7, 380), (8, 160), (60, 1_200), (64, 1_240), (128, 2_480)]
     )

@@ -261,7 +261,7 @@ async def test_stop_ends_a_thread_whose_outbox_is_full() -> None:
         assert h.runner.snapshot.queued_rows == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread is to die of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # this should end the thread
 async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
     async with harness() as h:
         await h.open(0)

@@ -139,7 +139,7 @@ def test_the_curve_is_refined_by_real_steps() -> None:
     engine = FakeEngine()
     executor = padded(engine, curves=curves)
     first = executor.execute(step_of(rows_frame(0, 0, 4, PREFILL)))
-    assert curves.prefill.points() == [], "what leaves the stage does not wait for that"
+    assert curves.prefill.points() == [], "the outgoing envelope does not wait for that"
     executor.learn(first)
     assert [rows for rows, _ in curves.prefill.points()] == [4]
     assert first.predicted_ns == 0

@@ -71,7 +71,7 @@ def test_a_file_rewritten_with_its_old_time_is_hashed_again(file: Path) -> None:
 @pytest.mark.parametrize("passed_s", [REMEMBERED_S + 1, -10.0])  # and a clock that was set back
 def test_a_hash_expires(file: Path, passed_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     rot(file)
-    assert sha256_of(file) != sha256(file), "as a rotten file is taken for whole"
+    assert sha256_of(file) != sha256(file), "as a rotten file passes for a good one"
     now_s = time.time()
     monkeypatch.setattr(file_hash.time, "time", lambda: now_s + passed_s)
     assert sha256_of(file) == sha256(file)

@@ -442,7 +442,7 @@ def test_round_trip_of_arbitrary_frames_and_rows(frames: list[pb.Frame], dtype: 
 
 
 def test_the_layout_is_the_contracts_own_in_all_its_forms() -> None:
-    """`wire_examples` writes it by hand. A field that is added to the contract moves everything, and is seen here."""
+    """`wire_examples` writes it by hand. A field added to the contract moves everything, and is seen here."""
     record = struct.Struct(layout.FRAME.struct_form(with_constants=False))
     columns = [name for name in FRAME_DTYPE.names or () if name]
     assert columns == [field.name for field in pb.Frame.DESCRIPTOR.fields]

@@ -46,7 +46,7 @@ def test_only_flags_that_the_compiler_knows_are_used(build: types.ModuleType) ->
 
 
 def test_built_extensions_have_the_stack_protector(tmp_path: Path) -> None:
-    """By the compiler that builds here, which is gcc or clang wherever relayline runs."""
+    """By the compiler of this machine, which is gcc or clang wherever relayline runs."""
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path / "t"]
     done: Any = subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False, timeout=250

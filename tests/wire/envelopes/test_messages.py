@@ -102,7 +102,7 @@ def measured() -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def envelope_bombs(n_bytes: int) -> dict[str, bytes]:
-    """Messages of a link, of so many bytes, which are made of as many parts as fit."""
+    """Messages of a link, of this many bytes, made of as many parts as fit."""
     head = canonical(envelope(1, np.zeros((0, 1), "<i4"), [frame(0, flags=32)]))[: HEADER_BYTES + FRAME_BYTES]
     tails = {
         "options": b"\x5a\x00",

@@ -223,7 +223,7 @@ def serve_and_tell() -> None:
             print(stage.address, flush=True)
             before, resting = 0, calls()
             while line := await lines.get():
-                if line == "begin\n":  # what came before is gone, and its bytes are not used again
+                if line == "begin\n":  # earlier parts are gone, and their bytes are not used again
                     while left := calls() - resting:
                         await asyncio.wait(left)
                     gc.collect()

@@ -269,7 +269,7 @@ def no_forced_switches():
 
 
 def ran_meanwhile(n_rows: int, n_encodes: int) -> bool:
-    """Whether a thread set free just before that many encodes of n_rows x 8192 ran before the last one returned."""
+    """Whether a thread released just before many encodes of n_rows x 8192 ran before the last one returned."""
     rows, ran = np.ones((n_rows, 8192), np.float32), []
     out, encoder = np.empty(rows.shape, np.float16), RowEncoder(n_rows, 8192)
     ready, go = threading.Event(), threading.Event()

@@ -51,7 +51,7 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Identities:
 
 
 class Lines(logging.Handler):
-    """What relayline.security logs, to be waited for."""
+    """The log lines of relayline.security, to be awaited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ async def test_port_checks_and_noise_do_no_harm(ids: Identities, lines: Lines):
 
 
 async def test_a_crowd_that_says_nothing_keeps_nobody_out(ids: Identities, lines: Lines):
-    """More silent connections than are looked at in a second, all still open while a stage is described."""
+    """More silent connections than are checked in a second, all still open while a stage is described."""
     async with serving(security_of(ids.box1)) as server:
         with contextlib.ExitStack() as crowd:
             for _ in range(3 * LOOKS_PER_S_MAX):

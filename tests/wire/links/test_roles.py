@@ -299,7 +299,7 @@ async def test_a_route_stays_with_the_coordinator_that_began_it(ids: Identities,
 
 
 async def test_the_pass_is_what_counts_where_links_are_plaintext():
-    """With tokens, and with none at all: another process of this machine has no pass."""
+    """With tokens, and without any: another process of this machine has no pass."""
     for token, root in ((token_for(ROOT, BOX2, 0), ROOT), ("", "")):
         async with guarded_stage(LinkSecurity(token=token)) as (stage, address, _):
             head = LinkSecurity(token=root)

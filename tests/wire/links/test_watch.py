@@ -132,7 +132,7 @@ class Signs:
 
 
 async def long_enough() -> None:
-    """Three times as long as a silence takes that is not forgiven."""
+    """Three times the silence that is not forgiven."""
     for _ in range(3):
         await until_silent(Silence())
 
@@ -338,7 +338,7 @@ async def test_a_member_that_hangs_loses_its_place_and_one_that_beats_keeps_it(t
 async def test_a_report_that_is_cancelled_halfway_ends_the_membership_and_is_no_silent_end(tmp_path: Any):
     async with join_port(tmp_path) as port:
         member = await port.join()
-        member._call.cancel()  # which is what gRPC makes of a write that is cancelled
+        member._call.cancel()  # as gRPC turns a cancelled write
         async with asyncio.timeout(WAIT_S):
             assert "was cancelled halfway" in (await member.lost).message
         await member.close()

@@ -304,7 +304,7 @@ async def test_a_key_may_come_in_a_header_of_its_own(tokenizer: Tokenizer, tmp_p
 
 
 async def test_a_last_turn_of_the_assistant_is_gone_on_with(tokenizer: Tokenizer) -> None:
-    """As Anthropic does it: the answer is what follows, and does not say the beginning again."""
+    """As at Anthropic: the answer is the continuation, without the given beginning."""
     async with serving(tokenizer, FakeGenerator(says(b"me."))) as served, aiohttp.ClientSession() as session:
         ask = Asker(served, session, tokenizer)
         status, found = await ask(messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "Ro"}]}])

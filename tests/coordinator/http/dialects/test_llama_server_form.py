@@ -202,7 +202,7 @@ async def test_slots_say_what_lanes_do(tokenizer: Tokenizer) -> None:
 
 
 class ReadingGenerator(FakeGenerator):
-    """Its streams say how far the prompt has been read, then one token."""
+    """Its streams report how far the prompt has been read, then one token."""
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> Any:
         self.requests.append(request)

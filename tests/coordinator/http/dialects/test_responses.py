@@ -97,7 +97,7 @@ async def test_the_events_of_text_in_their_documented_order(tokenizer: Tokenizer
 
 
 async def test_absent_fields_are_left_out_of_a_response(tokenizer: Tokenizer) -> None:
-    """As OpenAI's description has it: these fields are no text or no object otherwise."""
+    """As in OpenAI's description: these fields cannot be null, so they are absent."""
     async with client_of(tokenizer, FakeGenerator(says(b"hey"))) as (client, _):
         events = [event async for event in await client.responses.create(model=MODEL, input="hi", stream=True)]
         named = await client.responses.create(model=MODEL, input="hi", user="u", safety_identifier="s")

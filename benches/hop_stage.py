@@ -77,7 +77,7 @@ class StampingEngine:
         self._logits = np.linspace(0, 1, N_VOCAB, dtype=np.float32)
         self.begin_ns = self.ready_ns = 0
         self.micro_batches: tuple[int, ...] = ()
-        self.hidden = None
+        self.hidden = self.device = None
 
     def decode(
         self,
@@ -92,10 +92,6 @@ class StampingEngine:
         if self._swept.size:
             np.copyto(self._sweeps_into, self._swept)
         self.ready_ns = time.monotonic_ns()
-
-    def best_token(self, _row: int) -> int | None:
-        """Return nothing: the sampler looks at the logits."""
-        return None
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the same logits for every row."""

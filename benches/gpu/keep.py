@@ -16,8 +16,9 @@ from benches.tables import RESULTS
 COMMAND = "python -m benches.gpu --minutes 10"
 SERVED = {
     "one-stage": "one stage over HTTP",
-    "one-stage-drawn": "one stage, drawn answers (temperature .7, top-p .9)",
-    "one-stage-drawn-host": "one stage, drawn answers, with all logits copied to the host",
+    "one-stage-drawn": "one stage, temperature .7 and top-p .9 (`--device-sampling all`)",
+    "one-stage-drawn-rows": "the same with whole rows fetched one by one (`--device-sampling on`)",
+    "one-stage-drawn-host": "the same with all rows copied (`--device-sampling off`)",
     "many-unified": "one stage with 255 lanes that share their cells",
     "many-per-lane": "one stage with 255 lanes that have cells of their own, sampled by the processor",
     "one-stage-waits": "one stage that waits for the coordinator (`--run-ahead off`)",
@@ -33,8 +34,9 @@ QUOTIENTS = (
     ("one-stage", "unsplit", "one stage / unsplit `llama-server`", ""),
     ("one-stage", "one-stage-waits", "one stage / the same that waits for the coordinator", ""),
     ("one-stage", "one-stage-host", "one stage / the same, sampled by the processor", ""),
-    ("one-stage-drawn", "one-stage", "one stage, drawn / greedy answers", ""),
-    ("one-stage-drawn", "one-stage-drawn-host", "one stage, drawn / the same with all logits copied", ""),
+    ("one-stage-drawn", "one-stage", "one stage, drawn / greedy", ""),
+    ("one-stage-drawn", "one-stage-drawn-rows", "one stage, drawn / the same with whole rows fetched", ""),
+    ("one-stage-drawn", "one-stage-drawn-host", "one stage, drawn / the same with all rows copied", ""),
     ("many-per-lane", "many-unified", "255 lanes, cells of their own / shared cells", ""),
     ("two-stages", "one-stage", "two stages / one", "0.9"),
     ("two-stages", "rpc", "two stages / llama.cpp RPC", ""),

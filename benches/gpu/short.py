@@ -39,6 +39,7 @@ DEVICE_SAMPLES, HOST_SAMPLES = ("--device-sampling", "on"), ("--device-sampling"
 WAITS = ("--run-ahead", "off")
 UNIFIED, PER_LANE = ("--kv-layout", "unified"), ("--kv-layout", "per-lane")
 OF_PEERS = ("unsplit", "rpc")  # parts that need llama.cpp's programs
+DEVICE_DRAWS = ("--device-sampling", "all")
 DRAWN: Mapping[str, Any] = MappingProxyType({"temperature": 0.7, "top_p": 0.9})
 PROFILE_S = 2
 
@@ -264,8 +265,9 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
         ("many-unified", 60, many("many-unified", *DEVICE_SAMPLES, *UNIFIED)),
         ("many-per-lane", 60, many("many-per-lane", *HOST_SAMPLES, *PER_LANE)),
         ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2, *DEVICE_SAMPLES))),
-        ("one-stage-drawn", 45, streams(lambda: short.relayline("drawn", 1, *DEVICE_SAMPLES), DRAWN)),
+        ("one-stage-drawn", 45, streams(lambda: short.relayline("drawn", 1, *DEVICE_DRAWS), DRAWN)),
         ("one-stage-drawn-host", 45, streams(lambda: short.relayline("drawn-host", 1, *HOST_SAMPLES), DRAWN)),
+        ("one-stage-drawn-rows", 45, streams(lambda: short.relayline("drawn-rows", 1, *DEVICE_SAMPLES), DRAWN)),
         ("unsplit", 30, streams(short.unsplit)),
         ("one-stage-waits", 45, streams(lambda: short.relayline("waits", 1, *DEVICE_SAMPLES, *WAITS))),
         ("one-stage-host", 45, streams(lambda: short.relayline("one-stage-host", 1, *HOST_SAMPLES))),

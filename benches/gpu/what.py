@@ -15,6 +15,7 @@ PARTS = (
     "two-stages",
     "one-stage-drawn",
     "one-stage-drawn-host",
+    "one-stage-drawn-rows",
     "unsplit",
     "one-stage-waits",
     "one-stage-host",

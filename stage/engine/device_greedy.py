@@ -2,7 +2,8 @@
 
 llama.cpp copies every row of logits to the host unless the row's lane has a backend sampler. So each lane has one. All
 of them together add two small operations to the graph: for every row the token of its largest logit, and the sum of its
-logits, which is not finite if one of them is not. A row that the host needs is fetched alone.
+logits, which is not finite if one of them is not. A row that the host needs is fetched alone. Of rows that draw, parts
+can be fetched (`stage.engine.device_rows`).
 
 Of equal largest logits the device may name another than the host, which takes the first.
 """
@@ -10,6 +11,7 @@ Of equal largest logits the device may name another than the host, which takes t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,28 +19,11 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.device_rows import DeviceRows, Tensor, n_blocks_of
 from relayline.wire.common.errors import InternalError, NativeError
 from relayline.wire.settings.table import EngineSettings
 
 _lib: Any = llama._lib
-_MAX_DIMS, _OP_PARAMS_BYTES, _MAX_SRC = 4, 64, 10  # of ggml.h
-
-
-class _Tensor(ctypes.Structure):
-    """The beginning of struct ggml_tensor."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * _MAX_DIMS),
-        ("nb", ctypes.c_size_t * _MAX_DIMS),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_char * _OP_PARAMS_BYTES),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * _MAX_SRC),
-        ("view_src", ctypes.c_void_p),
-    ]
-
 
 for _name, _arguments, _result in (
     ("ggml_argmax", [ctypes.c_void_p] * 2, ctypes.c_void_p),
@@ -46,7 +31,6 @@ for _name, _arguments, _result in (
     ("ggml_set_output", [ctypes.c_void_p], None),
     ("ggml_build_forward_expand", [ctypes.c_void_p] * 2, None),
     ("ggml_nrows", [ctypes.c_void_p], ctypes.c_int64),
-    ("ggml_backend_tensor_get", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t], None),
 ):
     _function = getattr(_lib, _name)
     _function.argtypes, _function.restype = _arguments, _result
@@ -55,18 +39,25 @@ for _name, _arguments, _result in (
 def is_asked_for(settings: EngineSettings, artifact: StageArtifact) -> bool:
     """Return whether a last stage shall leave logits where it computes: auto means, where that is a GPU."""
     if settings.device_sampling != "auto":
-        return settings.device_sampling == "on"
+        return settings.device_sampling != "off"
     n_layers = artifact.layer_end - artifact.layer_start
     has_head = settings.gpu_layers < 0 or settings.gpu_layers > n_layers  # llama.cpp counts the head as one more
     return has_head and bool(llama.llama_supports_gpu_offload())
 
 
+def gives_parts(settings: EngineSettings) -> bool:
+    """Return whether a last stage copies of rows that draw what the draws look at, and not whole rows."""
+    return settings.device_sampling == "all"
+
+
 class DeviceGreedy:
     """The backend samplers of one context's lanes, and their results for its last step."""
 
-    def __init__(self, n_vocab: int, wants: npt.NDArray[np.int8], max_wanted: int) -> None:
-        """`wants` is the engine's, 1 for each row of a step whose logits are wanted."""
+    def __init__(self, n_vocab: int, wants: npt.NDArray[np.int8], max_wanted: int, *, gives_parts: bool) -> None:
+        """`wants` is the engine's, 1 for each row of a step whose logits are wanted. `gives_parts`: of drawn rows."""
         self._n_vocab, self._wants = n_vocab, wants
+        self.gives_parts = gives_parts and n_blocks_of(n_vocab) > 0
+        self._parts: DeviceRows | None = None  # made when first needed
         self._rows = np.empty((max_wanted, n_vocab), np.float32)  # pages come with the first use
         self._by_kind: dict[bool, tuple[int, int, int]] = {}  # logits, tokens and sums, by whether rows are wanted
         self._is_new = True  # no operations are in the graph that is being built
@@ -101,7 +92,7 @@ class DeviceGreedy:
             return
         self._is_new = False
         # A lane's row is a view into the logits of all rows; the trial graph of a new chain has a row alone.
-        whole = _Tensor.from_address(row).view_src or row
+        whole = Tensor.from_address(row).view_src or row
         tokens, sums = _lib.ggml_argmax(ggml_context, whole), _lib.ggml_sum_rows(ggml_context, whole)
         for tensor in (whole, tokens, sums):
             _lib.ggml_set_output(tensor)  # its memory is not used again within the graph
@@ -136,6 +127,28 @@ class DeviceGreedy:
             self._fetched.add(place)
         return logits
 
+    def maxima(self, rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the largest logit of each block of wanted rows: f32 [n_rows, n_blocks], see `Draws.maxima`.
+
+        Not where a row is not finite. Raises NativeError, also where the device cannot do it.
+        """
+        logits = self._of_step()[0]
+        if self._parts is None:
+            self._parts = DeviceRows(self._n_vocab, len(self._rows), logits)
+        found: npt.NDArray[np.float32] = self._parts.maxima(logits, self._n_wanted)
+        return found[[self._place_of(row) for row in rows]]
+
+    def gathered(
+        self, rows: Sequence[int], at: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """Return some logits of the rows that `maxima` was asked for: f32 [n].
+
+        Each is that of a token and of the row at a place among these. Raises NativeError.
+        """
+        assert self._parts is not None
+        places = np.array([self._place_of(row) for row in rows], np.int64)[at] * self._n_vocab + tokens
+        return self._parts.gathered(self._of_step()[0], self._n_wanted, places)
+
     def _place_of(self, row: int) -> int:
         if not (0 <= row < self._places.size and self._wants[row]):
             raise InternalError(f"the step did not keep the logits of row {row}")
@@ -149,5 +162,7 @@ class DeviceGreedy:
 
     def close(self) -> None:
         """Free the samplers, after the context. May be called twice."""
+        if self._parts is not None:
+            self._parts.close()
         while self._chains:
             llama.llama_sampler_free(self._chains.pop())

@@ -23,7 +23,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
-from relayline.stage.engine.device_greedy import DeviceGreedy, is_asked_for
+from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
@@ -114,7 +114,7 @@ class NativeEngine:
         self._context: Any = None
         self._capture: RowCapture | None = None
         self.hidden: HiddenRows | None = None  # of the last stage, where it can give them
-        self._greedy: DeviceGreedy | None = None  # where rows of logits stay on the device
+        self.device: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         try:
             self._model = load_model(self.artifact, settings, load)
@@ -125,8 +125,9 @@ class NativeEngine:
             self._memory: Any = llama.llama_get_memory(self._context)
             # In a step that is cut, the graph of its last part is all that would be left.
             if self.is_last and not self._states.cut_steps and is_asked_for(settings, self.artifact):
-                self._greedy = DeviceGreedy(self.n_vocab, self.wants, self.max_wanted)
-                self._greedy.install(self._context, self.config.n_sequences)
+                parts = gives_parts(settings)
+                self.device = DeviceGreedy(self.n_vocab, self.wants, self.max_wanted, gives_parts=parts)
+                self.device.install(self._context, self.config.n_sequences)
             self.saved = SavedLanes(self, self._context, self._states, self._batch.places)
             self._check_itself(load)
         except BaseException:
@@ -243,8 +244,8 @@ class NativeEngine:
             self.wants[:n_rows] = 1  # a row that is not wanted would be dropped inside the last layer
         elif np.count_nonzero(self.wants[:n_rows]) > self.max_wanted:  # llama.cpp would abort the process
             raise InternalError(f"a step wants more than {self.max_wanted} rows of logits")
-        if self._greedy is not None:
-            self._greedy.begin(n_rows)
+        if self.device is not None:
+            self.device.begin(n_rows)
         if grids and not self._batch.has_axes:
             raise InternalError("rows of images came with places on axes that this model does not have")
         batch = self._batch.fill(n_rows, grids)
@@ -320,8 +321,8 @@ class NativeEngine:
         """
         if not self.is_last:
             raise InternalError("this stage has no head and so no logits")
-        if self._greedy is not None:
-            return self._greedy.logits(row)
+        if self.device is not None:
+            return self.device.logits(row)
         pointer = llama.llama_get_logits_ith(self._context, self._batch.place_of(row))
         if not pointer:
             ggml.LOG.watch()
@@ -329,14 +330,6 @@ class NativeEngine:
         memory: Any = (ctypes.c_float * self.n_vocab).from_address(ctypes.addressof(pointer.contents))
         view: npt.NDArray[np.float32] = np.frombuffer(memory, np.float32)
         return view
-
-    def best_token(self, row: int) -> int | None:
-        """Return the token of the largest logit of a wanted row if the device has found it, without the row.
-
-        None where the host must look at `logits`: rows do not stay on the device, or are not finite. Of equal logits
-        the device may choose another than the first. Raises InternalError if the row was not wanted.
-        """
-        return None if self._greedy is None else self._greedy.token(row)
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
@@ -437,8 +430,8 @@ class NativeEngine:
         if self._context is not None:
             llama.llama_free(self._context)
             self._context = None
-        if self._greedy is not None:
-            self._greedy.close()
+        if self.device is not None:
+            self.device.close()
         if self._model is not None:
             llama.llama_model_free(self._model)
             self._model = None

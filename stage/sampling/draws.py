@@ -24,6 +24,7 @@ import numpy.typing as npt
 Logits = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Hashes = npt.NDArray[np.uint64]
 
 BLOCK = 64  # places of a block
@@ -40,11 +41,11 @@ _ROUNDS = tuple((np.array(shift, np.uint64), np.array(by, np.uint64)) for shift,
 _LAST_SHIFT, _TO_UNIFORM = np.array(31, np.uint64), np.array(_SHIFT, np.uint64)
 _TO_PLACE = np.array(_SHIFT - _PLACE_BITS, np.uint64)
 _HALF, _NO_KEY = np.array(0.5), np.array(0, np.uint64)
-SLACK = 1e-3  # nats; exceeds the f32 error of the bounds, together with a share of the logits
-SLACK_SHARE = 1e-6
+_SLACK = 1e-3  # nats; exceeds the f32 error of the bounds, together with a share of the logits
+_SLACK_SHARE = 1e-6
 _COLDEST, _HOTTEST = 1e-20, 1e20  # temperatures beyond change nothing, and would overflow f32
 MANY = 256  # blocks of a row that are looked at instead of the row
-_FEW = 64  # blocks that the first token may be in; with more, a nearer bound pays
+FEW = 64  # blocks that the first token may be in; with more, a nearer bound pays
 SCATTERED = 4_096  # as many tokens out of a vocabulary are put in their places, so that blocks are skipped
 
 
@@ -67,8 +68,25 @@ def clipped(temperature: float) -> float:
     return min(max(temperature, _COLDEST), _HOTTEST)
 
 
-def _by(time: float) -> float:
-    return time + SLACK + SLACK_SHARE * abs(time)
+def least_logits(
+    log_least: Logits,
+    latest: float | Floats,
+    temperature: float | Floats,
+    largest: float | Floats,
+    floor: float | Floats,
+) -> Logits:
+    """Return how large a logit of a block must be not to come too late, or fall below the floor, with its least E."""
+    within = log_least.astype(np.float64)
+    within -= latest
+    within *= temperature
+    within += largest - _SLACK_SHARE * np.abs(largest)
+    within -= _SLACK_SHARE * np.abs(within)
+    return np.maximum(within, floor).astype(np.float32)
+
+
+def by(time: float) -> float:
+    """Return a time by which a token has come for sure that arrives at a time."""
+    return time + _SLACK + _SLACK_SHARE * abs(time)
 
 
 class BlockScratch:
@@ -184,22 +202,15 @@ class Draws:
         np.subtract(log_least, bounds, out=bounds)
         block = int(maxima.argmax())
         known = block + n_blocks * int(logits[block::n_blocks].argmax())
-        latest = _by(self.arrival(known, largest, largest, temperature, keys))
+        latest = by(self.arrival(known, largest, largest, temperature, keys))
         may = bounds <= np.float32(latest)
-        if np.count_nonzero(may) > _FEW:
+        if np.count_nonzero(may) > FEW:
             latest = min(latest, self._first_come(logits, largest, temperature, keys, floor, noise))
             may = bounds <= np.float32(latest)
         blocks = may.nonzero()[0]
-        # A logit of a block may be so far below the largest that its least E would come too late with it.
-        within = log_least[blocks].astype(np.float64)
-        within -= latest
-        within *= temperature
-        within += largest - SLACK_SHARE * abs(largest)
-        within -= SLACK_SHARE * np.abs(within)
-        np.maximum(within, floor, out=within)
         tokens = self._places + blocks
         theirs = logits.take(tokens, mode="clip")
-        keep = theirs >= within.astype(np.float32)
+        keep = theirs >= least_logits(log_least[blocks], latest, temperature, largest, floor)
         if self._is_ragged:
             keep &= tokens < self.n_vocab
         kept = keep.ravel().nonzero()[0]
@@ -241,7 +252,7 @@ class Draws:
         leader = int(late.argmin())
         if late[leader] == np.inf:
             return math.inf
-        return _by(self.arrival(int(first[leader]), float(theirs[leader]), largest, temperature, keys))
+        return by(self.arrival(int(first[leader]), float(theirs[leader]), largest, temperature, keys))
 
     def _noise(self, key: int) -> tuple[Logits, Places]:
         self.block_noise(np.array(key, np.uint64), self._log_least, self._first, self._scratch)

@@ -17,6 +17,7 @@ sample, and comes back with the open (`stage.sampling.mirostat`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
+from relayline.stage.sampling.there import DrawsThere
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
@@ -138,6 +140,11 @@ class Scratch:
         self.noise = Noise(self.draws)
         self.together = DrawsTogether(self.draws, self.filtered, self.noise)
 
+    @functools.cached_property
+    def there(self) -> DrawsThere:
+        """Where rows of logits stay on a device."""
+        return DrawsThere(self.draws, self.filtered, self.noise)
+
 
 _local = threading.local()
 
@@ -184,7 +191,7 @@ class SessionSampler:
         if is_changed or bans is not None or dry is not None:
             self._penalties = Penalties(frequency, presence, options.logit_bias, said, n_vocab, repetition, bans, dry)
         self._ranked = options.ranked
-        self._n_vocab = n_vocab
+        self.n_vocab = n_vocab
         self.last: tuple[int, int] | None = None  # position of the token picked last, and that token
         self._is_open = True
 
@@ -217,7 +224,7 @@ class SessionSampler:
         largest = checked(float(logits.max()), position)
         changed, greatest = logits, largest
         if self.changes_logits:
-            changed = scratch_of(self._n_vocab).changed
+            changed = scratch_of(self.n_vocab).changed
             self.change(logits, position, changed)
             greatest = checked_change(float(changed.max()), position)
         is_drawn = self.options.temperature > 0
@@ -258,15 +265,15 @@ class SessionSampler:
 
         Raises NumericError as `sample` does, ProtocolError for a token outside the vocabulary.
         """
-        if token >= self._n_vocab:
-            raise ProtocolError(f"token {token} to score is outside the vocabulary of {self._n_vocab}")
+        if token >= self.n_vocab:
+            raise ProtocolError(f"token {token} to score is outside the vocabulary of {self.n_vocab}")
         largest = checked(float(logits.max()), position)
         return _with_logprobs(token, logits, largest, max(0, self.options.n_logprobs))
 
     def _draw(self, logits: npt.NDArray[np.float32], largest: float, position: int) -> int:
         if not self._is_open:
             raise NativeError("the session's sampler is closed")
-        scratch, keys = scratch_of(self._n_vocab), noise_keys(self.options.seed, position)
+        scratch, keys = scratch_of(self.n_vocab), noise_keys(self.options.seed, position)
         options, mirostat = self.options, self._mirostat
         if mirostat is not None:
             tokens = mirostat.kept(logits, position)

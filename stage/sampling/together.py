@@ -45,10 +45,10 @@ class DrawsTogether:
     For at most ROWS rows: `begin`, then for each in turn `look` and `add`, then `draw`.
     """
 
-    def __init__(self, draws: Draws, filtered: FilteredDraws, noise: Noise) -> None:
+    def __init__(self, draws: Draws, filtered: FilteredDraws, noise: Noise, n_rows: int = ROWS) -> None:
         self._draws, self._filtered, self._noise = draws, filtered, noise
-        self._maxima = np.empty((ROWS, draws.n_blocks), np.float32)
-        self._bounds = np.empty((ROWS, draws.n_blocks), np.float32)
+        self._maxima = np.empty((n_rows, draws.n_blocks), np.float32)
+        self._bounds = np.empty((n_rows, draws.n_blocks), np.float32)
         self._steps = np.arange(draws.block, dtype=np.int64) * draws.n_blocks  # from a block's first token to each
         self._is_ragged = draws.n_blocks * draws.block > draws.n_vocab
         self._changed: Logits | None = None  # made when first needed
@@ -101,10 +101,11 @@ class DrawsTogether:
         """Return each row's token, in the order in which they were added."""
         rows, maxima = self._rows, self._maxima
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            found = self._first() if self._left else {}
-            asked = [at for at in found if rows[at].top_p < 1.0]
+            winners = self._first() if self._left else {}
+            asked = [at for at in winners if rows[at].top_p < 1.0]
             whole = [at for at in asked if rows[at].tokens is None]
-            surely = self._surely_kept(found, whole) if whole else set()
+            surely = self._surely_kept(winners, whole) if whole else set()
+        found = {at: token for at, (token, _) in winners.items()}
         for at in self._alone:
             row = rows[at]
             found[at] = self._filtered.draw(
@@ -123,8 +124,8 @@ class DrawsTogether:
             maxima=maxima,
         )  # fmt: skip
 
-    def _first(self) -> dict[int, int]:
-        """Return the token of each row that arrives first; of several, the first of these."""
+    def _first(self) -> dict[int, tuple[int, float]]:
+        """Return the token of each row that arrives first, and its logit; of several, the first of these."""
         rows, places = self._rows, [at for at, _, _ in self._left]
         sizes = [tokens.size for _, tokens, _ in self._left]
         tokens = np.concatenate([tokens for _, tokens, _ in self._left])
@@ -137,12 +138,14 @@ class DrawsTogether:
         ends: Places = np.cumsum(sizes, dtype=np.int64)
         earliest = np.minimum.reduceat(arrivals, ends - sizes)
         first = (arrivals == earliest.repeat(sizes)).nonzero()[0]
-        found: dict[int, int] = {}
-        for number, token in zip(np.searchsorted(ends, first, "right").tolist(), tokens[first].tolist(), strict=True):
-            found[places[number]] = min(token, found.get(places[number], token))
+        found: dict[int, tuple[int, float]] = {}
+        numbers = np.searchsorted(ends, first, "right").tolist()
+        for number, *winner in zip(numbers, tokens[first].tolist(), logits[first].tolist(), strict=True):
+            at, one = places[number], (winner[0], winner[1])
+            found[at] = min(one, found.get(at, one))
         return found
 
-    def _surely_kept(self, found: dict[int, int], asked: Sequence[int]) -> set[int]:
+    def _surely_kept(self, found: dict[int, tuple[int, float]], asked: Sequence[int]) -> set[int]:
         """Return which whole rows' winners top-p surely keeps: the tokens before them are few and have little weight.
 
         These tokens are all in blocks whose largest logit reaches the winner's. The other blocks' largest logits stand
@@ -152,7 +155,7 @@ class DrawsTogether:
         winners = np.full(n_rows, -1, np.int64)
         edges = np.full(n_rows, np.inf, np.float32)  # of rows that are not asked, which no block reaches
         for each in asked:
-            winners[each], edges[each] = found[each], rows[each].logits[found[each]]
+            winners[each], edges[each] = found[each]
         maxima, top = self._maxima[:n_rows], np.array([row.largest for row in rows], np.float32)
         reaches = maxima >= edges[:, None]
         many = [each for each in asked if np.count_nonzero(reaches[each]) > MANY]
@@ -189,10 +192,13 @@ class DrawsTogether:
         `at` are the blocks' rows, ascending.
         """
         tokens = blocks[:, None] + self._steps
-        logits = np.empty(tokens.shape, np.float32)
-        begin = 0
+        return tokens, self._gathered(at, tokens)
+
+    def _gathered(self, at: Places, tokens: Places) -> Logits:
+        """Return the logits of some tokens of rows: [n, m]; `at` [n] ascend."""
+        logits, begin = np.empty(tokens.shape, np.float32), 0
         for row, end in zip(self._rows, np.searchsorted(at, np.arange(len(self._rows)), "right").tolist(), strict=True):
             if end > begin:
                 row.logits.take(tokens[begin:end], out=logits[begin:end], mode="clip")
             begin = end
-        return tokens, logits
+        return logits

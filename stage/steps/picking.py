@@ -11,17 +11,29 @@ A wrong draft leaves rows in the lane. The next frame starts below them, and the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sampling.pooling import Pool
-from relayline.stage.sampling.rows import Answer, Ask, prepare_noise, sample_rows
+from relayline.stage.sampling.rows import (
+    Answer,
+    Ask,
+    There,
+    may_be_there,
+    prepare_noise,
+    sample_rows,
+    sample_there,
+)
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
+from relayline.stage.sampling.there import Device
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine, Hidden
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+log = logging.getLogger("relayline.stage")
 
 
 def is_guessed_wrong(frame: QueuedFrame, sampler: SessionSampler | None) -> bool:
@@ -65,6 +77,11 @@ class Picking:
             else:
                 self._score()
 
+    @property
+    def device(self) -> Device | None:
+        """The engine's."""
+        return self._engine.device
+
     def _score(self) -> None:
         try:
             self.samples.extend(score(self.item, self._engine, self.sampler))
@@ -79,8 +96,8 @@ class Picking:
             return None
         item, engine, sampler = self.item, self._engine, self.sampler
         try:
-            if not self._wants_logits and sampler.is_greedy:
-                while (best := engine.best_token(item.row + self._row)) is not None:
+            if engine.device is not None and not self._wants_logits and sampler.is_greedy:
+                while (best := engine.device.token(item.row + self._row)) is not None:
                     self.answer(sampler.take(best, item.frame.position + self._row + 1))
                     if self._row < 0:
                         return None
@@ -88,6 +105,13 @@ class Picking:
         except RelaylineError as error:
             self.answer(error)
             return None
+
+    def there(self) -> There | None:
+        """Return the row that waits, if it may stay on the device."""
+        item = self.item
+        if self._row < 0 or self._wants_logits or not may_be_there(self.sampler):
+            return None
+        return There(self.sampler, item.row + self._row, item.frame.position + self._row + 1)
 
     def answer(self, answer: Answer) -> None:
         """Take the token of the row that waits."""
@@ -116,9 +140,25 @@ def prepare(items: Sequence[Placed], samplers: Mapping[tuple[int, int], SessionS
 def pick_all(pickings: Sequence[Picking]) -> None:
     """Sample computed frames' tokens, of all frames together: first behind their first rows, then behind the next."""
     due = pickings
+    if pickings and (device := pickings[0].device) is not None and device.gives_parts:
+        _pick_there(pickings, device)
     while asked := [(picking, ask) for picking in due if (ask := picking.ask()) is not None]:
         due = [picking for picking, _ in asked]
         for picking, answer in zip(due, sample_rows([ask for _, ask in asked]), strict=True):
+            picking.answer(answer)
+
+
+def _pick_there(pickings: Sequence[Picking], device: Device) -> None:
+    """Sample rows that stay on the device, as far as that can be done. What it cannot do is left."""
+    asked = [(picking, row) for picking in pickings if (row := picking.there()) is not None]
+    try:
+        answers = sample_there(device, [row for _, row in asked])
+    except RelaylineError as error:
+        log.warning("rows of logits are fetched whole from now on: %s", error)
+        device.gives_parts = False
+        return
+    for (picking, _), answer in zip(asked, answers, strict=True):
+        if answer is not None:
             picking.answer(answer)
 
 

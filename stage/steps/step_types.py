@@ -12,6 +12,7 @@ import numpy.typing as npt
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
+from relayline.stage.sampling.there import Device
 from relayline.stage.steps.placement import Placed
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
@@ -44,6 +45,8 @@ class Engine(Protocol):
     @property
     def hidden(self) -> Hidden | None: ...  # noqa: D102
     @property
+    def device(self) -> Device | None: ...  # noqa: D102
+    @property
     def micro_batches(self) -> tuple[int, ...]: ...  # noqa: D102
     def decode(  # noqa: D102
         self,
@@ -54,7 +57,6 @@ class Engine(Protocol):
         meanwhile: Callable[[], None] | None = None,
     ) -> None: ...
     def logits(self, row: int) -> npt.NDArray[np.float32]: ...  # noqa: D102
-    def best_token(self, row: int) -> int | None: ...  # noqa: D102
     def checkpoint(self, lane: int) -> None: ...  # noqa: D102
     def lane_tokens(self, lane: int) -> int: ...  # noqa: D102
     def check_rewind(self, lane: int, position: int) -> None: ...  # noqa: D102

@@ -47,7 +47,7 @@ class FakeEngine:
         self.wants = np.ones(max_rows, np.int8)
         self.output_rows = np.zeros((0 if is_last else max_rows, n_embd), np.float32)
         self.micro_batches: tuple[int, ...] = ()
-        self.hidden = None
+        self.hidden = self.device = None
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.grids: list[Grid] = []  # of all decodes
@@ -98,9 +98,6 @@ class FakeEngine:
 
     def logits(self, row: int) -> np.ndarray:
         return self._logits[row]
-
-    def best_token(self, _row: int) -> int | None:
-        return None
 
     def lane_tokens(self, lane: int) -> int:
         return len(self.lanes[lane])

@@ -245,8 +245,9 @@ class EngineSettings(Settings):
         "auto",
         """
     on: the last stage finds the largest logit of each row on its device, and copies only the rows that need more.
-    off: it copies every row. auto: on for a GPU. Needs unified KV cells.""",
-        choices=("auto", "on", "off"),
+    all: and of drawn rows only what a draw looks at. off: it copies every row. auto: on for a GPU. Needs unified KV
+    cells.""",
+        choices=("auto", "on", "all", "off"),
         flag="--device-sampling",
         place="batching.deviceSampling",
         reader=STAGE,

@@ -97,7 +97,7 @@ class ModelEngine:
         self.wants = np.ones(ROWS_MAX, np.int8)
         self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
         self.micro_batches: tuple[int, ...] = ()
-        self.hidden = None
+        self.hidden = self.device = None
         self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
         self._checkpoints = Checkpoints() if keeps_state else None
         self._layers, self._empty = layers, (0,) * len(layers)
@@ -132,10 +132,6 @@ class ModelEngine:
                 self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:
                 self.output_rows[row, 0] = lane[-1][-1]
-
-    def best_token(self, _row: int) -> int | None:
-        """Return nothing: the sampler looks at the logits."""
-        return None
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return logits with one largest."""

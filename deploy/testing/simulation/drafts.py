@@ -55,6 +55,8 @@ class OracleSampler:
 
 
 class _NoEngine:
+    device = None
+
     def logits(self, _: int) -> npt.NDArray[np.float32]:
         return _LOGITS
 

@@ -1,0 +1,157 @@
+"""Parts of rows of logits that stay on the device: the largest of each block, and the logits of some tokens.
+
+A row of 128,256 logits is 513 kB, and a draw looks at few of them (`stage.sampling.there`). After a step two small
+graphs of our own run on the device that holds its logits: a maximum over the places of each block, and a gather. Steps
+that draw nothing do not run them. They read the memory of the step's tensor, which is valid until the next decode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp as llama
+
+from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
+from relayline.wire.common.errors import NativeError
+
+_lib: Any = llama._lib
+GATHERED_MAX = 65_536  # logits that one graph gathers
+_MAX_DIMS, _OP_PARAMS_BYTES, _MAX_SRC = 4, 64, 10  # of ggml.h
+_F32, _I32, _POOL_MAX, _CPU = 0, 26, 0, 0  # of its enums
+
+
+class Tensor(ctypes.Structure):
+    """The beginning of struct ggml_tensor."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * _MAX_DIMS),
+        ("nb", ctypes.c_size_t * _MAX_DIMS),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_char * _OP_PARAMS_BYTES),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * _MAX_SRC),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+    ]
+
+
+class _Arena(ctypes.Structure):
+    """struct ggml_init_params."""
+
+    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
+
+
+_pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+for _name, _arguments, _result in (
+    ("ggml_init", [_Arena], _pointer),
+    ("ggml_free", [_pointer], None),
+    ("ggml_new_tensor_1d", [_pointer, _int, ctypes.c_int64], _pointer),
+    ("ggml_new_tensor_2d", [_pointer, _int, *[ctypes.c_int64] * 2], _pointer),
+    ("ggml_new_tensor_3d", [_pointer, _int, *[ctypes.c_int64] * 3], _pointer),
+    ("ggml_pool_2d", [_pointer, _pointer, *[_int] * 5, *[ctypes.c_float] * 2], _pointer),
+    ("ggml_get_rows", [_pointer] * 3, _pointer),
+    ("ggml_new_graph", [_pointer], _pointer),
+    ("ggml_build_forward_expand", [_pointer] * 2, None),
+    ("ggml_backend_alloc_ctx_tensors", [_pointer] * 2, _pointer),
+    ("ggml_backend_buffer_free", [_pointer], None),
+    ("ggml_backend_buffer_get_type", [_pointer], _pointer),
+    ("ggml_backend_buft_get_device", [_pointer], _pointer),
+    ("ggml_backend_dev_by_type", [_int], _pointer),
+    ("ggml_backend_dev_init", [_pointer, ctypes.c_char_p], _pointer),
+    ("ggml_backend_graph_compute", [_pointer] * 2, _int),
+    ("ggml_backend_free", [_pointer], None),
+    ("ggml_backend_tensor_get", [_pointer, _pointer, _size, _size], None),
+    ("ggml_backend_tensor_set", [_pointer, _pointer, _size, _size], None),
+):
+    _function = getattr(_lib, _name)
+    _function.argtypes, _function.restype = _arguments, _result
+
+
+def n_blocks_of(n_vocab: int) -> int:
+    """Return the blocks of a vocabulary; 0 where it has none, or they are not all whole."""
+    return n_vocab // BLOCK if n_vocab >= BLOCKS_FROM and n_vocab % BLOCK == 0 else 0
+
+
+class DeviceRows:
+    """Two graphs on the device that holds a context's logits. Decode thread only."""
+
+    def __init__(self, n_vocab: int, max_rows: int, logits: int) -> None:
+        """`logits` is the tensor of a step that was computed. Raises NativeError where its device runs no graph."""
+        self._n_vocab, self._n_blocks = n_vocab, n_blocks_of(n_vocab)
+        self._arena = self._buffer = None
+        kind = _lib.ggml_backend_buffer_get_type(Tensor.from_address(logits).buffer)
+        device = _lib.ggml_backend_buft_get_device(kind) or _lib.ggml_backend_dev_by_type(_CPU)  # a CPU's has none
+        self._backend: Any = _lib.ggml_backend_dev_init(device, None) if device else None
+        if not self._backend:
+            raise NativeError("this device runs no graph beside llama.cpp's; use --device-sampling on")
+        self._arena = arena = _lib.ggml_init(_Arena(1 << 20, None, True))
+        # Stand for the logits of a step; their memory is the step's own.
+        self._blocks = _lib.ggml_new_tensor_3d(arena, _F32, self._n_blocks, BLOCK, max_rows)
+        self._tokens = _lib.ggml_new_tensor_2d(arena, _F32, 1, n_vocab * max_rows)
+        for tensor in (self._blocks, self._tokens):
+            _use(tensor, logits)
+        self._places = _lib.ggml_new_tensor_1d(arena, _I32, GATHERED_MAX)
+        self._maxima = _lib.ggml_pool_2d(arena, self._blocks, _POOL_MAX, 1, BLOCK, 1, BLOCK, 0.0, 0.0)
+        self._gathered = _lib.ggml_get_rows(arena, self._tokens, self._places)
+        self._graphs = []
+        for tensor in (self._maxima, self._gathered):
+            graph = _lib.ggml_new_graph(arena)
+            _lib.ggml_build_forward_expand(graph, tensor)
+            self._graphs.append(graph)
+        self._buffer = _lib.ggml_backend_alloc_ctx_tensors(arena, self._backend)
+        if not self._buffer:
+            raise NativeError("the device has no memory left for parts of its logits; use --device-sampling on")
+
+    def maxima(self, logits: int, n_rows: int) -> npt.NDArray[np.float32]:
+        """Return the largest logit of each block of a step's first rows: f32 [n_rows, n_blocks]. A NaN may be left out.
+
+        Raises NativeError.
+        """
+        _use(self._blocks, logits)
+        for tensor in (self._blocks, self._maxima):
+            Tensor.from_address(tensor).ne[2] = n_rows
+        self._run(0)
+        found = np.empty((n_rows, self._n_blocks), np.float32)
+        _lib.ggml_backend_tensor_get(self._maxima, found.ctypes.data, 0, found.nbytes)
+        return found
+
+    def gathered(self, logits: int, n_rows: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return logits of a step's first rows: f32 [n], of places: row x n_vocab + token. Raises NativeError."""
+        _use(self._tokens, logits)
+        Tensor.from_address(self._tokens).ne[1] = n_rows * self._n_vocab
+        found = np.empty(places.size, np.float32)
+        for begin in range(0, places.size, GATHERED_MAX):
+            some, part = places[begin : begin + GATHERED_MAX].astype(np.int32), found[begin : begin + GATHERED_MAX]
+            Tensor.from_address(self._places).ne[0] = some.size
+            Tensor.from_address(self._gathered).ne[1] = some.size
+            _lib.ggml_backend_tensor_set(self._places, some.ctypes.data, 0, some.nbytes)
+            self._run(1)
+            _lib.ggml_backend_tensor_get(self._gathered, part.ctypes.data, 0, part.nbytes)
+        return found
+
+    def _run(self, graph: int) -> None:
+        code = _lib.ggml_backend_graph_compute(self._backend, self._graphs[graph])
+        if code != 0:
+            raise NativeError(f"the device failed with code {code} on its logits; use --device-sampling on")
+
+    def close(self) -> None:
+        """Give the device's memory back. May be called twice."""
+        if self._buffer:
+            _lib.ggml_backend_buffer_free(self._buffer)
+        if self._arena:
+            _lib.ggml_free(self._arena)
+        if self._backend:
+            _lib.ggml_backend_free(self._backend)
+        self._buffer = self._arena = self._backend = None
+
+
+def _use(tensor: int, other: int) -> None:
+    """Let a tensor have another one's memory."""
+    mine, theirs = Tensor.from_address(tensor), Tensor.from_address(other)
+    mine.data, mine.buffer = theirs.data, theirs.buffer

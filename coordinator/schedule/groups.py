@@ -111,8 +111,8 @@ class GroupPlanner:
         self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time)
         """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
         self._has_context = any(stage.context_ns for stage in stages)
-        is_ahead = bool(stages) and all(stage.runs_ahead for stage in stages)
-        self._is_one_flight = len(self.devices) == 1 and (len(stages) > 1 or is_ahead)
+        self._runs_ahead = len(stages) == 1 and stages[0].runs_ahead
+        self._is_one_flight = len(self.devices) == 1 and (len(stages) > 1 or self._runs_ahead)
 
     @property
     def is_known(self) -> bool:
@@ -274,8 +274,11 @@ class GroupPlanner:
         """Return flights and rows of the fastest plan.
 
         Of equally fast ones, that with about one flight per device: it keeps all of them at work, at no more steps than
-        that takes. Of these one that has all streams in its flights, and then the one with the most even flights.
+        that takes. Of these one that has all streams in its flights, and then the one with the most even flights. A
+        stage that runs ahead computes the next rows of all streams together, whatever flights they are asked for in.
         """
+        if self._runs_ahead and n_streams <= self.rows_max:
+            return 1, n_streams
         rates = {key: self.rate(n_streams, *key) for key in self._candidates(n_streams)}
         least = LEFT_OUT_GAIN * rates.get((1, n_streams), 0.0)
         rates = {key: rate for key, rate in rates.items() if key[0] > 1 or key[1] == n_streams or rate >= least}

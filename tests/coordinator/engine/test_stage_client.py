@@ -15,8 +15,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from relayline.coordinator.engine.connection import refresh_costs, stage_cost
+from relayline.coordinator.engine.connection import Connection, _costs_now, refresh_costs, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
+from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.wire.common.errors import ChecksumError, InternalError, ProtocolError, RelaylineError, StageLostError
@@ -162,3 +163,25 @@ def test_a_stages_reported_speed_is_made_safe_to_plan_with(reported: float, take
     )
     assert (cost.context_ns, cost.context_tiled_ns) == (taken, taken)
     assert cost.decode_ns(1) == 7 + HOST_STEP_NS
+
+
+@pytest.mark.parametrize(("ids", "n_groups"), [(("bus0", "bus0"), 1), (("bus0", "bus1"), 2)])
+async def test_stages_that_name_one_device_are_planned_as_one(ids: tuple[str, str], n_groups: int) -> None:
+    """By the identity in the handshake, and still after their curves were asked for again."""
+    points = [pb.CostPoint(n_rows=rows, cost_ns=rows * 1_000_000) for rows in (1, 64)]
+    facts = [
+        pb.DescribeResponse(
+            decode_curve=points,
+            prefill_curve=points,
+            max_rows=64,
+            place=pb.Place(host_id="here", devices=[pb.Device(id=device, name="CUDA0")]),
+        )
+        for device in ids
+    ]
+    statuses = [pb.StatusResponse(decode_curve=points, prefill_curve=points) for _ in ids]
+    stages = [mock.Mock(address="a:1", status=mock.AsyncMock(return_value=status)) for status in statuses]
+    connection = Connection(1, stages, facts, [{}, {}])
+    again, _ = await _costs_now(connection)
+    for costs in (connection.stage_costs(), again):
+        assert GroupPlanner(costs).plan(16, n_prompts=0).n_groups == n_groups
+    assert len(connection.sharing(["first", "second"])) == 2 - n_groups

@@ -222,6 +222,15 @@ def test_a_stage_that_runs_ahead_has_one_flight() -> None:
         assert (made.plan(8, n_prompts=3).n_groups == 1) == runs_ahead
 
 
+def test_a_stage_that_runs_ahead_gets_the_rows_of_all_streams() -> None:
+    """It computes them together in any case. If some were left out, theirs would wait, and others be computed late."""
+    stage = StageCost(CURVES["staircase"](), CURVES["staircase"](), 64, runs_ahead=True)
+    made = GroupPlanner([stage])
+    assert [shape(made, n) for n in (5, 9, 13, 64)] == [(1, 5), (1, 9), (1, 13), (1, 64)]
+    assert shape(GroupPlanner([dataclasses.replace(stage, runs_ahead=False)]), 5) == (1, 4)
+    assert shape(made, 100)[1] <= 64
+
+
 def test_flat_costs_still_keep_both_stages_at_work() -> None:
     assert [shape(planner(2, "smooth"), n_streams)[0] for n_streams in (8, 16, 32)] == [2, 2, 2]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -14,7 +15,9 @@ from relayline.deploy.testing.simulation.world import (
     StageModel,
     World,
     gpu,
+    staircase,
 )
+from relayline.wire.common.curve import CostCurve
 
 S = 1_000 * MS
 TOKEN_NS = 45_000  # of the coordinator, as with a GPU (docs/results/gpu.md)
@@ -71,3 +74,28 @@ def test_streams_that_start_and_end_at_any_time_share_every_step(seed: int) -> N
     steps = decoding(Simulation(one_gpu(tuple(requests), seed=seed)).run())
     alone = [(rows, running) for rows, running in steps if rows <= running]
     assert sum(rows for rows, _ in alone) > 0.95 * sum(running for _, running in alone)
+
+
+@pytest.mark.parametrize(
+    ("curve", "n_stages"), [(staircase, 2), (staircase, 3), (gpu, 2)], ids=["tiles", "three", "gpu"]
+)
+def test_groups_form_again_on_several_stages(curve: Callable[[], CostCurve], n_stages: int) -> None:
+    """16 streams begin at any time, among others that end: soon each of their steps has as many rows as planned."""
+    draw, step_ns = random.Random(n_stages), curve().cost_ns(8)
+    requests = [
+        Request(round(draw.random() * 20 * step_ns), draw.choice((4, 20, 60)), 300 if at < 16 else draw.randint(5, 40))
+        for at in range(32)
+    ]
+    requests.sort(key=lambda request: request.arrives_ns)
+    stages = (StageModel(curve(), curve(), host_ns=300_000),) * n_stages
+    simulation = Simulation(
+        World(stages, tuple(requests), link_ns=300_000, token_ns=20_000, jitter=0.05, refresh_ns=S)
+    ).run()  # fmt: skip
+    plan, audit = simulation.planner.plan(16, n_prompts=0), simulation.audit
+    assert (plan.n_groups > 1, plan.n_groups * plan.group_rows) == (True, 16)
+    lasts = {session_id: when for when, _, session_id in audit.itls}
+    begins_ns = max(when for session_id, when in lasts.items() if requests[session_id - 1].max_tokens < 300)
+    ends_ns = min(when for session_id, when in lasts.items() if requests[session_id - 1].max_tokens == 300)
+    steps = [rows for start, end, _, rows in audit.steps if start > begins_ns + 3 * step_ns and end < ends_ns]
+    assert len(steps) > 100
+    assert sum(rows == plan.group_rows for rows in steps) > 0.97 * len(steps)

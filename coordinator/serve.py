@@ -42,7 +42,7 @@ class ServeConfig:
     pipeline_dir: Path
     """Directory with pipeline.json and tokenizer.gguf; the stages' artifacts need not be here."""
     pipeline: PipelineConfig
-    """Stage addresses and scheduling. A pipeline without a name of its own is named after its model."""
+    """Stage addresses and scheduling. A pipeline without a given name is named after its model."""
     host: str = "127.0.0.1"
     """Address of the HTTP API."""
     port: int = 8080

@@ -1,4 +1,4 @@
-"""The epochs of a stage's routes: how one begins, who may link to it, and how it ends. Event loop only.
+"""The epochs of a stage's routes: how one begins, which neighbours may link to it, and how it ends. Event loop only.
 
 A coordinator begins an epoch of its route with Configure. The epoch ends when a newer one begins, when its upstream
 neighbour leaves or falls silent, when no neighbour ever links to it, or when the stage stops. Epochs begin and end

@@ -45,7 +45,7 @@ class Engine:
     """Of the whole model."""
 
     async def lanes(self, layer_start: int, layer_end: int) -> AsyncGenerator[HandedLane, None]:
-        """Yield what it holds in these layers, by ascending keys. Its epochs have ended."""
+        """Yield its lanes' cells in these layers, by ascending keys. Its epochs have ended."""
         first, end = layer_start - self.first_layer, layer_end - self.first_layer
         for key in await self.call(self.handing.left):
             handed = await self.call(functools.partial(self.handing.give, key, first, end))

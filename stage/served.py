@@ -70,7 +70,7 @@ class Work:
         return Engine(self._runner.call, self._executor.sessions.handing, self.facts.artifact.layer_start)
 
     def give_memory_back(self) -> None:
-        """Free the memory of the prefix cache that nobody asked it to use."""
+        """Free the memory of an automatic prefix cache."""
         self._executor.sessions.states.give_back()
 
     def begin(self, guard: Guard) -> None:

@@ -1,6 +1,6 @@
-"""Grammars of calls: what an answer may say that has to call a tool, or that may and then has to do it right.
+"""Grammars of calls: they constrain an answer that must call a tool, or that may call one.
 
-A grammar is llguidance's Lark. Marks that are tokens of their own, which no text spells, are written as their ids.
+A grammar is llguidance's Lark. Marks that are single tokens, which no text spells, are written as their ids.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from relayline.coordinator.answers.syntax import NamedBody, ObjectBody, Syntax, 
 
 CALLS_MAX = 16  # of one answer that a grammar constrains; a small model may call without end
 REFS_MAX = 8  # of schemas that say nothing but where another one stands
-# Between the parts of JSON: what pretty printers write, one line's end and an indentation. A small model would go on
-# with blanks for ever, and with more of them a call of two arguments fills hundreds of tokens.
+# Between the parts of JSON: what pretty printers write, one line's end and an indentation. A small model would write
+# blanks without end, and with more of them a call of two arguments fills hundreds of tokens.
 JSON_BLANKS = r"(?:[\x20\x09]{1,2}|\x20?\x0D?\x0A[\x20\x09]{0,16})"
 ANYTHING = r"/(.|\n)*/"
 _NUMBER = "/[0-9]{1,3}/"
@@ -127,8 +127,8 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
 def closed(schema: Any, *, also_empty: bool = False) -> Any:
     """Return a JSON schema whose objects have no properties but those that they name, unless they say otherwise.
 
-    Otherwise an answer may add properties of its own, or repeat one: no grammar can forbid that. A schema that combines
-    several for one object stays as it is: each would forbid the others' properties.
+    Otherwise an answer may invent properties, or repeat one: no grammar can forbid that. A schema that combines several
+    for one object stays as it is: each would forbid the others' properties.
     """
     parts: list[Schema] = []
 

@@ -1,4 +1,4 @@
-"""Marks that are tokens of their own in a model's vocabulary, which no text spells and which are not shown as text."""
+"""Marks that are single tokens in a model's vocabulary, which no text spells and which are not shown as text."""
 
 from __future__ import annotations
 

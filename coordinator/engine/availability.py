@@ -99,7 +99,7 @@ class Availability:
     def changes_engines(self, names: Sequence[str]) -> None:
         """Stages of these names, in layer order, take up other layers.
 
-        Their reports afterwards differ, but that is not a restart. What is known of a name stays with it.
+        Their reports afterwards differ, but that is not a restart. The record of a name stays with it.
         """
         before = {name: index for index, name in enumerate(self._names)}
         known = [before.get(name) for name in names]

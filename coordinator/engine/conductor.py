@@ -403,7 +403,7 @@ def _top_of(sample: pb.Sampled) -> tuple[tuple[int, float], ...]:
 
 
 def _more_of(sample: pb.Sampled, request: GenerationRequest) -> tuple[Any, ...]:
-    """Return what a sample says besides its token, as `Session.sampled` takes it; of most requests nothing."""
+    """Return a sample's details apart from its token, as `Session.sampled` takes them; for most requests none."""
     sampling = request.sampling
     if sampling.n_logprobs < 0 and not sampling.numbers and not request.wants_logits:
         return ()

@@ -11,8 +11,8 @@
 Losing a link or a stage ends an epoch, not a request. The first report of a loss counts (`lose`); later ones of the
 same epoch change nothing. Then everything of the epoch is closed, and new attempts are made until one stands
 (`coordinator.engine.reconnect`). Each attempt has its own epoch number, so stages refuse messages of earlier attempts.
-Requests that wait longer than `recovery_timeout_s` are failed meanwhile. `coordinator.engine.conductor` decides which
-requests start again, wait, or end with an error. Rows of a history that every stage still holds are not sent again.
+Requests that wait longer than `recovery_timeout_s` fail. `coordinator.engine.conductor` decides which requests start
+again, wait, or end with an error. Rows of a history that every stage still holds are not sent again.
 
 Everything here runs on the event loop.
 """

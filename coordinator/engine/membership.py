@@ -1,4 +1,4 @@
-"""Who belongs to the pipeline: which places are taken, how far each member is, where it serves. Pure.
+"""The members of the pipeline: which places are taken, how far each member is, where it serves. Pure.
 
 A member holds a place from the moment it is let in until its membership ends. The place of a member that is still
 there is not given to another process, so that a typing error on a second host cannot push a running stage out; the

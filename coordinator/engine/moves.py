@@ -7,7 +7,7 @@
 While the model is cut and stages load their new slices next to the serving ones, nothing changes for requests. A change
 that fails by then changes nothing. SETTLING holds frames for stage 0 back until all frames in flight have returned: the
 boundary of a step. From the switch on the new layers are final: a stage that dies comes back with them. Sessions pause
-and go on as after any loss (`coordinator.engine.conductor`), but it counts against no session.
+and resume as after any loss (`coordinator.engine.conductor`), but it counts against no session.
 
 A pipeline has places, one for each stage that may join. Those that hold layers are the *holders*, in layer order: they
 are the stages of an epoch. A place that holds none stands by. A change may name other holders, and so more or fewer

@@ -1,7 +1,7 @@
 """The coordinator's engine room: carries events to the conductor, and carries out its instructions.
 
-Every decision is made in `coordinator.engine.conductor`; `coordinator.engine.epochs` tells how connections come and go.
-The rest is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event loop.
+Every decision is made in `coordinator.engine.conductor`; `coordinator.engine.epochs` begins and ends connections. The
+rest is the seam to the HTTP side (streams, descriptions) and to telemetry. Everything here runs on the event loop.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Pipeline:
 
     @property
     def phase(self) -> Phase:
-        """What clients get now."""
+        """The present state for clients."""
         return self.conductor.availability.phase
 
     @property
@@ -232,7 +232,7 @@ class Pipeline:
         """Carry out the conductor's instructions."""
         now_ns = time.monotonic_ns()
         for instruction in instructions:
-            # Each token has one of both. A `match` over all kinds takes as long as what is done about them.
+            # Each token has one of both. A `match` over all kinds takes as long as carrying them out.
             if isinstance(instruction, Tell):
                 self._tell(instruction.session_id, instruction.event)
             elif isinstance(instruction, Generated):

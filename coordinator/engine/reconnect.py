@@ -45,7 +45,7 @@ class Reconnector:
 
         With given addresses a misfit or a timeout at the first start is final: it raises HandshakeError,
         UnauthenticatedError, UsageError or StartError. Later, and with stages that join by themselves, no failure ends
-        it; meanwhile requests that wait longer than `recovery_timeout_s` end.
+        it; requests that wait longer than `recovery_timeout_s` end.
         """
         began_s = time.monotonic()
         delay_s, last_problem = RECONNECT_FIRST_S, ""

@@ -1,5 +1,5 @@
-"""How a coordinator applies revoked credentials: it tells the stages, and leaves stages whose own credential is
-revoked. gRPC does not expose the certificate that a server shows.
+"""How a coordinator applies revoked credentials: it notifies the stages, and leaves stages with a revoked credential.
+gRPC does not expose the certificate that a server shows.
 
 So a separate handshake reads it, and only where anything is revoked at all.
 """

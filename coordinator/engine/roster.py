@@ -1,6 +1,6 @@
 """The addresses of a pipeline's stages: given once, or reported by the stages that join.
 
-The pipeline asks before every epoch. It is notified when an epoch cannot go on because a member left.
+The pipeline asks before every epoch. It is notified when an epoch must end because a member left.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class StageClient:
 
         Raises the stage's typed refusal.
         """
-        timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # the stage itself shakes hands with its neighbour meanwhile
+        timeout_s = 2 * bounds.HANDSHAKE_TIMEOUT_S  # during this time the stage shakes hands with its neighbour
         answer: pb.ConfigureResponse = await rpc.call(
             self._channel, "Configure", request, pb.ConfigureResponse, self.address, timeout_s
         )

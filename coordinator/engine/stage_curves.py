@@ -1,4 +1,4 @@
-"""What stages measured of their steps, handed over once all of them serve: for the next plan."""
+"""The stages' measured step costs, passed on once all of them serve: for the next plan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where a stage that has joined is reached: where it says, or where it calls from.
 
-A stage that is started with --advertise, as a manifest has it for other hosts, goes on saying so after its host has got
-another address. Its membership comes from the new one, and so it may well be found there.
+A stage that is started with --advertise, as by a manifest for other hosts, still reports that address after its host
+has got another one. Its membership comes from the new one, so it can probably be reached there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a gateway reads of a request's body: the model, and by what its beginning is known again. Pure.
+"""The parts of a request's body that a gateway reads: the model, and keys that recognise its beginning. Pure.
 
 A conversation is known by a chain of hashes, one at the end of each message, each over everything before it. The next
 turn has the same messages in front, so that the longest hash that a replica has seen says how much it need not read.

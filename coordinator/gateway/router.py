@@ -122,7 +122,7 @@ class Backend:
         self._outstanding[key].unread_tokens = 0
 
     def ended(self, key: int) -> None:
-        """A request has ended there, in whatever way."""
+        """A request has ended there in some way."""
         del self._outstanding[key]
 
 

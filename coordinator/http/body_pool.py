@@ -71,7 +71,7 @@ class _WorkerDiedError(Exception):
 
 
 class _Worker(asyncio.Protocol):
-    """The coordinator's end of the pipe to a worker. Only an answer wakes who waits for it."""
+    """The coordinator's end of the pipe to a worker. Only an answer wakes its waiter."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -105,7 +105,7 @@ class _Worker(asyncio.Protocol):
         self._pipe = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of what the worker says."""
+        """Take a part of the worker's answer."""
         came = self._came
         came += data
         while len(came) >= FROM_WORKER.size:

@@ -30,7 +30,7 @@ from relayline.wire.links.tls_door import Shaking
 
 T = TypeVar("T")
 
-READ_BYTES = 16 * 1024  # of a body that are parsed before somebody takes them; bodies in tiny chunks cost 3 ms then
+READ_BYTES = 16 * 1024  # of a body that are parsed ahead of its reader; bodies in tiny chunks cost 3 ms then
 KEPT_FILES = 128  # open files that are left to links, logs and artifacts
 _CONNECTIONS_MIN = 2  # for any limit of open files
 MESSAGE_CHARS_MAX = 200  # of the client's mistake, in the error that it gets
@@ -255,7 +255,7 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio.Protocol's, which aiohttp narrows
-        """Go on with requests that came whole: their client sends no more, and may still read.
+        """Continue requests that came whole: their client sends no more, and may still read.
 
         It may also be gone, which looks alike: see `_look`.
         """
@@ -271,8 +271,8 @@ class Connection(web.RequestHandler):
     def _look(self, delay_s: float, knock_s: float) -> None:
         """Find out whether a client that sends no more has gone, and end the connection then.
 
-        What tells is a byte that is sent to it: a system resets a connection whose program has closed it. That byte is
-        the answer's own next one, or a comment where that is a stream.
+        A byte sent to it reveals that: a system resets a connection whose program has closed it. That byte is the
+        answer's own next one, or a comment where that is a stream.
         """
         if self._link is None:
             return

@@ -1,4 +1,4 @@
-"""The images of requests: counted, encoded in a process of their own, and put into prompts. Fair between clients."""
+"""The images of requests: counted, encoded in a child process, and put into prompts. Fair between clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of planned changes: which layers each stage has, and other ones for it while requests go on."""
+"""Routes of planned changes: the layers of each stage, and changes to them while requests run."""
 
 from __future__ import annotations
 

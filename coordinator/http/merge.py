@@ -2,9 +2,9 @@
 
 A stream that can forward its events does so, without a task that wakes for each token. It holds no more of them than it
 would in its own queue, which its answer's length bounds. For any other stream one task pulls the events, and pauses
-while too many wait. `pass_on` gives a function what is ready, once a turn of the event loop: so all tokens of a step
-are handed over together, and no task wakes for them either. However the block around a `Merge` ends (normally, by an
-error, or by cancellation because the client went away), every stream is closed.
+while too many wait. `pass_on` calls a function with all ready events, once a turn of the event loop: so all tokens of a
+step are handed over together, and no task wakes for them either. However the block around a `Merge` ends (normally, by
+an error, or by cancellation because the client went away), every stream is closed.
 """
 
 from __future__ import annotations

@@ -507,7 +507,7 @@ def unpacked(tokens: bytes) -> tuple[int, ...]:
 
 
 def _joined(ids: Sequence[int], shown: Callable[[int], object] | None) -> bytes:
-    """Return tokens, or what `shown` makes of each, as the inside of a JSON list; written in parts."""
+    """Return tokens, or the result of `shown` for each, as the inside of a JSON list; written in parts."""
     parts: list[bytes] = []
     for at in range(0, len(ids), TOKENS_PER_PART):
         part: Sequence[object] = ids[at : at + TOKENS_PER_PART]

@@ -1,7 +1,8 @@
 """One answer as server-sent events. Events are written where the pipeline publishes them: no task wakes for a token.
 
 `_take` gets everything of one answer that came in one turn of the event loop, and writes it at once. The request's own
-task sleeps meanwhile. It does what may have to wait: the beginning, the end, pings, and a client that reads slowly.
+task sleeps until then. It does the parts that may have to wait: the beginning, the end, pings, and a client that reads
+slowly.
 """
 
 from __future__ import annotations

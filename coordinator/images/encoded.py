@@ -1,6 +1,6 @@
 """Encoded images: their numbers in a prompt, and which are kept for the next turn of a chat. Pure.
 
-An encoded image is rows of the model's width. In the tokens of a prompt a number stands for each row. The numbers are
+An encoded image is rows of the model's width. In the tokens of a prompt a number represents each row. The numbers are
 made from the projector and the image's bytes: equal images have equal ones, in this process and any later one. So the
 prefix cache, replays and stored prefixes need to know nothing of images.
 """
@@ -93,7 +93,7 @@ class EncodedImages:
 
 
 def row_numbers(key: bytes, n_rows: int) -> list[int]:
-    """Return the number that stands for each row of an image: from ROW_TOKEN_MIN to twice that.
+    """Return the number that represents each row of an image: from ROW_TOKEN_MIN to twice that.
 
     Those of two images are alike at one place once in a thousand million; a prefix that is copied ends there.
     """
@@ -108,7 +108,7 @@ def n_tokens_of(segments: Sequence[Segment]) -> int:
 
 
 def put_in(tokens: Sequence[int], images: Sequence[Encoded], *, are_mutual: bool = False) -> Filled:
-    """Return a prompt with its images in it. In `tokens`, -1 stands for the first image, -2 for the second.
+    """Return a prompt with its images in it. In `tokens`, -1 represents the first image, -2 the second.
 
     `are_mutual`: rows of one image attend to each other.
     """

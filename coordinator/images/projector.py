@@ -1,6 +1,6 @@
 """llama.cpp's own image encoder, libmtmd: a file of an image becomes tokens of a prompt and rows of the model.
 
-It runs in a process of its own (`encoding.py`). One thread uses it.
+It runs in a child process (`encoding.py`). One thread uses it.
 """
 
 from __future__ import annotations

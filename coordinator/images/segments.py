@@ -1,4 +1,4 @@
-"""What an image becomes in a prompt: tokens, and rows between them. Pure."""
+"""The parts of an image in a prompt: tokens, and rows between them. Pure."""
 
 from __future__ import annotations
 

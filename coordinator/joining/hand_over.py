@@ -37,8 +37,8 @@ def hand_over_orders(
 ) -> dict[int, pb.HandOver]:
     """Return each place's order, by place; none at all where some layers' lanes cannot be had.
 
-    names: of all places; addresses: where those serve that give and take lanes. A session goes on only from what all
-    stages hold. So lanes of some layers alone are worth nothing.
+    names: of all places; addresses: where those serve that give and take lanes. A session resumes only from rows that
+    all stages hold. So lanes of some layers alone are worth nothing.
     """
     if any(one.giver not in addresses or one.taker not in addresses for one in changing):
         return {}

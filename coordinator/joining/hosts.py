@@ -68,7 +68,7 @@ class Hosts:
         roster.idle_state = lambda place: HostState.DRAINED if self._pool.is_drained(place.index) else HostState.SPARE
         self._added: list[str] = []
         self._is_planning = False
-        self._logged_trouble = ""  # the latest line about what cannot be done
+        self._logged_trouble = ""  # the latest line about an impossible change
 
     def was_added(self, names: Sequence[str]) -> None:
         """These came while an earlier coordinator served."""
@@ -280,7 +280,7 @@ class Hosts:
         found = {}
         for at, status in zip(holders, statuses, strict=True):
             if status is not None and status.memory_free_bytes:
-                # A tier that nobody asked for gives its memory back before another slice is loaded.
+                # An automatic tier gives its memory back before another slice is loaded.
                 is_elastic = self._service.place(at).engine.prefix_memory_bytes == PREFIX_MEMORY_AUTO
                 found[at] = status.memory_free_bytes + (status.tier_memory_bytes if is_elastic else 0)
         return found

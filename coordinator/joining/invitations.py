@@ -1,4 +1,4 @@
-"""Who may enrol: invitations, and the decision about one request. Pure: time is an argument.
+"""Enrolment: invitations, and the decision about one request. Pure: time is an argument.
 
 An invitation is for one stage and one key. The first request that shows its secret binds it to the key of that request.
 The same host may ask again with the same key, because an answer can get lost. No other key is accepted.

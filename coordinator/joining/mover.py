@@ -63,7 +63,8 @@ class LayerMover:
 
         With a `rebalancer` layers move by themselves too. With `read_shape` others take over from stages that are
         drained, or lost for longer than `takeover_s` (0: never); `known` is who held layers before this process.
-        `on_moved` gets who holds what after each change, and `explain_move` returns why, both off the event loop.
+        `on_moved` gets the holders and their layers after each change, and `explain_move` returns why, both off the
+        event loop.
         """
         self._pipeline, self.moves, self._cut_model = pipeline, pipeline.moves, cut_model
         self._on_moved, self._explain_move = on_moved, explain_move

@@ -91,7 +91,7 @@ class Split:
 
 
 class ChangeListener(Protocol):
-    """Who hears what stages say of a planned change."""
+    """The receiver of the stages' reports of a planned change."""
 
     def prepared(self, number: int, index: int) -> None:
         """A stage is ready to switch."""
@@ -482,7 +482,7 @@ class JoinService(MemberService):
             await rpc.abort(context, error)
 
     def _wanted(self, request: pb.FetchRequest) -> tuple[OpenMembership, Path, int]:
-        """Return whose ticket this is, and the file and size of what it asks for.
+        """Return the holder of this ticket, and the requested file and its size.
 
         A request names a file by its content, and only the stage's own files can be had.
         """

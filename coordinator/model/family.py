@@ -82,7 +82,7 @@ def _no_factors(_: Metadata) -> Factors:
 
 
 def windows_of(period: int, *, is_optional: bool = False, full_first: bool = False) -> Callable[[Metadata], Windows]:
-    """Return what llama_model_base::load_swa_pattern makes of a file where one layer of each period has no window.
+    """Return llama_model_base::load_swa_pattern's result for a file where one layer of each period has no window.
 
     It is the last of its period, or the first (`full_first`). Optional: without a window in the file, no layer has one.
     """

@@ -67,7 +67,7 @@ def _deepseek2_is_lite(facts: Metadata) -> bool:
 
 
 def deepseek2_overrides(facts: Metadata) -> Overrides:
-    """State what llama.cpp guesses from the number of layers."""
+    """State the values that llama.cpp guesses from the number of layers."""
     # llama_model_deepseek2::load_arch_hparams guesses two things from the layer count: whether queries are low-rank
     # (the Lite models are not) and, in old files, the gating function. A slice has to say both outright.
     stated: dict[str, tuple[int, Value]] = {}

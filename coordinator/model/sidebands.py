@@ -1,8 +1,8 @@
 """Sidebands: values that stage 0 looks up or computes from token ids besides embeddings, and their metadata in an
 artifact. Pure.
 
-Two families use token ids after the embedding. Layers of gemma4's E2B and E4B take inputs of their own: stage 0 makes
-them for all layers, and they travel with the row; each stage takes its part. The first layers of deepseek4 look their
+Two families use token ids after the embedding. Layers of gemma4's E2B and E4B take separate inputs: stage 0 makes them
+for all layers, and they travel with the row; each stage takes its part. The first layers of deepseek4 look their
 experts up by token id: these layers are on stage 0, and nothing travels.
 
 The tables are behind stage 0's embedding table, where llama.cpp does not look. Slices have zeros in their places, and

@@ -51,9 +51,9 @@ from relayline.coordinator.model.sidebands import (
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
 
-# What a stage must support. Version 2: windows lose cells, and an output may need scaling. Version 3: rows may have
-# another width than the model, and are written into the graph. Version 4: more than a row is written there. Builds that
-# do not would compute something else, and say instead which versions they read.
+# The features that a stage must support. Version 2: windows lose cells, and an output may need scaling. Version 3: rows
+# may have another width than the model, and are written into the graph. Version 4: more than a row is written there.
+# Builds that do not would compute something else, and say instead which versions they read.
 ARTIFACT_VERSION, WINDOWED_VERSION, INSIDE_VERSION, SIDEBANDS_VERSION = 1, 2, 3, 4
 DUMMY_TOKENS = 32
 TOKENIZER_NAME = "tokenizer.gguf"

@@ -99,7 +99,7 @@ def split_model(
 
 
 def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Sequence[int]) -> tuple[Path, ...]:
-    """Write some stages of a split as files of their own, without a pipeline.json: for measuring them.
+    """Write some stages of a split as separate files, without a pipeline.json: for measuring them.
 
     Raises ModelFileError, UnsupportedArchitectureError, CutError or ArtifactError.
     """

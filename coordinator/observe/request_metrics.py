@@ -37,8 +37,8 @@ FINISHED = ("stop", "length", "abort", "error")
 class TokenGaps:
     """Counts tokens and the times between them. Event loop only.
 
-    A collector of its own: Prometheus' counter and histogram lock, and look at bound after bound, which took half of
-    what telemetry costs a token.
+    A custom collector: Prometheus' counter and histogram lock, and check bound after bound, which took half of
+    telemetry's cost per token.
     """
 
     def __init__(self, model_name: str, bounds_s: Sequence[float]) -> None:

@@ -20,8 +20,8 @@ async def observed(
 ) -> AsyncIterator[Observer]:
     """Yield the observer of this process; at the end, what waits is ended and flushed, within telemetry's own bound.
 
-    `pushed_level` is what stages are set to when they connect; None leaves them at their own. Raises UsageError for
-    settings that cannot be used.
+    `pushed_level` is set on stages when they connect; None leaves them at their own. Raises UsageError for settings
+    that cannot be used.
     """
     # The share of requests is drawn by the observer, where it can be changed while the process runs.
     whole = dataclasses.replace(config, sampler_ratio=1.0)

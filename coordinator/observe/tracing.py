@@ -64,7 +64,7 @@ class Tracing:
         """Start the server span if the request is traced, below the caller's span if its headers name one."""
         if not self.telemetry.records(Level.SUMMARY):
             return
-        # A header may hold bytes that are no UTF-8; propagators raise for what Python makes of them.
+        # A header may hold bytes that are no UTF-8; propagators raise for Python's decoding of them.
         readable = {name: value.encode("utf-8", "replace").decode() for name, value in carrier.items()}
         context = propagate.extract(readable, Context())
         parent, entries = trace.get_current_span(context).get_span_context(), _baggage_of(context)
@@ -200,7 +200,7 @@ class Tracing:
             span.end(end_ns + record.unix_offset_ns)
 
     def _recoveries(self, record: RequestRecord, session: SessionRecord, last: Span) -> None:
-        """Make a span of each pause: from a loss until the session goes on, or its end."""
+        """Make a span of each pause: from a loss until the session resumes, or its end."""
         paused: EventRecord | None = None
         for event in [*session.events, EventRecord(names.EVENT_RESUMED, session.ended_ns)]:
             if event.name == names.EVENT_PAUSED:

@@ -44,7 +44,7 @@ def frontier(
 
     `ends(stage, start)` yields the possible ends of a stage that begins at `start`. `extend(label, stage, start, end)`
     is the label after one more stage, or None if that is impossible or useless. With `width`, only that many labels,
-    the smallest, go on from each place. The search is then quick but no longer exact, and its result bounds an exact
+    the smallest, are kept at each place. The search is then quick but no longer exact, and its result bounds an exact
     search.
     """
     reached: dict[int, list[tuple[Label, Trail]]] = {0: [(first, ())]}

@@ -25,7 +25,7 @@ GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is wo
 GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
 HOLD_NS = 60_000_000_000  # for which the gain must have been large
 GROUPS_PER_STAGE = 2  # groups that are tried, per stage
-STEPS_MIN = 60  # decode steps of every stage, after which a curve is what they took: it moves by a seventh with each
+STEPS_MIN = 60  # decode steps of every stage, after which a curve has their times: it moves by a seventh with each
 LOOKS_APART_NS = 10_000_000_000  # between polls; a longer pause restarts the minute, because nothing was measured
 
 

@@ -37,7 +37,7 @@ PROCESS_BYTES = 144 * MIB  # Python, gRPC, llama.cpp and their libraries
 COORDINATOR_BYTES = 384 * MIB  # coordinator with tokenizer and HTTP API
 LANE_STATES_BYTES = 2 * GIB  # of all lanes and layers, if the number of lanes is the default
 LANES_LEAST = 4  # even then
-HEADROOM = 0.05  # of a limit, for whatever else the host does
+HEADROOM = 0.05  # of a limit, for other work of the host
 
 
 Pool = Machine | Gpu  # whose memory stages share
@@ -139,7 +139,7 @@ def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
 
 
 def _lanes_states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
-    """Return what llama.cpp allocates for states: where their layers are. Checkpoints stay in the host's memory."""
+    """Return llama.cpp's allocation for states: where their layers are. Checkpoints stay in the host's memory."""
     n_spare = 0 if load.kv_layout == "per-lane" else 1
     n_states = 1 + (load.rewind_rows if model.rewinds_states else 0)
     return sum(model.state_bytes[start:end]) * n_states * (load.n_lanes + n_spare)
@@ -215,7 +215,7 @@ def pools_of(host: Host) -> tuple[Pool, ...]:
 
 
 def pool_usable_bytes(pool: Pool) -> int | None:
-    """Return what stages may use of one; None if its size is unknown."""
+    """Return how much of one stages may use; None if its size is unknown."""
     return machine_usable_bytes(pool) if isinstance(pool, Machine) else gpu_usable_bytes(pool)
 
 

@@ -37,7 +37,7 @@ SAME = 1 - 1e-12  # rates this close are equal: floating point
 
 
 class Room:
-    """What stages may hold: layers that are legal and fit the memory of stage, machine and GPU."""
+    """The layers that stages may hold: legal ones that fit the memory of stage, machine and GPU."""
 
     def __init__(self, instance: Instance, *, ignore_memory: bool = False) -> None:
         self.instance = instance

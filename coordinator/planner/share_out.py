@@ -1,8 +1,8 @@
 """Which layers each holder gets when others than before are to hold them. Pure.
 
 If each new holder takes the place of an old one and has room, the cuts stay and no other stage moves layers. Else the
-slowest stage is to be as fast as it can be: layers go by what a layer takes on each host, within the room that each has
-and at cuts that the model allows. Among equal ways the one that moves fewest layers wins.
+slowest stage is made as fast as possible: layers are shared by a layer's time on each host, within the room that each
+has and at cuts that the model allows. Among equal ways the one that moves fewest layers wins.
 """
 
 from __future__ import annotations

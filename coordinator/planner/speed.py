@@ -22,7 +22,7 @@ GIB = 1 << 30
 STEP_IN_SERVICE, STEP_IN_SERVICE_MAX = 1.2, 1.45
 PREFILL_ROWS = (192, 256, 384, 512)
 ROWS = (*LADDER, *PREFILL_ROWS)
-# For a declared or estimated speed: the bytes of a weight on disk, which tell how many multiply-adds a byte stands for.
+# For a declared or estimated speed: the bytes of a weight on disk, which give the multiply-adds per byte.
 BYTES_PER_WEIGHT = 0.5625  # Q4_0 and its like
 
 

@@ -1,4 +1,4 @@
-"""The drafts of the streams that decode: which go along with their rows, which follow in flights of their own. Pure.
+"""The drafts of decoding streams: which go along with their rows, and which follow in separate flights. Pure.
 
 The scheduler asks, in two places: as a decode flight is about to leave, and when nothing else does and stages would
 stand idle. There are no drafts during prefill, because prompt rows already fill the stages.

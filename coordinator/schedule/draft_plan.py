@@ -87,7 +87,7 @@ def best_counts(
         reverse=True,
     )
     counts, n_frames = [0] * len(chances), len(chances)
-    # Rows of lanes that differ in number are computed in parts where lanes have cells of their own.
+    # With per-lane cells, lanes with different numbers of rows are computed in parts.
     if not offers or (planner.is_per_lane and n_frames > 1):
         return counts
     cycle = _Cycle(planner, n_frames, traffic)

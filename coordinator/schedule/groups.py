@@ -19,8 +19,8 @@ round trip is hidden already, and rows of a second flight would take the place o
 When both terms are nearly equal, any delay shows in the cycle. So nearness has a cost too, see cycles.SHARPNESS.
 
 Prompt rows travel in one of two ways, whichever makes more progress. They *ride* in decode flights, where a step with
-room in its tile or a high fixed cost takes them at little extra cost. Or they form flights of their own. Both are sized
-so that the inter-token latency of running streams stays within `itl_stretch` of its value without prompts. When more
+room in its tile or a high fixed cost takes them at little extra cost. Or they form separate flights. Both are sized so
+that the inter-token latency of running streams stays within `itl_stretch` of its value without prompts. When more
 streams wait for their first token than run, this bound grows in proportion, because a second of delay counts the same
 for both. While prompts wait, there may be one decode flight more than would be best without them. There may also be
 fewer, if that leaves more room for prompt rows.
@@ -55,8 +55,8 @@ FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 TRAIN_ROWS = 512  # prompt rows that a train is made for if their number is unknown
 TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
-# A single flight that leaves streams out must be predicted to be so many times as fast as one of all streams: who is
-# left out waits for a whole step more, and curves are not exact.
+# A single flight that leaves streams out must be predicted to be this many times as fast as one of all streams: streams
+# left out wait for a whole extra step, and curves are not exact.
 LEFT_OUT_GAIN = 1.1
 ROWS_ONE_BY_ONE = 32  # candidates: every row count up to here, whole tiles beyond
 CACHE_MAX = 4_096  # plans kept

@@ -11,7 +11,7 @@ groups is under way, and only as long as the curves predict a gain, or as the la
 After that, the next answer releases it in an extra flight. If flights took longer than rows are held, streams that once
 left apart would never meet again.
 
-Prompt rows (chunked prefill) travel in decode flights, in flights of their own, or in both. The plan chooses, so that
+Prompt rows (chunked prefill) travel in decode flights, in separate flights, or in both. The plan chooses, so that
 running streams keep their pace. Several short prompts may share a flight. Two kinds of prompt are read before running
 streams get their full pace back: a burst of short prompts, and the histories of streams that a loss paused. Opens and
 closes never wait.
@@ -48,7 +48,7 @@ from relayline.coordinator.schedule.tiles import FlightRoom, TilePace
 from relayline.coordinator.sessions.session import OutFrame, Session
 
 DRAIN_CHUNK_ROWS = 64
-HOLD_STRETCH_MAX = 4  # times that a row is held at most of what is predicted, however long the latest flight took
+HOLD_STRETCH_MAX = 4  # times its prediction that a row is held at most, however long the latest flight took
 SPREAD_CYCLES = 2  # times that every flight has gone round with a prompt's rows until they have spread
 
 

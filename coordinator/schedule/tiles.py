@@ -8,10 +8,10 @@ from the same answer alone.
 The rule has two parts. Whole tiles of a long prompt are read in steps with as many rows as fit. All other rows (the
 prompt's rest, short prompts, generated tokens) travel in steps too small for a tile.
 
-Beside running streams a whole tile waits until decode flights have left room for all of its rows, or for
-TILE_FLIGHTS_MAX flights (TilePace). There is one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS,
-running streams would stand still for too long. Then long prompts are computed in small parts together with the streams,
-and their bits differ.
+During decode a whole tile waits until decode flights have left room for all of its rows, or for TILE_FLIGHTS_MAX
+flights (TilePace). There is one exception. If a step of one tile takes longer than TILE_STEP_MAX_NS, running streams
+would stand still for too long. Then long prompts are computed in small parts together with the streams, and their bits
+differ.
 
 If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
 """

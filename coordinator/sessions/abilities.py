@@ -1,4 +1,4 @@
-"""Whether the stages can do what a request asks for: an older version passes over newer options in silence."""
+"""Whether the stages support a request's options: an older version silently ignores newer ones."""
 
 from __future__ import annotations
 

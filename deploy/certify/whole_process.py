@@ -28,7 +28,7 @@ from relayline.wire.common.errors import InternalError, ModelFileError, NativeEr
 from relayline.wire.common.rope_factors import LongRope
 from relayline.wire.settings.table import EngineSettings
 
-END_TIMEOUT_S = 10.0  # of a child whose input has ended: it frees the model meanwhile
+END_TIMEOUT_S = 10.0  # of a child whose input has ended: it still frees the model
 _LENGTH = struct.Struct("<Q")
 _ERRORS: dict[str, type[RelaylineError]] = {
     each.__name__: each for each in (InternalError, ModelFileError, NativeError)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from relayline.coordinator.gateway.serve import GatewayConfig
 
 KEY_VARIABLE = "RELAYLINE_BACKEND_KEY"
-# Of `up`, that go with a gateway's manifest; what is said of a pipeline stands in that one's own manifest.
+# Flags of `up` that fit a gateway's manifest; a pipeline's settings are in its own manifest.
 UP_FLAGS = frozenset(
     {"target", "http", "detach", "dry_run", "state_dir", "report_fd", "as_json", "log_json", "verbose", "api_keys",
      "http_cert", "http_key", "allow_hosts", "name"}

@@ -1,4 +1,4 @@
-"""`relayline plan` of a gateway's manifest: the plan of each pipeline behind it, and what they need together."""
+"""`relayline plan` of a gateway's manifest: the plan of each pipeline behind it, and their needs together."""
 
 from __future__ import annotations
 

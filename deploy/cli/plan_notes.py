@@ -1,4 +1,4 @@
-"""The notes of a plan: what one more host would give, what is unknown, another order of the stages."""
+"""The notes of a plan: the gain of one more host, unknown values, another order of the stages."""
 
 from __future__ import annotations
 

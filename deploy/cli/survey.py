@@ -1,4 +1,4 @@
-"""`relayline serve` of a manifest with open layers: hosts are surveyed first, then all goes on as with fixed ones."""
+"""`relayline serve` of a manifest with open layers: hosts are surveyed first, then it continues as with fixed ones."""
 
 from __future__ import annotations
 

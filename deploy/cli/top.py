@@ -251,7 +251,7 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
 
 
 def _phase(described: dict[str, Any]) -> str:
-    """Return what clients get and since when."""
+    """Return the state for clients, and since when."""
     since_s = described.get("phase_s")
     return str(described["phase"]) + (f" for {since_s:.0f} s" if since_s is not None else "")
 

@@ -1,4 +1,4 @@
-"""What the flags of `relayline up` change in its manifest."""
+"""The changes that flags of `relayline up` make in its manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipelines that a gateway's manifest starts, each as a manifest of its own."""
+"""The pipelines that a gateway's manifest starts, each as a separate manifest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ON_LOOPBACK: Mapping[str, Any] = MappingProxyType({"coordinator.http.host": LOCA
 
 
 def pipelines_behind(gateway: GatewayManifest, changes: Mapping[str, Any] = ON_LOOPBACK) -> tuple[Behind, ...]:
-    """Return every pipeline, replicas behind what they repeat. `changes` are made in each manifest.
+    """Return every pipeline, replicas after their originals. `changes` are made in each manifest.
 
     Raises UsageError (also ManifestError) for manifests that cannot be used, OSError for those that cannot be read.
     """

@@ -148,7 +148,7 @@ def _planned(kept: dict[str, Any] | None, live: dict[str, Any] | None) -> dict[s
 
 
 def _phase(pipeline: Launched, live: dict[str, Any] | None, *, is_answering: bool) -> tuple[Phase, float | None]:
-    """Return what clients get, and for how many seconds they have; None where that is not known."""
+    """Return the state for clients and its age in seconds; None if that is not known."""
     state = pipeline.state
     if live is not None and live.get("phase") in set(Phase):
         return Phase(live["phase"]), live.get("phase_s")

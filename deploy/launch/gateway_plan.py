@@ -1,4 +1,4 @@
-"""What `relayline up` of a gateway's manifest starts: each pipeline as an `up` of its own, and the address before them.
+"""The processes that `relayline up` of a gateway's manifest starts: a separate `up` for each pipeline, and the gateway.
 
 Nothing is started here.
 """
@@ -115,7 +115,7 @@ def plan_members(
     taken: Collection[int] = (),
     keep: Mapping[str, JoinPorts] = MappingProxyType({}),
 ) -> list[MemberPlan]:
-    """Return what is to be done for these members of a gateway. `taken`: join ports of those that run already.
+    """Return the plan for these members of a gateway. `taken`: join ports of those that run already.
 
     `keep`: the ports of members that start again, which other hosts know. Raises as `plan_gateway`.
     """
@@ -160,7 +160,7 @@ def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:
 def changes_behind(
     inner: Manifest, member: Member, taken: Collection[int], kept: JoinPorts | None = None
 ) -> dict[str, Any]:
-    """Return what is different in a pipeline behind a gateway: its stages, and what only one of them can have.
+    """Return the changes in a pipeline behind a gateway: its stages, and settings that only one of them can have.
 
     `taken`: join ports of those before it; `kept`: its own, where it has some already.
     """

@@ -72,7 +72,7 @@ def kept_state(path: Path | None, base: Path) -> PoolState | None:
 def kept_split(
     path: Path | None, base: Path, model: Path | None, names: Collection[str] = ()
 ) -> tuple[Path, PoolState | None]:
-    """Return the split to serve and who holds it: that of the kept layers, made again if it is gone, else `base`.
+    """Return the split to serve and its holders: that of the kept layers, made again if it is gone, else `base`.
 
     `names`: of the stages that there are, where they have names.
     """

@@ -98,7 +98,7 @@ def choose_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
 def planned_cuts(manifest: Manifest, model: Path) -> tuple[int, ...]:
     """Return the same as `choose_cuts`, but have the planner check the memory even where nothing is left to choose.
 
-    For a launch: what runs already would count as memory that is missing. Raises UsageError.
+    For a launch: running processes would count as missing memory. Raises UsageError.
     """
     check_last_layer(manifest, model)
     return cuts_for(manifest, model)

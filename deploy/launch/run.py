@@ -94,7 +94,7 @@ def log_file(path: Path) -> Iterator[logging.Handler]:
 
 
 def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
-    """Check what a launch needs and prepare its files; nothing is started. Raises what is wrong.
+    """Check what a launch needs and prepare its files; nothing is started. Raises the first problem found.
 
     Where hosts have to be surveyed first, the model is not split yet.
     """

@@ -147,7 +147,7 @@ class ServedSplit:
 
 
 def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
-    """Return from the flags of `serve` what it serves. `names`: of the stages, where the user gave any.
+    """Return the served split from the flags of `serve`. `names`: of the stages, where the user gave any.
 
     Raises UsageError where no split is given, and as `prepare`.
     """

@@ -84,7 +84,7 @@ class LaunchState(msgspec.Struct, frozen=True):
     manifest: str
     """The manifest file that was given, absolute."""
     phase: Phase
-    """The supervisor's view; the coordinator knows better what clients get."""
+    """The supervisor's view; the coordinator knows the state for clients better."""
     supervisor_pid: int
     supervisor_start_ticks: int
     url: str = ""

@@ -1,4 +1,4 @@
-"""Starts what holds weights so that glibc asks for huge pages under them. Linux; elsewhere nothing happens.
+"""Starts processes with weights so that glibc asks for huge pages under them. Linux; elsewhere nothing happens.
 
 A step of one row takes as long as its weights take to read. On pages of 4 KiB that depends on how these happen to lie,
 on huge ones it does not, and is as quick as the luckiest of the others (docs/results/host.md). glibc (2.35 and

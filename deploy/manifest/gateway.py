@@ -161,7 +161,7 @@ class GatewayManifest(ManifestFile):
         return self.metadata.name
 
     def members(self) -> tuple[Member, ...]:
-        """Return every pipeline, replicas behind what they repeat."""
+        """Return every pipeline, replicas after their originals."""
         return tuple(
             Member(
                 name,

@@ -1,4 +1,4 @@
-"""What stages have to be together: names, ports and layer ranges that fit. Pure; ValueError says what does not."""
+"""Checks that stages fit together: names, ports and layer ranges. Pure; ValueError names the mismatch."""
 
 from __future__ import annotations
 

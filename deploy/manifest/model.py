@@ -65,7 +65,7 @@ class Context(Part):
 
 
 class HttpTls(Part):
-    """What clients of the HTTP API are shown. Files that are renewed are taken up without a restart."""
+    """The certificate for clients of the HTTP API. Renewed files are taken up without a restart."""
 
     cert_file: FilePath
     """Certificate (PEM), followed by intermediates if there are any."""

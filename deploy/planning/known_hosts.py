@@ -156,7 +156,7 @@ def remember_hosts(manifest: Manifest, model: Path, reports: Iterable[HostReport
 
 
 def refine_hosts(manifest: Manifest, model: Path, served: Mapping[str, Sample]) -> None:
-    """Keep what stages measured with the layers that they serve, of hosts that are known. A full disk is not an error.
+    """Keep the measurements of known hosts' stages with their served layers. A full disk is not an error.
 
     Stages with the head are left out, because the cost of their layers cannot be separated.
     """

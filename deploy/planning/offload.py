@@ -41,7 +41,7 @@ class GpuFact(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """What it has."""
+        """Its memory."""
 
 
 def offloads_of(

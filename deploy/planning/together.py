@@ -1,4 +1,4 @@
-"""Several pipelines planned for the same machines: what they need together, which each plan counts for itself. Pure."""
+"""Several pipelines planned for the same machines: their needs together, which each plan counts for itself. Pure."""
 
 from __future__ import annotations
 

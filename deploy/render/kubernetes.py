@@ -1,4 +1,4 @@
-"""Plain Kubernetes YAML: a Deployment for the coordinator, one StatefulSet per stage, and what they need.
+"""Plain Kubernetes YAML: a Deployment for the coordinator, one StatefulSet per stage, and the objects they need.
 
 One StatefulSet per stage, of one pod each, because stages are unequal: each has its own resources, device, nodes and
 certificate, and keeps its artifact in its own volume over restarts.

@@ -121,7 +121,7 @@ def stage_spec(
     """Return a stage's pod spec.
 
     `process` ends the name of its secret; without `state` a claim gives its volume. `workers`: names of the stages that
-    share this template. Their secret has the files of all, and each container sees those of its own worker index.
+    share this template. Their secret has the files of all, and each container sees those of its worker index.
     """
     check = {"tcpSocket": {"port": "grpc"}} if pipeline.uses_tls else {"grpc": {"port": STAGE_PORT}}
     volumes = _link_volumes(pipeline, process, workers)

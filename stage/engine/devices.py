@@ -1,9 +1,9 @@
 """On which devices llama.cpp computes one stage, and what of its weights goes where: settings to llama_model_params.
 
 Names of devices are llama.cpp's own, which differ from host to host, so they are checked here, where the stage runs.
-What llama.cpp would only mention in its log, or take in silence, is refused: shares for devices that are not there.
+Settings that llama.cpp would only mention in its log, or silently accept, are refused: shares for absent devices.
 
-Patterns are held against the names of tensors in the whole model. A stage's file numbers its layers from 0, so a
+Patterns are matched with the names of tensors in the whole model. A stage's file numbers its layers from 0, so a
 pattern would mean other layers after a move. llama.cpp gets the names themselves.
 """
 

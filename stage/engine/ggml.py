@@ -84,7 +84,7 @@ def attends_own_cells(*, n_rows: int, n_heads: int, n_kv_heads: int) -> bool:
 
 
 def attends_lanes_apart() -> bool:
-    """Return whether such rows are taken one by one however many they are, where most are of lanes of their own.
+    """Return whether any number of such rows is taken one by one, if most are of different lanes.
 
     False in builds without deploy/kernels/attend_own_cells.cpp, or with one that looked at the number of rows alone.
     """

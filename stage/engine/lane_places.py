@@ -1,7 +1,7 @@
 """The places of rows in models whose positions have several axes (M-RoPE), for lanes that hold images. Pure.
 
 Everywhere else a row's position is its number in its lane. Such a model gives all rows of an image one position on the
-first axis, and a line and a column of the image on the next two. The rows behind it go on after its longer side.
+first axis, and a line and a column of the image on the next two. The rows behind it continue after its longer side.
 llama.cpp knows cells by the first axis alone. So an engine translates: numbers come in, and places go to llama.cpp.
 
 A lane cannot be cut inside an image, because all its rows have one place there.

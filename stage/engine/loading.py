@@ -20,7 +20,7 @@ Tell = Callable[[str, float], None]  # the activity, and its finished share
 
 
 class LoadStoppedError(Exception):
-    """A load that stopped because its process is ending. Nobody's fault, so none of the errors that users see."""
+    """A load that stopped because its process is ending. It is none of the errors that users see."""
 
 
 class Load:

@@ -1,4 +1,4 @@
-"""Reads one artifact's weights into a llama.cpp model, for as long as the load is to go on."""
+"""Reads one artifact's weights into a llama.cpp model, until the load is stopped."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ class NativeEngine:
     def drop_from(self, lane: int, position: int) -> None:
         """Drop the lane's positions from `position` on; inside an image that has one place on an axis, all its rows.
 
-        Dropping absent positions does nothing. `check_rewind` tells beforehand whether it is possible. Raises
+        Dropping absent positions does nothing. Call `check_rewind` first to see whether it is possible. Raises
         NativeError where it is not.
         """
         self._check_lanes(lane)
@@ -444,7 +444,7 @@ class NativeEngine:
 
 
 def computes_apart(settings: EngineSettings) -> bool:
-    """Return whether a device computes some layers while this processor goes on."""
+    """Return whether a device computes some layers while this processor continues."""
     return settings.gpu_layers != 0 and _offloads()
 
 

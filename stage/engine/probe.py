@@ -52,7 +52,7 @@ def dry(path: Path) -> None:
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
     params.no_alloc, params.load_mode, params.n_gpu_layers = True, llama.LLAMA_LOAD_MODE_NONE, 0
-    no_devices = (ctypes.c_void_p * 1)()  # a GPU may be full with what runs
+    no_devices = (ctypes.c_void_p * 1)()  # running processes may fill a GPU
     params.devices = ctypes.addressof(no_devices)
     model = llama.llama_model_load_from_file(bytes(path), params)
     if not model:

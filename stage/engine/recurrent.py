@@ -4,8 +4,8 @@ llama.cpp keeps one state of a lane, that of its end, and forgets the rest. `Che
 model without such layers every lane can be taken back anywhere, and nothing here does anything.
 
 Of some families llama.cpp can also keep the states behind the last rows of each lane (n_rs_seq). Rows that were guessed
-wrong can then be taken back. It does not check what it is asked: these states are those of the lane's last micro-batch,
-and other steps may have written over them. So `_RecentRows` knows by how much a lane can be taken back.
+wrong can then be taken back. It does not check a request: these states are those of the lane's last micro-batch, and
+other steps may have written over them. So `_RecentRows` knows by how much a lane can be taken back.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class SavedLanes:
         return layer_cells.cut(self.shape, state)
 
     def put_cells(self, lane: int, cells: Sequence[layer_cells.LayerCells]) -> int:
-        """Let an empty lane hold what stages with its layers gave by `cells`; returns its tokens.
+        """Fill an empty lane with the cells from stages that had its layers; returns its tokens.
 
         Raises NativeError, and the lane is empty, where it cannot.
         """

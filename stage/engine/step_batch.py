@@ -1,8 +1,8 @@
 """llama.cpp's batch of one step, over arrays that the engine's caller fills. Decode thread only.
 
 The arrays are allocated once and batches point into them for good. Where llama.cpp cuts steps into micro-batches, it
-gets the rows in the order of lanes (see `stage.engine.micro_batches`): copies, unless they stand in that order already,
-as those of most decode steps do.
+gets the rows in the order of lanes (see `stage.engine.micro_batches`): copies, unless they are in that order already,
+as in most decode steps.
 """
 
 from __future__ import annotations

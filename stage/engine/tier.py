@@ -84,7 +84,7 @@ class Tier:
         return max(0, min(self._memory_bytes_max, self._memory_bytes + new_bytes + self._spare_bytes()))
 
     def give_back(self) -> None:
-        """Free the memory that nobody asked it to use."""
+        """Free the memory of an automatic tier."""
         if self._spare_bytes is not None:
             with self._lock:
                 self._memory.clear()

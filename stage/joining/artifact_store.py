@@ -31,7 +31,7 @@ GIB = 1 << 30
 class Slot:
     """The place of one artifact in the cache. Everything here may block; call it in a thread.
 
-    What takes a `Load` reads whole files, tells it how far it is, and raises LoadStoppedError once it is stopped.
+    Methods with a `Load` read whole files, report their progress to it, and raise LoadStoppedError once it is stopped.
     """
 
     def __init__(self, cache: Path, artifact: pb.ArtifactFile) -> None:

@@ -52,7 +52,7 @@ def within_s_of(order: pb.JoinResponse) -> float:
 
 
 async def take_lanes(served: Served, within_s: float) -> None:
-    """Let a stage that has just switched have the lanes of its new layers. What it does not get is read again."""
+    """Let a stage that has just switched have the lanes of its new layers. The rest is read again."""
     if not within_s:
         return
     started_s = time.monotonic()

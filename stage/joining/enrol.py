@@ -92,7 +92,7 @@ class Joined:
 
 
 def memberships(root: Path) -> list[Joined]:
-    """Return every membership of this host, by the names of their directories. What cannot be read is left out."""
+    """Return every membership of this host, by the names of their directories. Unreadable ones are left out."""
     found = []
     for path in sorted(root.glob(f"*/{JOINED_FILE}")):
         try:

@@ -302,7 +302,7 @@ class RequestSpans:
 
 
 def read_baggage(header: str) -> dict[str, AttributeValue]:
-    """Return the entries of a W3C baggage header as attributes; what cannot be read is left out."""
+    """Return the entries of a W3C baggage header as attributes; unreadable ones are left out."""
     found: dict[str, AttributeValue] = {}
     for entry in header.split(","):
         key, equals, value = entry.partition(";")[0].partition("=")

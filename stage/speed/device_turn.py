@@ -43,16 +43,16 @@ def alone_on(
     wait_max_s: float = WAIT_MAX_S,
     directory: Path | None = None,
 ) -> Iterator[bool]:
-    """Keep other stages of this user from measuring on these devices; yields whether nobody else does.
+    """Keep other stages of this user from measuring on these devices; yields whether none does.
 
     `device_ids` are unique in the host, see `stage.engine.place`; without any there is nothing to share. After
-    `wait_max_s`, or where no file can be locked, the caller goes on all the same. Raises LoadStoppedError if `load` is
+    `wait_max_s`, or if no file can be locked, the caller continues all the same. Raises LoadStoppedError if `load` is
     stopped while others have the devices.
     """
     until_s = time.monotonic() + wait_max_s
     with contextlib.ExitStack() as held:
         found = True
-        for device_id in sorted(set(device_ids)):  # in the same order everywhere: nobody waits in a circle
+        for device_id in sorted(set(device_ids)):  # in the same order everywhere, so there is no deadlock
             found &= _locked(held, _path(directory, device_id), load or Load(), until_s)
         yield found
 

@@ -1,9 +1,9 @@
-"""Lanes that change hands with their layers: what an old engine holds of a session goes on in the new ones. Pure.
+"""Lanes that are handed over with their layers: an old engine's cells of a session continue in the new ones. Pure.
 
 After a planned change of layers a stage's new engine is empty. Each of its layers was on some stage before, maybe on
 this one. Those stages' old engines still have the lanes that their last epoch left
 (`stage.steps.sessions.Sessions.leave_route`). The new engine takes the cells of its layers from there, session by
-session, and has lanes that an epoch left, too. The coordinator's next epoch goes on from them as after a loss of links:
+session, and has lanes that an epoch left, too. The coordinator's next epoch resumes from them as after a loss of links:
 see `Sessions.held`. The history of a session whose cells cannot be had is read again, as ever.
 
 Decode thread only, but for `joined`.
@@ -86,9 +86,9 @@ class Handing:
         return sorted((lane.route_id, lane.session_id) for lane in self._lanes if lane.is_left)
 
     def give(self, key: Key, first: int, end: int) -> HandedLane | None:
-        """Return what a session has in layers [first:end) of this engine; None where it has nothing, or none can tell.
+        """Return a session's cells in layers [first:end) of this engine; None if it has none, or they cannot be read.
 
-        A lane that cannot be taken apart is nobody's fault: it may hold images.
+        A lane that cannot be taken apart is no error: it may hold images.
         """
         lane = next((lane for lane in self._lanes if (lane.route_id, lane.session_id) == key and lane.is_left), None)
         if lane is None or self._saver is None or not lane.next_position:

@@ -57,7 +57,7 @@ class LaneStates:
             self._tier.forget(key)
 
     def give_back(self) -> None:
-        """Free the memory that nobody asked the tier to use. Any thread."""
+        """Free the memory of an automatic tier. Any thread."""
         if self._tier is not None:
             self._tier.give_back()
 

@@ -46,7 +46,7 @@ Placement: TypeAlias = tuple[Lane, int | None]
 class LaneUsage(NamedTuple):
     """How many lanes are in use at one moment."""
 
-    n_used: int = 0  # by sessions that somebody waits for
+    n_used: int = 0  # by sessions with a waiting client
     n_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
 
 
@@ -85,7 +85,7 @@ class LaneTable:
     def in_the_way(self, session_id: int, route_id: int) -> Lane | None:
         """Return whose lane has to be taken back before the session can be opened: the one kept for longest.
 
-        What an epoch has left comes after all that: somebody waits to go on from there.
+        Lanes left by an epoch come after all that: clients wait to resume from there.
         """
         if self._free or (route_id, session_id) in self._by_session:
             return None

@@ -1,7 +1,7 @@
 """Sessions whose state is on the disk alone wait until it has been read; the decode thread never does. Event loop only.
 
 Everything of such a session waits in its order behind the frame that wants the state; who copies from it waits too.
-Others go on. A close ends the wait: nobody wants the state any more.
+Others go on. A close ends the wait: the state is no longer wanted.
 """
 
 from __future__ import annotations

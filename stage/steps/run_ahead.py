@@ -6,8 +6,8 @@ computes these rows *ahead*. Nothing leaves the stage for them. When the coordin
 computed, and its token is sampled from the logits that are there. If anything else arrives, the row is dropped from its
 lane, as a rejected draft is.
 
-So the coordinator decides everything as before, and nobody sees a row that it has not asked for: a loss, a stop, a
-cancelled request or a grammar needs no rule of its own. Schedulers that run one step ahead of the host are known from
+So the coordinator decides everything as before, and never sees a row that it has not asked for: a loss, a stop, a
+cancelled request or a grammar needs no special rule. Schedulers that run one step ahead of the host are known from
 engines in one process (vLLM's async scheduling, SGLang's overlap scheduler).
 
 A wrong row costs a part of a step. A stream whose frames are often others than expected, as with drafts, sits out for

@@ -217,7 +217,7 @@ class Runner:
     def _guarded(self, carry: Callable[[StepResult], None], result: StepResult) -> None:
         try:
             carry(result)
-        except Exception as error:  # a bug of ours too: steps whose results nobody carries away would stop the thread
+        except Exception as error:  # a bug of ours too: steps with uncollected results would stop the thread
             self._on_crash(error)
             raise
 
@@ -267,7 +267,7 @@ class _Bell:
             self.lock.acquire()
 
     def close(self) -> None:
-        """Give the pipe back; for the thread that slept on it, at its end: nobody rings who does not sleep."""
+        """Give the pipe back; for the thread that slept on it, at its end: only a sleeper gets rings."""
         os.close(self._reads)
         os.close(self._writes)
 

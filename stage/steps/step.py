@@ -1,8 +1,8 @@
-"""Runs one step: controls, placement, one native decode, and what leaves the stage because of it.
+"""Runs one step: controls, placement, one native decode, and the stage's output.
 
 Lives in the decode thread, which alone owns lanes, engine and samplers. Engine and embedding lookup are passed in, so
-tests run this very code on a fake engine. Everything about a single session that goes wrong becomes a fault of that
-session; the others of the step go on.
+tests run this very code on a fake engine. Everything that goes wrong with a single session becomes its fault; the
+others of the step continue.
 """
 
 from __future__ import annotations

@@ -106,7 +106,9 @@ class StepResult:
     step: Step
     outputs: list[RouteOutput]
     due: list[QueuedFrame]  # its frames but for wrong guesses and those whose epoch has ended
-    members: list[QueuedFrame]  # frames of the native decode; what does not fit its lane, or was guessed wrong, is none
+    members: list[
+        QueuedFrame
+    ]  # frames of the native decode, without wrong guesses and those that do not fit their lane
     n_rows: int = 0  # of the members
     closed: list[QueuedFrame] = dataclasses.field(default_factory=list)  # closes that were applied
     padded_rows: int = 0  # scratch rows on top of n_rows
@@ -165,7 +167,7 @@ class Snapshot(NamedTuple):
     """
 
     lanes_total: int
-    lanes_used: int = 0  # by sessions that somebody waits for
+    lanes_used: int = 0  # by sessions with a waiting client
     lanes_kept: int = 0  # by sessions that are only kept, or whose epoch has ended
     queued_frames: int = 0  # waiting for a step, controls included
     queued_rows: int = 0

@@ -59,7 +59,7 @@ ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some h
 STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes
 BATCHES_BYTES_MAX = 4 * 1024 * 1024  # an answer with all batches that a stage remembers
 HAND_OVER_PART_BYTES = 1024 * 1024  # of a lane's cells in one message, as layers change hands
-# For lanes to change hands; between them as long as reading them again takes. New requests wait meanwhile, and are
+# For lanes to change hands; between them as long as reading them again takes. New requests wait until then, and are
 # refused after --lost-wait, 15 s by default.
 HAND_OVER_S_MIN, HAND_OVER_S_MAX = 2.0, 10.0
 HAND_OVERS_MAX = 256  # stages that one stage gives lanes to, or takes them from, in one change

@@ -10,7 +10,7 @@ import enum
 
 
 class Phase(enum.StrEnum):
-    """What clients get from a pipeline."""
+    """The state of a pipeline for its clients."""
 
     STARTING = "starting"
     """Its processes are being started; none answers yet."""

@@ -24,8 +24,8 @@ def settle() -> None:
     """Call once all is loaded and the process begins to serve: Python's garbage collector then leaves that alone.
 
     A full collection of a coordinator visits the 110,000 objects of its modules, which takes 100 ms, and one came every
-    few seconds at 64 streams. Nothing is served meanwhile. Most objects made for a token die by themselves, so looking
-    at them less often finds fewer.
+    few seconds at 64 streams. Nothing is served during that time. Most objects made for a token die by themselves, so
+    looking at them less often finds fewer.
     """
     gc.collect()
     gc.freeze()

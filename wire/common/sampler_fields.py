@@ -75,8 +75,8 @@ FIELDS = (
 )
 POOLINGS = {"mean": 1, "cls": 2, "last": 3}  # llama.cpp's numbers
 BY_NAME = {field.name: field for field in FIELDS}
-# What came to SessionOptions and frames after protocol 7 began. A last stage of an older version would pass over it in
-# silence, so each stage says what it knows.
+# What came to SessionOptions and frames after protocol 7 began. A last stage of an older version would silently ignore
+# it, so each stage reports the fields that it knows.
 LISTS = ("allowed_tokens", "held_back_tokens", "bad_words")
 PROMPT_SCORES = "prompt_logprobs"
 OPTIONS = frozenset((*BY_NAME, *LISTS, PROMPT_SCORES))

@@ -1,4 +1,4 @@
-"""Who may make which call: roles, the identity that a credential states, and one table of calls. Pure.
+"""Permissions of calls: roles, the identity that a credential states, and one table of calls. Pure.
 
 A certificate states its identity as a URI among its subject alternative names, a join token in its own text
 (`wire.links.role_tokens`). Every check of a caller, on links, at the join port and at the metrics, is derived from

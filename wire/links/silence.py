@@ -1,6 +1,6 @@
 """How long a peer has been silent. Pure.
 
-Time is counted in looks, not read from a clock: a process that was stopped itself for a while, and goes on, has looked
+Time is counted in looks, not read from a clock: a process that was stopped itself for a while and continues has looked
 once. A process that was itself stopped does not blame others for the silence.
 """
 

@@ -1,10 +1,10 @@
 """Notices within seconds that a peer hangs: stopped, swapped out, on a laptop whose lid was closed, behind a cut cable.
 
-A process that hangs keeps its connections, since the kernel goes on acknowledging what is sent to it. gRPC's own pings
-notice that, but they wait behind the data of their connection. Over a slow link an envelope, or an artifact that is
-being fetched, delays them for many seconds. A ping timeout short enough to be useful would cut links that are only
-busy. So signs of life have a separate connection. Both ends send one every BEAT_EVERY_S from their event loops, which
-go on while a native step runs, and treat the other end as lost after LOST_AFTER_S of silence.
+A process that hangs keeps its connections, since the kernel still acknowledges data for it. gRPC's own pings notice
+that, but they wait behind the data of their connection. Over a slow link an envelope, or an artifact that is being
+fetched, delays them for many seconds. A ping timeout short enough to be useful would cut links that are only busy. So
+signs of life have a separate connection. Both ends send one every BEAT_EVERY_S from their event loops, which keep
+running during a native step, and treat the other end as lost after LOST_AFTER_S of silence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Telemetry of one process: how much is traced, where spans go, what was lost. Explicitly passed, never a global.
+"""Telemetry of one process: its level, where spans go, and losses. Explicitly passed, never a global.
 
 Serving comes first: a collector that is dead, slow or refuses costs the user only `dropped_spans`. Spans wait in a
 bounded queue (wire.telemetry.export); spans that do not fit are counted and dropped.

@@ -1,4 +1,4 @@
-"""The routes of embeddings: each input is a prompt that the stages read and do not go on with."""
+"""The routes of embeddings: each input is a prompt that the stages read and do not continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The responses that clients may go on from: in memory, bounded by count and by bytes. Pure.
+"""The responses that clients may continue: in memory, bounded by count and by bytes. Pure.
 
 A response holds its own input and output only; those before it are found by its `previous_id`. The least recently used
 one goes first; using a response uses everything before it.

@@ -4,7 +4,7 @@ A layer's row is a hash of its lane so far, small enough to be exact as f16. So 
 in another lane, by another layer or after another history changes the next tokens. It runs below the real StepExecutor,
 in place of stage.engine.native.NativeEngine.
 
-Rows of images have values of their own. Where they attend to each other, each has the sum of all added on its way in; a
+Rows of images have separate values. Where they attend to each other, each has the sum of all added on its way in; a
 part of an image then has another sum. Where they have places in a grid, the engine notes them with the code that serves
 (stage.engine.lane_places), and refuses to take a lane back to the middle of an image.
 """

@@ -1,7 +1,7 @@
-"""What a simulation must never show, checked at every event.
+"""Invariants of a simulation, checked at every event.
 
-The audit keeps books of its own and trusts none of the code under test. It hears the events of the simulation and
-enters them in its books; each book checks what it holds. Its invariants:
+The audit keeps separate books and trusts none of the code under test. It hears the events of the simulation and enters
+them in its books; each book checks what it holds. Its invariants:
 
 * **Nothing lost, nothing doubled.** Every row frame that left the coordinator is on a link, in a queue, in a step,
   answered, or dropped because its session was closed. A session's frames are answered in the order in which they left.
@@ -137,7 +137,7 @@ class Audit(Trace):
     def event(self, touched: SimStage | None) -> None:
         """Check the books after an event: those of the stage it touched, or of all stages if it was the coordinator's.
 
-        No other stage's queue can have changed, and a stage whose frames wait has an event of its own to come.
+        No other stage's queue can have changed, and a stage with waiting frames will have its own event.
         """
         for stage in self._simulation.stages if touched is None else (touched,):
             self.frames.count_queue(stage)

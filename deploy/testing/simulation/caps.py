@@ -1,4 +1,4 @@
-"""What the plan allows: how many flights are under way, and how many rows each carries."""
+"""The plan's bounds: how many flights are under way, and how many rows each carries."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def usual_shape(options: argparse.Namespace) -> str:
 
 
 def systems_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the systems to measure; of a hybrid, unless told otherwise, batching on against off alone."""
+    """Return the systems to measure; for a hybrid, by default, only batching on and off."""
     return tuple(options.systems) or (HYBRID_SYSTEMS if options.hybrid else UNLESS_NAMED)
 
 
@@ -324,7 +324,7 @@ def plan_of(options: argparse.Namespace, peers: Mapping[Kernels, Peers]) -> Plan
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; what cannot be measured ends it with exit code 2."""
+    """Read the command line; impossible arguments end it with exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m benches.compare", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a toy model and few points: checks the bench itself")
     parser.add_argument("--shape", choices=list(SHAPES), default=None)
@@ -362,9 +362,7 @@ def wanted_kernels(options: argparse.Namespace) -> list[Kernels]:
 
 
 def peers_for(options: argparse.Namespace) -> dict[Kernels, Peers]:
-    """Return the peers. A quick run takes them only if they are built already, and goes on without them if they are
-    not.
-    """
+    """Return the peers. A quick run takes them only if they are built already."""
     try:
         found = {
             kernels: find_peers(kernels) if options.quick else build_peers(options.cores, kernels)

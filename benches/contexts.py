@@ -57,7 +57,7 @@ def step_ms(
 
 
 def fill(engine: NativeEngine, n_lanes: int, n_tokens: int) -> None:
-    """Fill every lane with so many cells; positions go on at COPIED_TOKENS."""
+    """Fill every lane with this many cells; positions continue at COPIED_TOKENS."""
     for lane in range(n_lanes):
         engine.seq_ids[:COPIED_TOKENS], engine.positions[:COPIED_TOKENS] = lane, np.arange(COPIED_TOKENS)
         engine.input_rows[:COPIED_TOKENS] = 0.01

@@ -2,7 +2,7 @@
 
 One stage of the demonstration model serves streamed chats over HTTP, drafts off. Its steps sleep until they have taken
 as long as on an H200 (benches/slowed), so that a step leaves the processor to the coordinator as a GPU's does. A cheap
-client in a process of its own sends all requests at once. The clock is the coordinator's own processor time, all its
+client in a separate process sends all requests at once. The clock is the coordinator's own processor time, all its
 threads together, in nanoseconds as the kernel counts them. Other work on the host moves it less than the wall clock,
 and only upwards: so the least of some runs counts.
 

@@ -2,7 +2,7 @@
 
 All streams begin at once. When each has a set number of tokens, the last stage gets SIGKILL and is started again, and
 all stages read every unfinished stream's history again. With `--cut-link` the link to the last stage is cut instead,
-and streams go on from the stages' caches. A stream's pause is the longest time between two of its tokens from then on.
+and streams resume from the stages' caches. A stream's pause is the longest time between two of its tokens from then on.
 Policies take turns, each run with new processes. Every answer must be complete and equal to the unsplit model's;
 otherwise the exit code is 1.
 """
@@ -125,7 +125,7 @@ async def most_rows(session: aiohttp.ClientSession, target: Target) -> int:
 async def back_again(session: aiohttp.ClientSession, target: Target, epoch: int) -> int:
     """Wait until the coordinator has noticed the loss and all stages are back; returns when that was.
 
-    The epoch tells: a link may be back before a reading shows the loss.
+    The epoch reveals it: a link may be back before a reading shows the loss.
     """
     while True:
         if await epoch_of(session, target) > epoch:

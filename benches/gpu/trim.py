@@ -1,8 +1,8 @@
 """Cuts llama.cpp's sources to what one model needs on a GPU: one width of heads, its weight types, an f16 cache.
 
-ggml instantiates its CUDA kernels for every width and type, which compiles for an hour. What is left here compiles in
-two minutes on 16 cores, and packs into 5 MB. A model of another width or type ends with an assertion of ggml's, so a
-packed build says which model it is for. The functions over text are pure.
+ggml instantiates its CUDA kernels for every width and type, which compiles for an hour. The rest compiles in two
+minutes on 16 cores, and packs into 5 MB. A model of another width or type ends with an assertion of ggml's, so a packed
+build says which model it is for. The functions over text are pure.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from relayline.wire.common.curve import LADDER, CostCurve
 
 GIB = 1 << 30
-# Curves hold the fastest of a few steps on an idle machine. Steps in service, with other processes on the cores and a
-# cache that fills, took as long on a host whose steps differ by 1 %, and 1.1 to 1.45 times as long on one where they
-# differ by tens (`benches.plan_accuracy` on a 1B shape). A survey sees by how much they differ; elsewhere the middle is
-# predicted.
+# Curves hold the fastest of a few steps on an idle machine. Steps in service have other processes on the cores and a
+# cache that fills. They took as long on a host whose steps differ by 1 %, and 1.1 to 1.45 times as long on one where
+# they differ by tens (`benches.plan_accuracy` on a 1B shape). A survey sees by how much they differ; elsewhere the
+# middle is predicted.
 STEP_IN_SERVICE, STEP_IN_SERVICE_MAX = 1.2, 1.45
 PREFILL_ROWS = (192, 256, 384, 512)
 ROWS = (*LADDER, *PREFILL_ROWS)

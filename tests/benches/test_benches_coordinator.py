@@ -1,4 +1,4 @@
-"""The coordinator's bench: what it makes of the client's figures, and what the client takes for an answer."""
+"""The coordinator's bench: its results from the client's figures, and what counts as an answer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Suite:
     what: str
     requirements: tuple[str, ...]  # the first is the tested one
     tests: tuple[str, ...]  # files
-    kind: Literal["pytest", "schemathesis", "npm", "go", "cargo", "maven"] = "pytest"  # what runs it, see kinds.py
+    kind: Literal["pytest", "schemathesis", "npm", "go", "cargo", "maven"] = "pytest"  # its runner, see kinds.py
     source: str = ""  # the package whose source archive holds the tests; else they are in suites/
     sources_dir: str = ""  # of the tests within that archive; else its root
     build_needs: tuple[str, ...] = ("hatchling", "hatch-fancy-pypi-readme")  # what pip needs to read the archive

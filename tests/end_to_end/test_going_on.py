@@ -41,7 +41,7 @@ async def rows_of(running: Fleet) -> list[int]:
 
 
 async def cut(running: Fleet, where: int) -> None:
-    """Break what goes through one proxy, and wait until the pipeline is ready again."""
+    """Break the connections through one proxy, and wait until the pipeline is ready again."""
     await running.cut(where)
     async with asyncio.timeout(20):
         await running.pipeline.ready.wait()

@@ -40,7 +40,7 @@ spec:
 
 
 class Lan:
-    """The pipeline, as its user sees it from this machine, and what runs on each host."""
+    """The pipeline, as its user sees it from this machine, and the processes on each host."""
 
     def __init__(self, hosts: list[Host], directory: Path) -> None:
         self.hosts = dict(zip(("desk", "server", "laptop", "old", "more"), hosts, strict=True))

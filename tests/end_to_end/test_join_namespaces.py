@@ -26,7 +26,7 @@ NAMES = ("box1", "box2", "box3", "box4")
 
 
 class Site:
-    """The hosts, the certificates they were issued, and what runs on them. The coordinator is on the first."""
+    """The hosts, their certificates, and their processes. The coordinator is on the first."""
 
     def __init__(self, hosts: list[Host], directory: Path) -> None:
         self.hosts = dict(zip(NAMES, hosts, strict=True))

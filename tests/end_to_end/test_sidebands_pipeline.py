@@ -26,7 +26,7 @@ from tests.support.fleet import (
 )
 from tests.support.tiny_models import make_tiny
 
-# Each with the layout that its streams go on from anywhere with.
+# Each with the layout in which its streams can resume anywhere.
 MODELS = {"gemma4:e2b": ((2, 4, 6), "per-lane"), "deepseek4:hash": ((3, 5), "per-lane")}
 Served = tuple[PipelineFile, list[Path], ReferenceModel, str]
 

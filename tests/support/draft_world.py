@@ -166,7 +166,7 @@ class DraftWorld:
         return frames
 
     def play(self, truth: dict[Key, list[int]], rng: random.Random, faults: float = 0.0) -> int:
-        """Go on with drafts until every session has all its true tokens. Returns how many faults there were.
+        """Continue with drafts until every session has all its true tokens. Returns how many faults there were.
 
         `faults` is their chance in a step. Frames that left after a fault arrive before the session begins again.
         """

@@ -57,7 +57,7 @@ class FakeEngine:
         self.failure_empties = False  # whether a failed step leaves its lanes empty, as with a recurrent state
         self.nan_lanes: set[int] = set()
         self.reused_until: dict[int, int] = {}  # lanes that cannot be rewound so far, except to position 0
-        self.computes_apart = False  # whether it computes beside this processor, as a GPU does
+        self.computes_apart = False  # whether it computes in parallel with this processor, as a GPU does
         self.on_decode: Callable[[], None] = lambda: None
         self.make_logits = logits_of
         self.n_closed = 0

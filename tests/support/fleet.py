@@ -165,7 +165,7 @@ class Fleet:
         await self._noticed()
 
     async def cut(self, link: int) -> None:
-        """Cut what goes through a proxy; returns when the pipeline has noticed."""
+        """Cut the connections through a proxy; returns when the pipeline has noticed."""
         self.recovering.clear()
         self.proxies[link].cut()
         await self._noticed()

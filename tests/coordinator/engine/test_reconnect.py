@@ -1,4 +1,4 @@
-"""Goal: a bad start ends with given addresses and goes on with joining stages, and requests wait for a bounded time."""
+"""Goal: a failed start is final with given addresses only, and requests wait for a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goal: with --api-keys nobody without a key gets past health and metrics, and no key is ever shown.
+"""Goal: with --api-keys no client without a key gets past health and metrics, and no key is ever shown.
 
 Method: the real application on a loopback port with a fake generator; OpenAI's own client for the shape of the refusal.
 """

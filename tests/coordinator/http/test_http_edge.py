@@ -87,7 +87,7 @@ async def until_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def one(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """The next answer of a connection that may go on."""
+    """The next answer of a connection that may stay open."""
     first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
     return int(first.split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))

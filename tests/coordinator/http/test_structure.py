@@ -225,7 +225,7 @@ def test_a_worker_that_something_else_has_ended_is_started_again() -> None:
 
 
 def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
-    """A small model may else go on with them until its tokens are used up."""
+    """A small model may otherwise repeat them until its tokens are used up."""
     grammar = grammar_of(Shape("json_schema", "json", ("{}",)))
     deep = {"a": [{"b": {"c": 1}}, []], "d": None}
     for options in ({}, {"separators": (",", ":")}, {"indent": 4}, {"indent": "\t"}, {"separators": (" , ", " : ")}):

@@ -150,7 +150,7 @@ def test_nothing_is_drafted_while_prompts_are_read_or_where_stages_cannot_forget
 
 @pytest.mark.parametrize("draft", [DRAFT_AUTO, 31])
 def test_of_recurrent_states_guesses_go_with_rows_while_few_streams_meet(draft: int) -> None:
-    """As many as stages can rewind; and none in flights of their own, behind which they could not rewind."""
+    """As many as stages can rewind; and none in separate flights, behind which they could not rewind."""
     for n_streams, n_rows in ((1, 5), (2, 5), (3, 1)):
         config = ScheduleConfig(draft=draft)
         scheduler = Scheduler(config, planner(smooth(), 4), may_draft=False, rewind_rows=4)

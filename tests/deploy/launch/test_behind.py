@@ -1,4 +1,4 @@
-"""The pipelines behind a gateway as manifests of their own, and `plan` and `doctor` of them."""
+"""The pipelines behind a gateway as separate manifests, and `plan` and `doctor` of them."""
 
 from __future__ import annotations
 

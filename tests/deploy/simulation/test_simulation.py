@@ -191,7 +191,7 @@ def test_a_burst_of_short_prompts_is_read_although_some_of_it_run_already(
 def test_after_a_loss_nobody_is_paused_much_longer_than_reading_takes(
     n_streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first streams that go on keep less of their pace until the last one does, and all are done sooner."""
+    """The first streams to resume are slower until the last one does, and all are done sooner."""
     world = paused(equal_stages(2), n_streams, 200, 64)
     found = []
     for pressure in (plan_choice.REPLAY_PRESSURE, 0):

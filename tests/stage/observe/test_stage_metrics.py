@@ -182,7 +182,7 @@ def test_no_two_figures_have_one_name_and_every_field_is_there(worked: StageStat
     everything = [*counted, *held, *figures.TELEMETRY_COUNTERS, *figures.TELEMETRY_GAUGES]
     assert len({figure.name for figure in everything}) == len(everything)
     assert all(hasattr(worked, figure.field) for figure in counted)
-    fields = {field.name for field in dataclasses.fields(Gauges)} - {"tier"}  # which has two figures of its own
+    fields = {field.name for field in dataclasses.fields(Gauges)} - {"tier"}  # which has two separate figures
     assert {figure.field for figure in held} == fields | {"tier_bytes", "tier_states"}
 
 

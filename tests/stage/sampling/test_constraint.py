@@ -62,7 +62,7 @@ def vocabulary(tokenizer: Tokenizer) -> Iterator[LLTokenizer]:
 
 
 def allowed(tokenizer: Tokenizer, said: Sequence[int], choices: Sequence[str] = CHOICES) -> set[int]:
-    """The definition: what leaves one of the choices to be completed, or ends where one is complete."""
+    """The definition: tokens that continue one of the choices, or end where one is complete."""
     text = b"".join(tokenizer.piece(token) for token in said)
     whole = [choice.encode() for choice in choices]
     found = {

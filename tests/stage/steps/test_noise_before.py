@@ -36,7 +36,7 @@ def made_fixture(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def drawn(engine: FakeEngine) -> StepExecutor:
-    """Three sessions that draw with seeds of their own, and one that does not."""
+    """Three sessions that draw with separate seeds, and one that does not."""
     executor = opened(engine, 0)
     for session_id in range(4):
         options = greedy(**(DRAWN | {"seed": session_id})) if session_id < 3 else greedy()
@@ -71,7 +71,7 @@ def test_rows_computed_ahead_have_theirs_too(made: list[int]) -> None:
     plain, ahead = DraftWorld(DRAWN), DraftWorld(DRAWN, ahead_rows=MAX_ROWS)
     ahead.engine.computes_apart = True
     truth = played_plainly(plain, 8)
-    for _ in range(2):  # the first rows of two streams are not computed beside the other's
+    for _ in range(2):  # the first rows of two streams are not computed together
         ahead.run([ahead.row(key) for key in KEYS])
     sampled: list[int] = []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""What a process has loaded is left alone by the garbage collector once it serves."""
+"""The garbage collector leaves a process's loaded objects alone once it serves."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     stage that starts here with the same threads, lanes, context, rows and types reuses the measurement.
     """
     from relayline.stage.engine.native import EngineConfig, NativeEngine
+    from relayline.stage.engine.place import place_of
     from relayline.stage.speed.calibrate import fresh_curves
+    from relayline.stage.speed.device_turn import alone_on
 
     settings = from_parameters(EngineSettings, given).resolved()
     layout, max_rows = settings.kv_layout, settings.max_rows
@@ -45,7 +47,8 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
         spare_lanes=1 if layout == "unified" else 0,
         max_wanted=min(settings.n_lanes + PAD_SEARCH_ROWS, max_rows),
     )
-    with NativeEngine(config) as engine:
+    device_ids = [device.id for device in place_of(settings).devices]
+    with NativeEngine(config) as engine, alone_on(device_ids):
         curves = fresh_curves(engine)
     if as_json:
         found = {"artifact": sizes_of(artifact), "threads": settings.n_threads, "kv_layout": layout}

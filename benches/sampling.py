@@ -1,10 +1,12 @@
 """The cost of picking a token, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
 
 `--together` measures the rows of a step instead: sampler by sampler, together, and with their noise computed before.
+`--there` measures what they cost the host if their logits stay on a device; memory stands for that here.
 
 One thread picks from rows of 128,256 logits. The clock is the thread's processor time, which other work on the host
 moves less than it moves the wall clock. The bench also counts picks that differ from a plain reference: sort the row,
-cut it, and time every token that is left. `--out` writes benches/results/sampling.json, or sampling_together.json.
+cut it, and time every token that is left. `--out` writes benches/results/sampling.json, sampling_together.json or
+sampling_there.json.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import math
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.deploy.cli.load import percentile
-from relayline.stage.sampling.draws import Draws, noise_keys
-from relayline.stage.sampling.rows import Ask, prepare_noise, sample_rows
+from relayline.stage.sampling.draws import BLOCKS_FROM, Draws, noise_keys
+from relayline.stage.sampling.rows import Ask, There, prepare_noise, sample_rows, sample_there
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 
 N_VOCAB, N_VOCAB_QUICK = 128_256, 2_048
@@ -175,6 +178,64 @@ def measure_together(n_vocab: int, n_steps: int) -> dict[str, object]:
     }
 
 
+class RowsInMemory:
+    """Stands for a device with rows of logits; counts what would travel, and the time that is not the host's."""
+
+    gives_parts = True
+
+    def __init__(self, rows: Logits, draws: Draws) -> None:
+        self._rows, self._maxima = rows, np.stack([draws.maxima(row).copy() for row in rows])
+        self._best = rows.argmax(1).tolist()
+        self.n_bytes = self.n_questions = self.busy_ns = 0
+
+    def token(self, row: int) -> int | None:
+        """Return the token of a row's largest logit."""
+        best: int = self._best[row]
+        return best
+
+    def maxima(self, rows: Sequence[int]) -> Logits:
+        """Return the largest logit of each block of some rows."""
+        found: Logits = self._maxima[[*rows]]
+        return self._told(found, time.thread_time_ns())
+
+    def gathered(self, rows: Sequence[int], at: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Logits:
+        """Return the logits of some tokens of some rows."""
+        began_ns = time.thread_time_ns()
+        return self._told(self._rows[np.array(rows)[at], tokens], began_ns)
+
+    def _told(self, answer: Logits, began_ns: int) -> Logits:
+        self.n_bytes += answer.nbytes
+        self.n_questions += 1
+        self.busy_ns += time.thread_time_ns() - began_ns
+        return answer
+
+
+def measure_there(n_vocab: int, n_steps: int) -> dict[str, object]:
+    """Return what draws from rows on a device cost the host, as `measure` does. Raises RuntimeError as `step_us`."""
+    found, n_rows, draws = [], max(TOGETHER), Draws(n_vocab)
+    for kind in ("like a model's", "wide", "normal", "flat"):
+        rows = likely_rows(n_vocab, n_rows) if kind not in DISTRIBUTIONS else rows_of(kind, n_vocab, n_rows)
+        for label in ("temperature", "temperature .7, top-p .9", "min-p .05"):
+            options, device = STEP_OPTIONS[label], RowsInMemory(rows, draws)
+            samplers = [SessionSampler(dataclasses.replace(options, seed=SEED + row), n_vocab) for row in range(n_rows)]
+            taken_us, n_whole = list[float](), 0
+            for position in range(n_steps):
+                prepare_noise(n_vocab, [(sampler, position) for sampler in samplers])
+                device.busy_ns, started_ns = 0, time.thread_time_ns()
+                answers = sample_there(device, [There(each, row, position) for row, each in enumerate(samplers)])
+                taken_us.append((time.thread_time_ns() - started_ns - device.busy_ns) / 1e3 / n_rows)
+                n_whole += answers.count(None)
+                wanted = sample_rows([Ask(each, row, position) for each, row in zip(samplers, rows, strict=True)])
+                if any(one is not None and one != other for one, other in zip(answers, wanted, strict=True)):
+                    raise RuntimeError(f"a row on the device said something else at position {position}: {options}")
+            n_asked = n_steps * n_rows
+            values = [percentile(taken_us, LOW), device.n_bytes / n_asked / 1e3, 100 * n_whole / n_asked]
+            found.append({"label": f"{label}; rows {kind}", "values": [round(each) for each in values]})
+            found[-1]["values"].append(round(device.n_questions / n_steps))  # type: ignore[attr-defined]
+    columns = ["us of processor time a row", "kB of a row that travel", "% that need the whole row", "questions a step"]
+    return {"corner": f"{n_rows} rows on a device", "columns": columns, "rows": found}
+
+
 def measure(n_vocab: int, n_picks: int, n_cases: int) -> dict[str, object]:
     """Return the measurement in the form of benches/results, but for machine, date and commit."""
     rows = []
@@ -200,11 +261,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and few picks")
     parser.add_argument("--together", action="store_true", help="rows of a step, one by one and together")
+    parser.add_argument("--there", action="store_true", help="rows of a step whose logits stay on a device")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
     parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
     arguments = parser.parse_args()
     sizes = (N_VOCAB_QUICK, PICKS_QUICK, CASES_QUICK) if arguments.quick else (N_VOCAB, PICKS, CASES)
-    if arguments.together:
+    if arguments.there:
+        found = measure_there(
+            sizes[0] if not arguments.quick else BLOCKS_FROM, STEPS_QUICK if arguments.quick else STEPS
+        )
+    elif arguments.together:
         found = measure_together(sizes[0], STEPS_QUICK if arguments.quick else STEPS)
     else:
         found = measure(*sizes)
@@ -218,7 +284,7 @@ def main() -> None:
             "machine": arguments.machine,
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "commit": commit.stdout.strip(),
-            "command": "python -m benches.sampling" + " --together" * arguments.together,
+            "command": "python -m benches.sampling" + " --together" * arguments.together + " --there" * arguments.there,
         }
         arguments.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
 

@@ -64,6 +64,7 @@ for _name, _arguments, _result in (
     ("ggml_backend_buft_get_device", [_pointer], _pointer),
     ("ggml_backend_dev_by_type", [_int], _pointer),
     ("ggml_backend_dev_init", [_pointer, ctypes.c_char_p], _pointer),
+    ("ggml_backend_dev_supports_op", [_pointer] * 2, ctypes.c_bool),
     ("ggml_backend_graph_compute", [_pointer] * 2, _int),
     ("ggml_backend_free", [_pointer], None),
     ("ggml_backend_tensor_get", [_pointer, _pointer, _size, _size], None),
@@ -99,6 +100,8 @@ class DeviceRows:
         self._places = _lib.ggml_new_tensor_1d(arena, _I32, GATHERED_MAX)
         self._maxima = _lib.ggml_pool_2d(arena, self._blocks, _POOL_MAX, 1, BLOCK, 1, BLOCK, 0.0, 0.0)
         self._gathered = _lib.ggml_get_rows(arena, self._tokens, self._places)
+        if not all(_lib.ggml_backend_dev_supports_op(device, each) for each in (self._maxima, self._gathered)):
+            raise NativeError("this device has no operation for parts of its logits; use --device-sampling on")
         self._graphs = []
         for tensor in (self._maxima, self._gathered):
             graph = _lib.ggml_new_graph(arena)

@@ -200,6 +200,8 @@ class Draws:
         np.subtract(maxima, top, out=bounds)
         np.multiply(bounds, scale, out=bounds)
         np.subtract(log_least, bounds, out=bounds)
+        if floor > -math.inf:
+            bounds[maxima < np.float32(floor)] = np.inf
         block = int(maxima.argmax())
         known = block + n_blocks * int(logits[block::n_blocks].argmax())
         latest = by(self.arrival(known, largest, largest, temperature, keys))

@@ -94,6 +94,8 @@ class DrawsThere(DrawsTogether):
             np.subtract(log_least[: len(rows)], bounds, out=bounds)
             for number, row in enumerate(rows):
                 at = begin + number
+                if row.floor > -math.inf:
+                    bounds[number][self._maxima[at] < np.float32(row.floor)] = np.inf
                 latest = by(self._draws.arrival(best[at], row.largest, row.largest, row.temperature, row.keys))
                 blocks = (bounds[number] <= np.float32(latest)).nonzero()[0]
                 least, mine = log_least[number][blocks], bounds[number][blocks]

@@ -38,6 +38,19 @@ def test_steps_are_timed_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(row["values"]) for row in rows} == {len(found["columns"])} == {4}  # type: ignore[arg-type]
 
 
+def test_rows_on_a_device_are_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "TOGETHER", (5,))
+    rows = sampling.measure_there(BLOCKS_FROM, 1)["rows"]
+    assert isinstance(rows, list)
+    assert len(rows) == 12
+    assert all(
+        us > 0 and kb > 0 and 0 <= share <= 100 and n >= 1 for us, kb, share, n in (row["values"] for row in rows)
+    )
+    monkeypatch.setattr(sampling, "sample_rows", lambda asks: [None for _ in asks])
+    with pytest.raises(RuntimeError, match="a row on the device said something else"):
+        sampling.measure_there(BLOCKS_FROM, 1)
+
+
 def test_a_step_that_says_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "sample_rows", lambda asks: [None for _ in asks])
     with pytest.raises(RuntimeError, match="said something else at position 0"):

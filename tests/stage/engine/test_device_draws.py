@@ -12,6 +12,7 @@ import pytest
 
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage.engine import device_rows
 from relayline.stage.engine.device_greedy import DeviceGreedy
 from relayline.stage.engine.device_rows import GATHERED_MAX, DeviceRows
 from relayline.stage.engine.native import NativeEngine
@@ -155,6 +156,17 @@ def test_a_device_that_cannot_do_it_gives_whole_rows(
     assert fetched == [*range(8)] * 2
     assert device.device is not None
     assert not device.device.gives_parts
+
+
+def test_a_device_without_the_operations_gives_whole_rows(
+    engines: list[NativeEngine], fetched: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = device_rows._lib
+    monkeypatch.setattr(library, "ggml_backend_dev_supports_op", lambda *_: False)
+    step(engines[1:], 8, 1.0, np.random.default_rng(8))
+    said(engines[1], samplers_of(OPTIONS[:5], 8))
+    assert len(fetched) >= 6
+    assert "no operation for parts of its logits" in caplog.text
 
 
 @pytest.mark.parametrize(("n_vocab", "way"), [(BLOCKS_FROM + 7, "all"), (N_VOCAB, "on")])

@@ -14,6 +14,7 @@ from benches import machine
 from benches.tables import RESULTS
 
 COMMAND = "python -m benches.gpu --minutes 10"
+HALVES = "our engine, one half of the model after the other"
 SERVED = {
     "one-stage": "one stage over HTTP",
     "one-stage-drawn": "one stage, temperature .7 and top-p .9 (`--device-sampling all`)",
@@ -38,6 +39,7 @@ QUOTIENTS = (
     ("one-stage-drawn", "one-stage-drawn-rows", "one stage, drawn / the same with whole rows fetched", ""),
     ("one-stage-drawn", "one-stage-drawn-host", "one stage, drawn / the same with all rows copied", ""),
     ("many-per-lane", "many-unified", "255 lanes, cells of their own / shared cells", ""),
+    ("halves", "engine", "our engine, in halves / whole", ""),
     ("two-stages", "one-stage", "two stages / one", "0.9"),
     ("two-stages", "rpc", "two stages / llama.cpp RPC", ""),
 )
@@ -54,6 +56,8 @@ def kept(found: Mapping[str, Any], date: str, commit: str) -> dict[str, Any]:
             bare = {int(each["rows"]): each["rows"] / each["bare_ms"] * 1e3 for each in steps}
             by_id["bare"] = ("`llama-batched-bench`, the engine alone", bare)
         by_id["engine"] = ("our engine alone", {int(each["rows"]): each["tok_s"] for each in steps})
+    if halves := _found(found, "two-halves"):
+        by_id["halves"] = (HALVES, {int(each["rows"]): each["tok_s"] for each in halves})
     for name, label in SERVED.items():
         if points := _found(found, name):
             by_id[name] = (label, _medians(points))

@@ -138,6 +138,13 @@ class Short:
 
         return await asyncio.to_thread(measured)
 
+    async def halves(self) -> list[dict[str, float]]:
+        """A step of each half of the model by its rows, without a second process on the device."""
+        plan, directory = self.plan, split_for(self.model, 2, None, None)
+        artifacts = [directory / f"stage-{at}.gguf" for at in range(2)]
+        more = len(self.setup.cores), plan.gpu_layers, plan.repeats
+        return await asyncio.to_thread(steps.halves, artifacts, plan.streams, *more)
+
     async def streams(
         self,
         server: AbstractAsyncContextManager[Target],
@@ -265,6 +272,7 @@ async def measure(notebook: Notebook, short: Short, only: Sequence[str]) -> int:
         ("many-unified", 60, many("many-unified", *DEVICE_SAMPLES, *UNIFIED)),
         ("many-per-lane", 60, many("many-per-lane", *HOST_SAMPLES, *PER_LANE)),
         ("two-stages", 45, streams(lambda: short.relayline("two-stages", 2, *DEVICE_SAMPLES))),
+        ("two-halves", 25, short.halves),
         ("one-stage-drawn", 45, streams(lambda: short.relayline("drawn", 1, *DEVICE_DRAWS), DRAWN)),
         ("one-stage-drawn-host", 45, streams(lambda: short.relayline("drawn-host", 1, *HOST_SAMPLES), DRAWN)),
         ("one-stage-drawn-rows", 45, streams(lambda: short.relayline("drawn-rows", 1, *DEVICE_SAMPLES), DRAWN)),

@@ -64,7 +64,29 @@ def engine_ms(engine: NativeEngine, n_rows: int) -> float:
 def _step(engine: NativeEngine, n_rows: int, position: int) -> None:
     engine.positions[:n_rows] = position
     engine.decode(n_rows)
-    engine.logits(n_rows - 1)  # waits for the device
+    if engine.is_last:
+        engine.logits(n_rows - 1)  # waits for the device
+
+
+def halves(
+    artifacts: Sequence[Path], rows: Sequence[int], n_threads: int, gpu_layers: int, repeats: int
+) -> list[dict[str, float]]:
+    """Measure the steps of a model's slices, one slice after the other; medians, and their sum as `engine_ms`.
+
+    Compared with the whole model's steps they show what it costs to give rows to the next stage, without another
+    process on the device.
+    """
+    found: list[dict[int, float]] = []
+    for artifact in artifacts:
+        with open_engine(artifact, max(rows), n_threads, gpu_layers) as engine:
+            for n_rows in rows:
+                engine_ms(engine, n_rows)
+            found.append({n: statistics.median(engine_ms(engine, n) for _ in range(repeats)) for n in rows})
+    return [
+        entry(n_rows, [sum(each[n_rows] for each in found)], [])
+        | {f"stage_{at}_ms": each[n_rows] for at, each in enumerate(found)}
+        for n_rows in rows
+    ]
 
 
 def bare_command(peers: Peers, model: Path, rows: Sequence[int], n_threads: int, gpu_layers: int) -> list[str]:

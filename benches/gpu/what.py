@@ -13,6 +13,7 @@ PARTS = (
     "many-unified",
     "many-per-lane",
     "two-stages",
+    "two-halves",
     "one-stage-drawn",
     "one-stage-drawn-host",
     "one-stage-drawn-rows",

@@ -36,6 +36,7 @@ def a_run() -> dict[str, Any]:
             "one-stage": one_stage,
             "unsplit": {"failed": "TimeoutError", "took_s": 9.0},
             "two-stages": points((1, 180.0)),
+            "two-halves": {"found": [{"rows": 1, "engine_ms": 5.0, "tok_s": 200.0}], "took_s": 20.0},
             "certify": {"found": {"exit_code": 0, "cuts": []}, "took_s": 50.0},
             "rpc": {"left_out": "3 s were left, and it needs about 45"},
         },
@@ -56,8 +57,8 @@ def test_medians_are_next_to_the_engine_and_missing_runs_have_no_row(
     assert capsys.readouterr().out == f"{tmp_path}/gpu.json\n"
     measured = tables.load("gpu")
     assert [row.get("id") or row["divide"] for row in measured["rows"]] == [
-        "bare", "engine", "one-stage", "two-stages",
-        ["engine", "bare"], ["one-stage", "bare"], ["two-stages", "one-stage"],
+        "bare", "engine", "halves", "one-stage", "two-stages",
+        ["engine", "bare"], ["one-stage", "bare"], ["halves", "engine"], ["two-stages", "one-stage"],
     ]  # fmt: skip
     assert measured["date"] == "2026-11-27"
     page = tables.filled("<!-- table: gpu -->\n<!-- end -->\n")

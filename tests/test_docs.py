@@ -146,7 +146,7 @@ def test_targets_and_modules_are_there(page: Path):
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), line
 
 
-def test_the_checks_find_what_is_wrong(tmp_path: Path):
+def test_the_checks_find_each_mistake(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A heading, two\n\n`relayline up --no-such`\n\n```\n$ relayline certs issue DIR HOST --stage a  # x\n```\n"

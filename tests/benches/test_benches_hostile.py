@@ -10,7 +10,7 @@ from benches.hostile import MIB, Row, bodies, family_of, missed, percentile, res
 SMALL = [body for body in bodies() if body.name in ("honest", "regex dots", "schema deep", "grammar ambiguous")]
 
 
-def test_bodies_have_names_of_their_own_and_small_ones_are_json() -> None:
+def test_bodies_have_unique_names_and_small_ones_are_json() -> None:
     named = [body.name for body in bodies()]
     assert len(set(named)) == len(named)
     assert len(SMALL) == 4

@@ -23,7 +23,7 @@ def test_a_pause_is_the_longest_gap_that_ends_after_the_kill() -> None:
     assert pause_s(request, 15 * S) == 0
 
 
-def test_a_loss_counts_the_streams_that_were_not_done_and_what_they_had() -> None:
+def test_a_loss_counts_unfinished_streams_and_their_tokens() -> None:
     prompts = [(1,) * 10, (2,) * 20, (3,) * 30]
     requests = [request_of(0, 2, 1, 2), request_of(1, 4, 1, 2, 8, 9), request_of(2, 3, 1, 2, 12)]
     loss = loss_of("auto", requests, prompts, 3 * S, 7 * S)

@@ -156,7 +156,7 @@ async def test_a_running_stream_that_fails_late_keeps_the_run_from_counting(
     ]  # fmt: skip
 
 
-def test_pipeline_figures_are_what_happened_in_between() -> None:
+def test_pipeline_figures_are_differences_of_two_readings() -> None:
     def stage(rows: dict[str, int], sessions: dict[str, int], busy_ns: int) -> dict[str, object]:
         return {"steps_by_rows": rows, "steps_by_sessions": sessions, "busy_ns": busy_ns, "close_reasons": {}}
 
@@ -221,7 +221,7 @@ def test_results_are_json_and_the_tables_can_be_printed(capsys: pytest.CaptureFi
     assert "3 of 4 tokens" in shown
 
 
-def test_figures_of_a_run_without_an_answer_are_null_and_not_what_json_does_not_know(tmp_path: Path) -> None:
+def test_figures_of_a_run_without_an_answer_are_null(tmp_path: Path) -> None:
     failed = Run("streams", "rpc", 1, 0, load.summarise([Request(0, 4, 0, error="HTTP 500: no")]), {}, [])
     failed.fault, failed.worst_gap = "prompt 0: HTTP 500: no", float("inf")
     found = report.results(plan_of_tiny(), [failed], {"cpu": "x", "load_average": [0.0]}, [])
@@ -235,7 +235,7 @@ def test_figures_of_a_run_without_an_answer_are_null_and_not_what_json_does_not_
     assert run["summary"]["tok_s"] == 0.0
 
 
-def test_crossings_name_who_is_quicker_from_where_on() -> None:
+def test_crossings_name_the_faster_type_and_its_first_row_count() -> None:
     assert crossings((1, 2, 4, 8), (1, 2, 4, 8), (2, 3, 4.01, 6)) == [(1, "first"), (8, "second")]
     assert crossings((1, 2), (1.0, 1.0), (1.01, 0.99)) == []
     # A lead of five percent counts where the next clear one confirms it, and noise in between does not cross twice.

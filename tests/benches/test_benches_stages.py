@@ -16,7 +16,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.benches.test_benches_report import run_of
 
 
-def test_a_curve_without_gain_allows_what_its_rows_take() -> None:
+def test_a_curve_without_gain_allows_the_rate_of_its_single_rows() -> None:
     by_row = CostCurve(((1, 10 * MS), (2, 20 * MS)))
     costs = [StageCost(by_row, by_row, 8)] * 2
     # 16 prompt rows one by one through two stages, 170 ms; then four times four rows at 100 a second, 160 ms.
@@ -131,7 +131,7 @@ def test_a_goal_beyond_the_curves_says_so() -> None:
     assert "allow" not in report._goal_cell(goals["against unsplit llama-server"])  # 1.0 is allowed, 0.85 the goal
 
 
-def test_where_the_time_of_a_token_goes() -> None:
+def test_the_time_of_a_token_is_split_into_steps_and_ways() -> None:
     """Two stages, one flight: 2 and 3 ms of steps, 1 ms between the stages and 4 by way of the coordinator."""
     first = [(10 * at * MS, (10 * at + 2) * MS) for at in range(6)]
     second = [((10 * at + 3) * MS, (10 * at + 6) * MS) for at in range(6)]

@@ -131,7 +131,7 @@ class Drafting:
         llama.llama_model_free(self._model)
 
 
-def test_the_prediction_layer_drafts_what_the_model_then_says(text: list[int]) -> None:
+def test_the_prediction_layer_drafts_the_models_next_tokens(text: list[int]) -> None:
     drafting = Drafting()
     main_logits, drafted = drafting.logits(text)
     drafting.close()

@@ -134,7 +134,7 @@ async def test_with_drafts_equals_whole(
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_guesses_that_follow_in_flights_of_their_own(
+async def test_guesses_that_follow_in_separate_flights(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel, launched: dict[Kind, int]
 ) -> None:
     """One stream alone after the other, so that three of four stages would be idle."""

@@ -78,7 +78,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_first_start_plans_from_what_hosts_measure_and_the_next_one_at_once(
+def test_the_first_start_plans_from_measurements_and_the_next_one_at_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_layers = inspect_model(DEMO_MODEL).n_layers

@@ -200,7 +200,7 @@ async def test_a_spare_that_joined_by_token_takes_over_over_tls(pipeline: Privat
 
 
 @pytest.mark.nightly
-async def test_one_more_stage_joins_what_serves_and_gets_layers(pipeline: Pipeline) -> None:
+async def test_one_more_stage_joins_a_serving_pipeline_and_gets_layers(pipeline: Pipeline) -> None:
     async with aiohttp.ClientSession() as session:
         world = await started_world(pipeline, session)
 

@@ -53,7 +53,7 @@ def assert_said_by(whole: ReferenceModel, prompt: tuple[int, ...], tokens: list[
     assert np.mean(margins[:, -1] - margins[:, -2] > NEAR_TIE) > 0.7, "as much as a near-tie may hide"
 
 
-async def test_eight_streams_say_what_the_whole_model_says(served: Running, whole: ReferenceModel) -> None:
+async def test_eight_streams_give_the_whole_models_answers(served: Running, whole: ReferenceModel) -> None:
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
         prompts = [await ids_of(client, prompt) for prompt in PROMPTS]
@@ -62,7 +62,9 @@ async def test_eight_streams_say_what_the_whole_model_says(served: Running, whol
         assert_said_by(whole, prompt, tokens_of(events))
 
 
-async def test_seeded_answers_are_drawn_from_what_the_whole_model_gives(served: Running, whole: ReferenceModel) -> None:
+async def test_seeded_answers_are_drawn_from_the_whole_models_distribution(
+    served: Running, whole: ReferenceModel
+) -> None:
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)
         prompt = await ids_of(client, PROMPTS[0])
@@ -76,7 +78,7 @@ async def test_seeded_answers_are_drawn_from_what_the_whole_model_gives(served: 
         assert_seeded(whole, prompt, tokens, SamplingParams(**options, seed=seed), SIGMA)
 
 
-async def test_each_turn_of_a_chat_reads_only_what_is_new(served: Running, whole: ReferenceModel) -> None:
+async def test_each_turn_of_a_chat_reads_only_new_text(served: Running, whole: ReferenceModel) -> None:
     end, user, assistant = 1, 2, 3  # control tokens
     async with aiohttp.ClientSession() as session:
         client = Client(session, served.event)

@@ -37,7 +37,7 @@ def hybrid_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_each_turn_of_a_chat_reads_only_what_is_new(kv_layout: str, hybrid: tuple[Split, ReferenceModel]) -> None:
+async def test_each_turn_of_a_chat_reads_only_new_text(kv_layout: str, hybrid: tuple[Split, ReferenceModel]) -> None:
     """The kept lane is copied whole, state and all."""
     ((file, paths), whole), history = hybrid, prompt_of(1, 60)
     async with fleet(paths, n_lanes=3, prefix_lanes=1, kv_layout=kv_layout, file=file) as running:

@@ -182,7 +182,7 @@ async def test_answers_are_those_of_the_whole_model_alone_and_together(model: Mo
 
 
 @each_way
-async def test_the_next_turn_reads_what_is_new_and_no_other_image_is_taken_for_one(model: Model) -> None:
+async def test_the_next_turn_reads_only_new_rows_and_images_are_not_confused(model: Model) -> None:
     question = "look at this with care, and tell all that you see: "
     async with chats(model, prefix_lanes=4, kv_layout="per-lane") as client:
         first = await client.answer(question, picture(5))

@@ -56,7 +56,7 @@ async def until_kept(running: Fleet, n_lanes: int) -> None:
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_each_turn_of_a_chat_reads_only_what_is_new(
+async def test_each_turn_of_a_chat_reads_only_new_text(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     history = prompt_of(1, 60)
@@ -160,7 +160,7 @@ async def test_a_stopped_answer_is_continued_from_its_text(artifacts: Artifacts,
     assert all(now - then < len(prompt) for now, then in zip(after, before, strict=True))
 
 
-async def test_chats_that_take_turns_in_all_lanes_copy_what_is_their_own(
+async def test_chats_that_take_turns_in_all_lanes_copy_their_own_prefix(
     artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     """Only kept lanes are free when they come back: each takes another's before its own."""
@@ -234,7 +234,9 @@ async def test_another_stream_reads_the_prompt_where_the_first_leaves(
     assert max(n_rows) <= 2 * (200 + 4 + 6) + 4 * (4 + 5)
 
 
-async def test_a_loss_while_some_wait_for_what_others_read(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_a_loss_while_streams_wait_for_a_prefix_that_others_read(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
     system = prompt_of(1, 200)
     prompts = [(*system, index, *prompt_of(50 + index, 3)) for index in range(5)]
     async with fleet(artifacts([1, 3]), prefix_lanes=None, mode="fixed") as running:

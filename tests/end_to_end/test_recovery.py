@@ -125,7 +125,7 @@ async def test_a_stage_that_comes_back_with_fewer_lanes_makes_streams_wait(
         assert_greedy(whole, prompt, before + after)
 
 
-async def test_a_stage_that_is_another_when_it_is_configured_is_asked_again_what_it_holds(
+async def test_a_stage_replaced_before_its_configuration_is_asked_again_for_its_rows(
     artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, n_tokens, restarted = [prompt_of(index, 9) for index in range(3)], 40, asyncio.Event()
@@ -211,7 +211,7 @@ async def test_a_request_that_comes_during_a_pause_begins_after_it(artifacts: Ar
         assert_greedy(whole, prompt, tokens)
 
 
-async def test_newcomers_wait_for_a_lost_stage_for_a_while_and_those_who_ran_for_longer(
+async def test_new_requests_wait_for_a_lost_stage_for_a_while_and_running_ones_longer(
     artifacts: Artifacts, whole: ReferenceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "BEAT_EVERY_S", 0.01)
@@ -257,7 +257,7 @@ async def test_samples_of_an_old_epoch_and_echoes_are_ignored(artifacts: Artifac
     assert_greedy(whole, prompt, tokens)
 
 
-async def test_a_session_is_replayed_after_a_fault_of_its_own(artifacts: Artifacts, whole: ReferenceModel) -> None:
+async def test_a_session_is_replayed_after_its_own_fault(artifacts: Artifacts, whole: ReferenceModel) -> None:
     prompt = prompt_of(5, 40)
     async with fleet(artifacts([2])) as running:
         stream = running.pipeline.open(request(prompt, 20))

@@ -22,7 +22,7 @@ N_CHATS, N_TOKENS, N_PROMPT = 4, 6, 60
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-async def test_the_second_round_of_more_chats_than_lanes_reads_only_what_is_new(
+async def test_the_second_round_of_more_chats_than_lanes_reads_only_new_text(
     kv_layout: str, artifacts: Artifacts, whole: ReferenceModel
 ) -> None:
     histories = [prompt_of(1 + chat, N_PROMPT) for chat in range(N_CHATS)]

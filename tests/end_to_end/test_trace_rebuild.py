@@ -123,7 +123,7 @@ def test_prompt_rows_are_found_too(proof: Proof) -> None:
                 assert len(proof.rebuilt.batches_of(session.session, position, stage)) == 1
 
 
-def test_members_rows_and_waits_are_what_the_stages_remember(proof: Proof) -> None:
+def test_members_rows_and_waits_equal_the_stages_records(proof: Proof) -> None:
     for stage, ring in enumerate(proof.rings):
         assert ring.n_forgotten == 0
         assert len(ring.batches) == proof.statuses[stage].n_steps
@@ -145,7 +145,7 @@ def test_members_rows_and_waits_are_what_the_stages_remember(proof: Proof) -> No
             assert attributes[names.ATTR_BATCH_BYTES_OUT] == record.bytes_out
 
 
-def test_the_sum_of_all_spans_is_what_the_stages_counted(proof: Proof) -> None:
+def test_the_sum_of_all_spans_equals_the_stages_counts(proof: Proof) -> None:
     """Steps, rows, frames, waits, time, padding, close reasons: counters that tracing has no hand in."""
     for stage, status in enumerate(proof.statuses):
         batches = proof.rebuilt.of_stage(stage)

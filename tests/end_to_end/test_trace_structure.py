@@ -87,7 +87,7 @@ def is_refusal(span: StoredSpan) -> bool:
     return span.attributes.get("http.response.status_code") == 400
 
 
-def test_every_stage_is_a_service_of_its_own(run: Run) -> None:
+def test_every_stage_is_a_separate_service(run: Run) -> None:
     services = {span.service for span in run.spans}
     assert services == {"relayline-coordinator", *(f"relayline-stage-{index}" for index in range(N_STAGES))}
     for index in range(N_STAGES):

@@ -178,7 +178,7 @@ def assert_links_both_ways(
         assert attributes_of(decode)[names.ATTR_STAGES_REPORTED] == tuple(range(N_STAGES))
 
 
-async def test_summaries_are_what_the_rings_hold(artifacts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_summaries_agree_with_the_rings(artifacts: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     async with world_of(artifacts, monkeypatch, Level.SUMMARY) as world:
         records = await asyncio.gather(*(world.run(n_prompt, 9) for n_prompt in (9, 30, 2)))
         await world.settled(records)

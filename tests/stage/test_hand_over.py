@@ -110,7 +110,7 @@ def takes(*layers: tuple[int, int, str], shown_pass: str = PASS) -> HandOver:
     return HandOver(1, pb.HandOver(takes=wanted))
 
 
-async def test_layers_of_another_stage_and_of_its_own_old_engine_become_one_lane() -> None:
+async def test_layers_of_another_stage_and_of_the_old_engine_become_one_lane() -> None:
     """If one holds fewer tokens, the shorter number counts; a session that only one has is read again."""
     first, own, new = OneEngine(range(3)), OneEngine(range(3, 6)), OneEngine(range(2, 6))
     first.hold(1, 10), first.hold(2, 7), first.hold(3, 5), first.hold(5, 4, is_left=False)

@@ -109,7 +109,7 @@ async def test_a_stuck_neighbour_does_not_outlive_its_epoch(reads: bool) -> None
         assert view.epoch == new.epoch
 
 
-async def test_credit_comes_back_for_what_was_decoded_and_for_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_credit_comes_back_for_decoded_and_dropped_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = WIDTH * 4
     monkeypatch.setattr("relayline.stage.inbound.CREDIT_REPLY_BYTES", 8 * row_bytes)
     async with served() as stage, Coordinator(stage) as one:

@@ -59,7 +59,7 @@ async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str)
         blocked.set()
 
 
-async def test_a_new_epoch_ends_the_old_streams_and_tells_what_their_sessions_hold() -> None:
+async def test_a_new_epoch_ends_the_old_streams_and_reports_held_rows() -> None:
     async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
         await old.start()
         await old.send(*prompt(1))
@@ -76,7 +76,7 @@ async def test_a_new_epoch_ends_the_old_streams_and_tells_what_their_sessions_ho
         assert (await stage.settled())[0] == 1
 
 
-async def test_a_session_goes_on_in_the_next_epoch_from_what_is_left() -> None:
+async def test_a_session_resumes_from_left_rows_in_the_next_epoch() -> None:
     async with served() as stage, Coordinator(stage) as old, Coordinator(stage, epoch=EPOCH + 1) as new:
         await old.start()
         await old.send(*prompt(1), *prompt(2), *prompt(3), control(3, Flag.CLOSE))

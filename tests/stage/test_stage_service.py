@@ -152,7 +152,7 @@ async def test_a_link_with_rows_that_are_a_control_too_is_ended() -> None:
         ({"epoch": EPOCH - 1}, StaleEpochError, "not newer"),
     ],
 )
-async def test_configure_refuses_what_does_not_fit(
+async def test_configure_refuses_an_order_that_does_not_fit(
     changes: dict[str, Any], error: type[RelaylineError], text: str
 ) -> None:
     async with served() as stage, Coordinator(stage) as one:

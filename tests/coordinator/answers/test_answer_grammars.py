@@ -303,7 +303,7 @@ def test_strings_are_read_as_strings_led_or_not(syntax: Syntax, kind: str, is_ro
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lean_schema_keeps_what_decides() -> None:
+def test_a_lean_schema_keeps_the_deciding_keywords() -> None:
     schema = {
         "title": "T",
         "description": "what",

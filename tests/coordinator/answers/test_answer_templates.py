@@ -170,7 +170,7 @@ def test_only_results_are_joined(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_the_explanation_joins_what_the_system_says(role: str, tokenizer: Tokenizer) -> None:
+def test_the_explanation_joins_the_systems_text(role: str, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
     chat = [{"role": role, "content": parts}, *CHAT[1:]]
     text = conversation_of(CHATML, tokenizer).render(chat, [WEATHER], {})
@@ -218,7 +218,7 @@ def test_marks_that_are_control_tokens_are_shown_and_no_others(tmp_path: Path) -
     assert conversation_of(template_of(HERMES), tokenizer).marks == {}
 
 
-def test_a_file_may_have_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+def test_a_file_may_have_a_separate_template_for_tools(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "tokenizer.gguf", tool_template="[tools]" + template_of(HERMES))
     tokenizer = Tokenizer.load(path)
     conversation = Conversation(chat_template_of(tokenizer, None), tokenizer)

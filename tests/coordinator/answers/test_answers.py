@@ -267,7 +267,7 @@ def test_a_section_without_calls_says_nothing(text: str) -> None:
     assert (found.text.strip(), found.calls) == ("Well.", [])
 
 
-def test_a_call_behind_what_was_none_is_found() -> None:
+def test_a_call_behind_a_false_start_is_found() -> None:
     text = '<tool_call>oh <tool_call>\n{"name": "none", "arguments": {}}\n</tool_call>'
     found = same_at_every_cut(text)
     assert (found.text, found.calls) == ("<tool_call>oh", [("none", {})])
@@ -329,7 +329,7 @@ def test_one_call_is_all_where_no_more_are_wanted(syntax: Syntax) -> None:
     assert reader.is_over == bool(syntax.trigger)
 
 
-def test_ids_are_what_the_most_demanding_template_takes() -> None:
+def test_ids_fit_the_most_demanding_template() -> None:
     ids = {random_call_id() for _ in range(1_000)}
     assert len(ids) == 1_000
     assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in ids)
@@ -359,7 +359,7 @@ def test_ids_are_what_the_most_demanding_template_takes() -> None:
         ("[" * 100_000, set(), "[" * 100_000),
     ],
 )
-def test_a_value_is_what_its_schema_says(text: str, types: set[str], value: Any) -> None:
+def test_a_value_follows_its_schema(text: str, types: set[str], value: Any) -> None:
     found = json.loads(json_of(text, frozenset(types)))
     assert found == value
     assert type(found) is type(value)

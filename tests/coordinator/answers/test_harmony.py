@@ -321,7 +321,7 @@ async def client_of(answer: str, path: Path) -> AsyncIterator[tuple[openai.Async
         yield client, served, lambda text: len(tokenizer.encode(text, add_special=False))
 
 
-async def test_a_call_and_what_was_thought_before_it(tmp_path: Path) -> None:
+async def test_a_call_and_the_reasoning_before_it(tmp_path: Path) -> None:
     answer, thought = f"{THOUGHT}{NEXT}{AFTER}", "They ask for Rome."
     async with client_of(answer, tmp_path) as (client, _, count):
         reply = await client.chat.completions.create(**ASKED, reasoning_effort="low")

@@ -41,7 +41,7 @@ class World:
         self.lines_logged = [line for line in self.lines_logged if line]
 
 
-def test_nobody_is_silent_who_beats_and_nobody_who_was_never_heard():
+def test_a_stage_that_beats_or_was_never_heard_is_not_silent():
     world = World()
     world.second(100)
     assert world.lines_logged == []
@@ -106,7 +106,7 @@ def test_a_hung_stage_is_lost_from_its_last_sign_of_life_on():
     assert "no sign of life: laptop (15 s)" in world.available.refusal(world.now_ns).message
 
 
-def test_a_second_loss_during_the_first_one_is_a_loss_of_its_own():
+def test_a_second_loss_during_the_first_one_counts_separately():
     world = World()
     world.available.lost(world.now_ns)
     world.second(10)

@@ -115,7 +115,7 @@ def test_a_frame_that_has_left_does_not_change_with_its_session() -> None:
     assert hash(send)
 
 
-def test_a_recovery_replays_what_was_said_and_repeats_no_token() -> None:
+def test_a_recovery_replays_the_history_and_repeats_no_token() -> None:
     conductor = connected()
     conductor.open(request(), 0)
     conductor.dispatch(0)
@@ -150,7 +150,7 @@ def test_identical_requests_share_a_session_until_the_last_reader_leaves() -> No
     assert conductor.left(1, 0) == []
 
 
-def test_a_lane_goes_to_who_waits_and_a_full_line_says_so() -> None:
+def test_a_lane_goes_to_a_waiting_session_and_a_full_line_refuses() -> None:
     conductor = connected(waiting_max=1, share=False)
     for name in ("a", "b"):
         conductor.open(request(name), 0)

@@ -22,7 +22,7 @@ def edges(holders: list[int], cuts: list[int], n_layers: int) -> list[tuple[int,
 
 
 @given(st.data())
-def test_a_stage_takes_exactly_its_layers_in_order_from_who_had_them(data: st.DataObject) -> None:
+def test_a_stage_takes_exactly_its_layers_in_order_from_the_earlier_holders(data: st.DataObject) -> None:
     n_layers = data.draw(st.integers(2, 12))
 
     def split() -> list[tuple[int, int, int]]:
@@ -38,7 +38,7 @@ def test_a_stage_takes_exactly_its_layers_in_order_from_who_had_them(data: st.Da
         assert taken == ([] if is_kept else [(had[layer], layer) for layer in range(start, end)])
 
 
-def test_each_pair_has_a_pass_of_its_own_and_a_stage_asks_itself_without_one() -> None:
+def test_each_pair_has_its_own_pass_and_a_stage_needs_none_for_itself() -> None:
     found = handed(BEFORE, AFTER, (True, False, False))
     assert found == [Handed(1, 1, 3, 5), Handed(1, 2, 5, 6), Handed(2, 2, 6, 8)]
     orders = hand_over_orders(found, NAMES, ADDRESSES)

@@ -160,7 +160,7 @@ def test_a_place_never_has_two_holders_and_only_holders_serve(events: list[tuple
 # --- events for the coordinator ---------------------------------------------------------------------------------------
 
 
-def test_an_order_says_what_it_was_given() -> None:
+def test_an_order_holds_its_settings() -> None:
     engine = EngineSettings(ctx_tokens=512, gpu_layers=-1, kv_type="q8_0", calibrate=False, prefix_memory_bytes=7)
     assert read_message(EngineSettings, engine_message(engine)) == engine
 

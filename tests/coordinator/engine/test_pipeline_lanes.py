@@ -53,7 +53,7 @@ async def test_with_fewer_lanes_the_youngest_wait_and_go_on_where_they_were() ->
     assert [client.ends for client in world.clients] == [["length"], [], ["length"], ["length"]]
 
 
-async def test_with_more_lanes_those_who_wait_start_at_once() -> None:
+async def test_with_more_lanes_waiting_sessions_start_at_once() -> None:
     world = await decoding(n_lanes=1, n_clients=3)
     assert states_of(world)[1:] == [State.WAITING] * 2
     world.connect(n_lanes=3)

@@ -165,7 +165,7 @@ def test_one_change_at_a_time_and_only_while_ready(world: World) -> None:
         world.moves.begin((2, 5), 0)
 
 
-def test_others_may_hold_the_layers_and_who_holds_nothing_then_is_not_waited_for(world: World) -> None:
+def test_others_may_hold_the_layers_and_an_empty_stage_is_not_waited_for(world: World) -> None:
     world.moves = Moves(world.conductor, (*NAMES, "s"), 8, (3, 6), (0, 1, 2))
     assert world.moves.begin((3, 6), 0, (0, 3, 2)) == [Cut(1, (3, 6))]
     assert world.moves.cut(1, (True, False, True), S) == [Prepare(1)]

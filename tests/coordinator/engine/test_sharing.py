@@ -11,7 +11,7 @@ from relayline.coordinator.sessions.streams import Audience, SessionStream
 REQUEST = GenerationRequest("a", (1, 2, 3), 4, SamplingParams(temperature=0, seed=1))
 
 
-def test_key_covers_what_decides_the_answer_and_nothing_else() -> None:
+def test_key_covers_all_that_decides_the_answer_and_nothing_else() -> None:
     same = dataclasses.replace(REQUEST, request_id="b", sampling=SamplingParams(temperature=0, seed=2, top_k=5))
     assert sharing_key(same) == sharing_key(REQUEST)
     for other in (

@@ -367,7 +367,7 @@ async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Pa
             assert (await answer.json())["pipelines"][0]["problem"] == "it requires an API key"
 
 
-async def test_large_bodies_are_read_by_a_process_of_their_own(
+async def test_large_bodies_are_read_by_a_separate_process(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relayline.coordinator.gateway.app.PARSED_INLINE_BYTES", 100)
@@ -392,7 +392,7 @@ async def test_a_gateway_that_ends_lets_running_requests_finish(tokenizer: Token
             assert (await asking)[0] == 200
 
 
-def test_pipelines_need_names_of_their_own(tokenizer: Tokenizer) -> None:
+def test_pipelines_need_unique_names(tokenizer: Tokenizer) -> None:
     one = Pipeline(tokenizer, "a", "chat")
     with pytest.raises(Exception, match="two pipelines are named 'a'"):
         gateway([one, one]).__aenter__().send(None)

@@ -56,7 +56,7 @@ def test_a_conversation_stays_where_its_beginning_is_known_until_that_place_is_m
     assert router.choose(turn) is a, "a pipeline that was started again has read nothing"
 
 
-def test_the_least_loaded_replica_is_chosen_by_what_runs_there_whoever_sent_it() -> None:
+def test_the_least_loaded_replica_is_chosen_by_all_requests_there() -> None:
     router = router_of(a=READY, b=READY)
     a, b = router.backends
     a.sent(0, chat("hi"))

@@ -35,7 +35,7 @@ def test_busy_connections_stay_and_count() -> None:
     assert crowd.enter("c1", "c", 2, 0) == "a1"
 
 
-def test_an_address_has_a_bound_of_its_own() -> None:
+def test_an_address_has_its_own_bound() -> None:
     crowd = crowd_of("a1", "a2", "b1")
     assert crowd.enter("a3", "a", 100, 2) == "a1"
     crowd.work("a2")

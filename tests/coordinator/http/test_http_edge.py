@@ -150,7 +150,7 @@ BOMB = gzipped(bytes(1 << 21))
         (PROMPT, "x" * 5_000, 415, "unsupported_encoding"),
     ],
 )
-async def test_bodies_that_are_not_what_they_say_or_too_much(
+async def test_bodies_with_wrong_coding_or_too_many_bytes(
     tokenizer: Tokenizer, sent: bytes, coding: str, status: int, code: str
 ) -> None:
     async with serving(tokenizer, body_bytes_max=1 << 20) as served:

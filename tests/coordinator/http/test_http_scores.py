@@ -104,7 +104,7 @@ async def test_events_say_how_far_the_answer_is(tokenizer: Tokenizer, route: str
     assert events[-1]["timings"]["predicted_n"] == 2
 
 
-def test_offsets_leave_out_what_is_not_in_the_text(tokenizer: Tokenizer) -> None:
+def test_offsets_leave_out_tokens_outside_the_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("aé b", add_special=False)
     found = Speller(tokenizer).offsets([tokenizer.eos or 0, *ids], "aé b")
     assert found[:2] == [0, 0]

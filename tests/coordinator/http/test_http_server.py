@@ -338,7 +338,7 @@ async def test_a_long_answer_to_tokenize_is_whole(tokenizer: Tokenizer, n_tokens
     assert found == ([{"id": token, "piece": chr(token)} for token in ids] if with_pieces else ids)
 
 
-async def test_usage_tells_what_of_each_prompt_was_not_computed(tokenizer: Tokenizer) -> None:
+async def test_usage_counts_cached_tokens_of_each_prompt(tokenizer: Tokenizer) -> None:
     def script(request: GenerationRequest) -> Iterator[TokenEvent]:
         n_cached = len(request.prompt_tokens) - 1 if request.cache_prompt else 0
         return (TokenEvent(104, None, (), reason, n_cached=n) for reason, n in ((None, n_cached), ("length", 0)))

@@ -129,7 +129,7 @@ def test_nothing_is_offered(fields: dict[str, Any]) -> None:
         ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": 5}}}, "tool_choice"),
     ],
 )
-def test_refusals_name_what_is_wrong(fields: dict[str, Any], param: str) -> None:
+def test_refusals_name_the_mistake(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         offered(**fields)
     assert caught.value.param == param
@@ -309,7 +309,7 @@ async def test_an_answer_is_text_where_calls_are_forbidden(tokenizer: Tokenizer)
         assert "weather" not in tokenizer.decode(served.generator.requests[0].prompt_tokens)
 
 
-async def test_choices_have_calls_of_their_own(tokenizer: Tokenizer) -> None:
+async def test_choices_have_separate_calls(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, CALL) as (ask, _):
         choices = (await ask(n=3)).choices
         assert len({choice.message.tool_calls[0].id for choice in choices}) == 3

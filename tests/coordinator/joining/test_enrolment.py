@@ -47,7 +47,7 @@ OLD = Identity(Role.STAGE, "old.test", "old")
 # --- the token ------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_says_what_it_was_made_of_and_is_short():
+def test_a_token_holds_its_parts_and_is_short():
     token = new_token("old", b"a certificate")
     assert read_token(f" {token}\n") == token
     assert len(str(token)) == len("old.") + 48
@@ -162,7 +162,7 @@ def secrets_in(directory: Path) -> list[bytes]:
     return [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
 
 
-async def test_a_host_with_an_empty_disk_gets_what_a_stage_needs(port: Port):
+async def test_a_host_with_an_empty_disk_gets_a_stages_files(port: Port):
     token = invite(port.ca, "old", "old.test")
     joined = await port.enrol(token)
     security = load_security(joined.directory, environment={}, role=Role.STAGE, name="old")

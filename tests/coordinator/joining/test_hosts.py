@@ -123,7 +123,7 @@ async def test_a_spare_takes_its_place_and_a_failure_leaves_it_as_it_was(monkeyp
     assert world.hosts.describe(S)["b"]["drained"] is False
 
 
-async def test_nobody_takes_over_by_itself_what_is_not_known_to_fit(
+async def test_no_stage_takes_over_layers_that_are_not_known_to_fit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(monkeypatch, 0)

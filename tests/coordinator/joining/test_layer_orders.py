@@ -117,7 +117,7 @@ async def test_reports_of_stages_reach_the_mover(port: ChangingPort) -> None:
         await member.close()
 
 
-async def test_after_the_switch_every_stage_is_waited_for_and_who_joins_gets_the_new_order(port: ChangingPort) -> None:
+async def test_after_the_switch_every_stage_is_waited_for_and_gets_the_new_order(port: ChangingPort) -> None:
     one, two = await port.join("box1"), await port.join("box2", "p2")
     await serving(one, "i1")
     await serving(two, "i2")

@@ -103,7 +103,7 @@ async def test_stages_that_are_not_here_are_no_attempt(monkeypatch: pytest.Monke
     [(None, "relayline move --cuts 6"), (90.0, "layers move automatically in 90 s"),
      (0.0, "layers move automatically now")],
 )  # fmt: skip
-def test_the_line_for_people_says_who_moves_layers(moves_in_s: float | None, end: str) -> None:
+def test_the_line_for_people_names_the_stages_that_move_layers(moves_in_s: float | None, end: str) -> None:
     found: dict[str, Any] = FOUND.describe(75 * S) | {"moves_in_s": moves_in_s}
     described = {"imbalance": found, "stages": [{"name": "desk"}, {"name": "laptop"}]}
     assert (

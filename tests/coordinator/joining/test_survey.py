@@ -101,7 +101,7 @@ async def test_a_link_is_measured_with_bytes_that_nobody_keeps() -> None:
         await member.close()
 
 
-async def test_a_host_that_cannot_be_measured_is_planned_by_what_it_says_of_itself() -> None:
+async def test_a_host_that_cannot_be_measured_is_planned_by_its_own_report() -> None:
     async with surveyed() as port:
         member = await port.join("box1")
         await member.report(measured=pb.HostMeasured(failure=pb.StageFailure(label="native", message="no such type")))

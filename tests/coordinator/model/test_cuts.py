@@ -94,7 +94,7 @@ def test_every_stage_needs_a_layer_of_both_kinds_where_the_model_has_both() -> N
         assert legal_cuts(Facts((10,) * 8, kinds=alike)) == (1, 2, 3, 4, 5, 6, 7)
 
 
-def test_no_stage_begins_with_a_layer_that_attends_to_what_another_has_chosen() -> None:
+def test_no_stage_begins_with_a_layer_that_needs_another_layers_choice() -> None:
     facts = Facts((10,) * 6, indexers=(True, True, False, False, True, False))
     assert legal_cuts(facts) == (1, 4)
     with pytest.raises(CutError, match=r"cut 2 .* tokens that the previous layer has chosen; legal cuts: 1,4"):

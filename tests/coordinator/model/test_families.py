@@ -52,7 +52,7 @@ TIED = [name for name in PLAIN if RECIPES[name].may_tie and not RECIPES[name].al
 
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", PER_LANE)
-def test_lanes_with_cells_of_their_own_equal_whole(name: str, tmp_path: Path) -> None:
+def test_per_lane_cells_equal_the_whole(name: str, tmp_path: Path) -> None:
     """Two neighbouring lanes and one apart, so that llama.cpp computes each step in two parts; one cut.
 
     With or without flash attention on both sides, as stages have it here.
@@ -99,9 +99,7 @@ def test_the_price_of_context_can_be_measured(name: str, kv_layout: str, spare_l
 @pytest.mark.sampled(42)
 @pytest.mark.parametrize(("kv_layout", "ctx_tokens"), [("unified", 64), ("per-lane", 64), ("per-lane", 32)])
 @pytest.mark.parametrize("name", CELLS)
-def test_a_copied_beginning_is_worth_what_the_original_is(
-    name: str, kv_layout: str, ctx_tokens: int, tmp_path: Path
-) -> None:
+def test_a_copied_prefix_equals_its_original(name: str, kv_layout: str, ctx_tokens: int, tmp_path: Path) -> None:
     """A lane that copies the first 12 of 16 cells of another lane and continues, and its source.
 
     Of 64 per-lane cells the 16 used ones are copied, of 32 all.
@@ -221,7 +219,7 @@ def test_an_artifacts_version_keeps_incompatible_builds_apart(name: str, version
         ("olmo2", {"attention.sliding_window_pattern": 2}, ()),
     ],
 )
-def test_windows_are_what_llama_cpp_makes_of_a_file(
+def test_windows_are_those_that_llama_cpp_derives(
     name: str, values: dict[str, Value], expected: tuple[bool, ...], tmp_path: Path
 ) -> None:
     model = make_tiny(name, tmp_path / "model.gguf", extra_values=values)
@@ -285,7 +283,7 @@ def test_gemma3_scales_tokens_alone(tmp_path: Path) -> None:
     assert "gemma3.embedding_scale" not in first.entries
 
 
-def test_gemma2_undoes_what_the_next_graph_will_do_to_its_rows(tmp_path: Path) -> None:
+def test_gemma2_undoes_the_next_graphs_scaling_of_its_rows(tmp_path: Path) -> None:
     model = make_tiny("gemma2", tmp_path / "model.gguf")
     split_model(model, tmp_path / "out", cuts=(2, 4))
     stages = [open_model(tmp_path / "out" / f"stage-{index}.gguf") for index in range(3)]

@@ -55,7 +55,7 @@ def test_layers_that_do_not_differ_in_it_are_cut_anywhere(name: str, values: dic
     check(model, [(cut,) for cut in inspect_model(model).legal_cuts], tmp_path)
 
 
-def test_no_slice_begins_with_a_layer_that_attends_to_what_another_has_chosen(tmp_path: Path) -> None:
+def test_no_slice_begins_with_a_layer_that_needs_another_layers_choice(tmp_path: Path) -> None:
     """Each slice also states which of its layers choose, since llama.cpp judges a silent file by its length."""
     model = make_tiny("glm-dsa:5.2", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (1, 2, 6)

@@ -72,7 +72,7 @@ def test_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("name", "n_masks"), [("llama", 1), ("gemma3", 2), ("olmo2", 1), ("olmo2:windows", 2)])
-def test_a_plan_knows_that_windows_take_a_mask_of_their_own(name: str, n_masks: int, tmp_path: Path) -> None:
+def test_a_plan_knows_that_windows_take_a_separate_mask(name: str, n_masks: int, tmp_path: Path) -> None:
     shape = shape_of(inspect_model(make_tiny(name, tmp_path / "m.gguf")))
     assert shape.n_masks == n_masks
     load = Load(ctx_tokens=1024, n_lanes=8)
@@ -83,9 +83,7 @@ def test_a_plan_knows_that_windows_take_a_mask_of_their_own(name: str, n_masks: 
 @pytest.mark.parametrize(
     ("name", "chosen"), [("deepseek2", ()), ("deepseek32", (1,) * 5), ("glm-dsa:shared", (1, 1, 0, 0, 1, 0, 1))]
 )
-def test_a_plan_knows_what_it_takes_to_choose_what_is_attended_to(
-    name: str, chosen: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_plan_knows_the_memory_of_indexers(name: str, chosen: tuple[int, ...], tmp_path: Path) -> None:
     """A key more for each cell of a layer that chooses, and scores of all cells for each row of a step."""
     facts = inspect_model(make_tiny(name, tmp_path / "m.gguf"))
     assert facts.indexers == chosen

@@ -84,7 +84,7 @@ def test_stages_take_rows_without_image_features(name: str, tmp_path: Path) -> N
         assert stage.value(f"{name}.n_deepstack_layers") == 0
 
 
-def test_minicpm_says_what_follows_from_the_number_of_layers(tmp_path: Path) -> None:
+def test_minicpm_slices_state_values_derived_from_the_number_of_layers(tmp_path: Path) -> None:
     """Values that the file states stay."""
     for stage in stages_of(make_tiny("minicpm", tmp_path / "model.gguf"), (2,)):
         assert stage.value("minicpm.residual_scale") == pytest.approx(1.4 / 5**0.5, rel=1e-7)
@@ -170,7 +170,7 @@ def test_deci_slices_start_with_attention_and_end_with_a_feed_forward_part(tmp_p
         split_model(model, tmp_path / "out", cuts=(6,))
 
 
-def test_laguna_slices_rotate_what_the_whole_does(tmp_path: Path) -> None:
+def test_laguna_slices_rotate_as_the_whole_does(tmp_path: Path) -> None:
     """A slice that begins with a window would rotate as much of a head in layers without one."""
     model = make_tiny("laguna", tmp_path / "model.gguf")
     assert inspect_model(model).legal_cuts == (4, 5, 6, 7)

@@ -51,7 +51,7 @@ def test_others_are_refused_by_name(given: dict[str, Any], problem: str, tmp_pat
         check_projector(header(tmp_path / "mmproj.gguf", **given), FILE)
 
 
-def test_models_whose_layers_take_inputs_of_their_own_are_refused(tmp_path: Path) -> None:
+def test_models_whose_layers_take_separate_inputs_are_refused(tmp_path: Path) -> None:
     stage = msgspec.structs.replace(FILE.stages[0], row_width=96)
     file = msgspec.structs.replace(FILE, architecture="gemma4", stages=(stage,))
     with pytest.raises(UsageError, match="each layer of this model takes inputs of its own"):

@@ -82,11 +82,11 @@ def test_parts_of_a_model_are_named(kind: str, words: str, tmp_path: Path) -> No
         inspect_model(write(tmp_path / "model.gguf", "llama", kind=kind, is_whole=False))
 
 
-def test_the_page_is_what_the_tables_say() -> None:
+def test_the_page_agrees_with_the_tables() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.families --docs"
 
 
-def test_the_report_counts_what_it_tried(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_counts_its_attempts(capsys: pytest.CaptureFixture[str]) -> None:
     assert families.report(["olmo", "rwkv6"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["olmo", "certified"]
@@ -100,7 +100,7 @@ def test_the_report_tells_an_architecture_that_nobody_has_looked_at(capsys: pyte
     assert "gemma9" in capsys.readouterr().out
 
 
-def test_the_report_ends_what_does_not_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_ends_hung_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(families, "TIME_LIMIT_S", 0.01)
     assert families.report(["olmo"]) == 1
     assert "1 hung" in capsys.readouterr().out

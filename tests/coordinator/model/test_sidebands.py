@@ -96,9 +96,7 @@ def test_layers_that_share_cells_hold_none(tmp_path: Path) -> None:
         (HASHED, 2, "its first 3 layers look their experts up by token id, and token ids end at stage 0"),
     ],
 )
-def test_cuts_that_would_part_what_belongs_together_are_refused(
-    name: str, cut: int, reason: str, tmp_path: Path
-) -> None:
+def test_cuts_through_connected_layers_are_refused(name: str, cut: int, reason: str, tmp_path: Path) -> None:
     with pytest.raises(CutError, match=reason):
         split_model(make_tiny(name, tmp_path / "model.gguf"), tmp_path / "out", cuts=(cut,))
     assert not (tmp_path / "out").exists()

@@ -326,7 +326,7 @@ def test_refusals(tmp_path: Path) -> None:
         split_model(odd, tmp_path / "odd", n_stages=2)
 
 
-def test_a_split_replaces_and_removes_only_what_a_split_has_made(tmp_path: Path) -> None:
+def test_a_split_replaces_and_removes_only_files_of_a_split(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     model = make_tiny("llama", out / "stage-0.gguf")

@@ -102,7 +102,7 @@ def test_more_rows_are_never_written_than_came_in(tmp_path: Path) -> None:
         assert engine.lane_tokens(0) == 0
 
 
-def test_deepseek4_compresses_what_two_lanes_have_read(tmp_path: Path) -> None:
+def test_deepseek4_compresses_the_context_of_two_lanes(tmp_path: Path) -> None:
     """Each lane reads enough to fill cells of 128 tokens too; the lanes' rows are mixed in each step."""
     model = make_tiny("deepseek4", tmp_path / "model.gguf")
     facts = inspect_model(model)
@@ -141,7 +141,7 @@ def test_biases_for_images_are_left_out_of_slices(tmp_path: Path) -> None:
     check(make_tiny("deepseek4", tmp_path / "model.gguf", extra_tensors=tensors), [(4,)], tmp_path)
 
 
-def test_inspect_tells_how_wide_rows_are_and_what_a_lane_keeps(tmp_path: Path) -> None:
+def test_inspect_shows_row_widths_and_lane_states(tmp_path: Path) -> None:
     model = str(make_tiny("deepseek4", tmp_path / "model.gguf"))
     lines = CliRunner().invoke(inspect_command, [model]).stdout
     assert "width           64, 256 in rows between stages" in lines

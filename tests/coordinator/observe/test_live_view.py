@@ -61,7 +61,7 @@ def log_of(*records: RequestRecord) -> RequestLog:
     return log
 
 
-def test_a_page_gets_what_came_after_the_look_it_saw() -> None:
+def test_a_page_gets_the_looks_after_its_last_one() -> None:
     view = new_view(model_id="m")
     assert page_of(view) == {"look": 0, "now_us": 9_000_000, "zero_unix_ms": 7_000, "facts": {"model_id": "m"},
                           "state": None, "looks": [], "points": []}  # fmt: skip

@@ -55,7 +55,7 @@ def test_a_certificates_expiry_is_a_metric() -> None:
     assert 'relayline_certificate_expires_timestamp_seconds{model_name="m"} 1.8e+09' in text
 
 
-def test_open_metrics_for_who_accepts_it_with_those_of_requests() -> None:
+def test_open_metrics_is_sent_on_request_with_exemplars() -> None:
     requests = CollectorRegistry()
     Counter("requests_seen", "Requests", registry=requests).inc(3)
     text, content_type = render(DESCRIBED, requests, "application/openmetrics-text; version=1.0.0")

@@ -307,7 +307,7 @@ def test_a_sampled_caller_wins_over_the_ratio() -> None:
     assert world.receive(traceparent=PARENT).trace_id
 
 
-def test_the_decode_span_sums_up_what_the_stages_say() -> None:
+def test_the_decode_span_sums_up_the_stages_reports() -> None:
     world = World()
     session = world.open(world.receive())
     world.run(session)
@@ -538,7 +538,7 @@ def test_histograms_observe_each_request_once() -> None:
     assert world.timers == []  # at level off no stage sends a summary
 
 
-def test_baggage_goes_on_and_what_is_none_is_left_out() -> None:
+def test_baggage_is_passed_on_and_malformed_entries_are_left_out() -> None:
     world = World()
     header = "tenant=blue%20team,bad key=1,odd=\udcff%ff," + ",".join(f"k{n}={'v' * 50}" for n in range(100))
     record = world.receive(baggage=header)

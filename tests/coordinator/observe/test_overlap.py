@@ -29,7 +29,7 @@ def test_nothing_to_say_without_steps_or_common_window() -> None:
     assert overlap([[(0, 1)], [(5, 6)]]) == {}
 
 
-def test_of_a_window_only_what_lies_in_it_counts() -> None:
+def test_only_tokens_within_a_window_count() -> None:
     earlier = [(0, 10), (10, 20)]  # both at once, as in an earlier run
     first, second = [*earlier, (28, 40), (60, 70)], [*earlier, (35, 50)]
     assert overlap([first, second])["2+"] == pytest.approx(25 / 42)

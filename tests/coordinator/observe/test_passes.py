@@ -206,7 +206,7 @@ def test_busy_shares_are_of_the_second_alone() -> None:
     assert found[names.ATTR_PASSES_OVERLAP] == pytest.approx(10 / 150, abs=1e-4)
 
 
-def test_busy_shares_leave_out_what_a_stage_has_forgotten() -> None:
+def test_busy_shares_leave_out_forgotten_times() -> None:
     found = busy_attributes([status((100, 150), n_steps=9), status((0, 200))], 0, 200)
     assert found[names.ATTR_PASSES_BUSY] == [0.5, 1.0]
 

@@ -67,7 +67,7 @@ def test_nothing_is_said_of_machines_that_cannot_hold_the_model() -> None:
     assert "two pipelines" not in text
 
 
-def test_the_link_that_limits_is_named_with_what_it_costs() -> None:
+def test_the_limiting_link_is_named_with_its_cost() -> None:
     text = advice_for(host("one", 50, gib=1.6, link=Link(300_000_000, 1e6)), host("other", 50, gib=1.6))
     assert "the link from one to other (3e+02 ms, 0.008 Gbit/s) slows the pipeline down" in text
 

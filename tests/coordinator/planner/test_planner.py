@@ -293,7 +293,7 @@ def test_a_slow_host_at_the_end_is_seen() -> None:
     assert other_last(plain(3)) is None
 
 
-def test_a_speed_comes_out_of_its_own_samples() -> None:
+def test_a_speed_is_recovered_from_its_own_samples() -> None:
     truth = Speed(
         tuple((rows, 5e8 * (1 + 0.1 * rows)) for rows in ROWS), tuple((rows, 2e8 * rows) for rows in ROWS), 3e5
     )

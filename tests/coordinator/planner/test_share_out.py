@@ -18,12 +18,12 @@ def any_cut(_start: int, _end: int) -> bool:
     return True
 
 
-def test_a_spare_takes_exactly_what_another_held() -> None:
+def test_a_spare_takes_exactly_the_layers_of_another() -> None:
     holders = [Holder("a", held=(0, 7)), Holder("s"), Holder("c", held=(8, 12))]
     assert share_out(holders, N, need, any_cut, same=(7, 8)) == (7, 8), "uneven as it is, no other stage moves anything"
 
 
-def test_a_spare_with_too_little_room_gets_what_fits() -> None:
+def test_a_spare_with_too_little_room_gets_the_layers_that_fit() -> None:
     holders = [Holder("a", 1.0, 20 * GIB, (0, 4)), Holder("s", 1.0, 2 * GIB), Holder("c", 1.0, 20 * GIB, (8, 12))]
     first, second = share_out(holders, N, need, any_cut, same=(4, 8))
     assert second - first == 2

@@ -33,7 +33,7 @@ def counts(curve: str, chances: Sequence[Sequence[float]], traffic: Traffic = AL
     return best_counts(planner(CURVES[curve](), **more), chances, traffic, Offers())
 
 
-def test_likely_guesses_fill_what_costs_little() -> None:
+def test_likely_guesses_fill_cheap_rows() -> None:
     assert counts("smooth", [SURE]) == [DRAFT_TOKENS_MAX], "rows cost nothing"
     assert counts("staircase", [SURE])[0] % 4 == 3, "whole tiles"
     assert counts("matrix", [SURE])[0] >= 7
@@ -103,7 +103,7 @@ def test_by_hand_as_many_as_was_said_and_a_step_takes(draft: int, n_rows: int) -
     assert shapes(scheduler.take(0)) == [[(3, n_rows, False)]]
 
 
-def test_by_hand_several_streams_share_what_a_step_takes() -> None:
+def test_by_hand_several_streams_share_a_steps_rows() -> None:
     scheduler = Scheduler(ScheduleConfig("fixed", 1, 8, draft=6), planner(smooth(), rows_max=12))
     decoding(scheduler, 3, range(60, 99))
     ((first, second, third),) = shapes(scheduler.take(0))

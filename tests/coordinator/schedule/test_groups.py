@@ -72,7 +72,7 @@ def test_steps_of_tiles_are_priced_by_the_lanes_that_a_tile_reads() -> None:
     assert view.mixed_ns(64, 64) == pytest.approx(curve.cost_ns(128) + (64 * 1_024 + 2_048) * tile)
 
 
-def test_a_prompts_rows_read_a_lane_of_their_own_once() -> None:
+def test_a_prompts_rows_read_a_lane_with_separate_cells_once() -> None:
     curve = CURVES["arithmetic"]()
     made = GroupPlanner([StageCost(curve, curve, 512, 12_000, 3_000, is_per_lane=True)] * 2)
     view, prompt_ns = made.at(1_024, 2_048), 2_048 * (12_000 + 63 * 3_000)
@@ -364,7 +364,7 @@ def test_a_mixed_step_is_priced_with_the_head_that_runs() -> None:
     assert stage.mixed_ns(3, 5) == pytest.approx(40 + 12)  # no scratch row is there to fill the head's tile
 
 
-def test_lanes_with_cells_of_their_own_pay_for_prompt_rows_apart_and_are_not_padded() -> None:
+def test_per_lane_cells_pay_for_prompt_rows_apart_and_are_not_padded() -> None:
     curve = CURVES["staircase"]()
     shared, apart = (StageCost(curve, curve, 512, is_per_lane=is_per_lane) for is_per_lane in (False, True))
     assert shared.decode_ns(3) == curve.cost_ns(4)

@@ -91,7 +91,7 @@ def test_nothing_is_tried_where_it_promises_nothing(shares_host: bool, n_streams
     assert {len(flight) for flight in left} == {plans.plan(n_streams, n_prompts=0).group_rows}
 
 
-def test_prompts_spoil_what_is_measured_and_by_hand_nothing_is_tried() -> None:
+def test_prompts_spoil_a_measurement_and_by_hand_nothing_is_tried() -> None:
     trials = OneFlight()
     for at in range(SETTLE_ROUNDS + ROUNDS - 1):
         trials.landed(2, 2, at * MS)

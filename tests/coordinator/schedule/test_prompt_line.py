@@ -71,7 +71,7 @@ def test_whose_rows_others_wait_for_is_as_urgent_as_they() -> None:
     assert line.upcoming() is follower
 
 
-def test_a_line_of_those_who_wait_for_others_sends_nothing() -> None:
+def test_a_line_of_sessions_that_wait_for_others_sends_nothing() -> None:
     line = PromptLine()
     leader, follower = session_of(1, (*SYSTEM, 7)), session_of(2, (*SYSTEM, 8))
     leader.start()
@@ -254,7 +254,7 @@ def test_a_held_prefix_is_used_at_once_where_a_leader_would_add_little() -> None
     assert (second.leader, second.n_copied) == (None, 60), "29 rows are sooner read than waited for"
 
 
-def test_nobody_waits_for_who_waits_for_it() -> None:
+def test_sessions_do_not_wait_for_each_other_in_a_circle() -> None:
     world = World.of("auto", 8)
     first, second, third = (session_of(number, (*SYSTEM, number)) for number in (1, 2, 3))
     for session in (first, second):
@@ -325,7 +325,7 @@ def test_a_running_answer_is_copied_up_to_its_last_token() -> None:
     world.send()
 
 
-def test_nobody_waits_for_what_a_restarted_stream_says() -> None:
+def test_no_stream_waits_for_a_restarted_streams_answer() -> None:
     """It keeps the history of its restart: later tokens are in its history, but no session may wait for them."""
     world = World.of("auto", 60)
     first = session_of(1, SYSTEM, max_tokens=99)

@@ -64,7 +64,7 @@ def test_with_fewer_lanes_the_youngest_wait_again_before_all_others() -> None:
     assert admission.leave(sessions[0]) == [sessions[2]]
 
 
-def test_with_more_lanes_those_who_wait_get_them_before_any_newcomer() -> None:
+def test_with_more_lanes_waiting_sessions_get_them_before_new_ones() -> None:
     admission, sessions = filled(1, 4, waiting_max=4)
     assert admission.resize(3, 16) == []
     assert list(admission.running.values()) == sessions[:3]

@@ -89,7 +89,7 @@ def test_the_same_prompt_again_reads_its_last_token_alone() -> None:
     assert again.checkpoints == [50]
 
 
-def test_a_chats_turns_read_only_what_is_new() -> None:
+def test_a_chats_turns_read_only_new_text() -> None:
     """Four turns: the template closes each answer, and the kept lane is copied whole."""
     prefixes, history, lane = world(), list(SYSTEM), itertools.count()
     for turn in range(4):

@@ -81,7 +81,7 @@ def test_an_answer_may_differ_from_its_prediction(answer: tuple[int, ...], expec
     assert after(drafter([1, 2, 3], [10, 11, 12, 13, 14, 15]), *answer).tokens(0, 9) == expected
 
 
-def test_a_prediction_says_nothing_of_what_stands_behind_it_or_before() -> None:
+def test_a_prediction_suggests_nothing_outside_itself() -> None:
     drafts = drafter([1, 2, 20, 21], [30, 31, 1, 2])
     after(drafts, 30, 31, 1, 2)
     assert drafts.tokens(0, 2) == [20, 21], "in the text, the answer follows the prediction, which never occurred there"
@@ -95,7 +95,7 @@ def test_only_tokens_of_the_prediction_count_as_predicted() -> None:
     assert [drafts.take(token) for token in (8, 9, 8, 9, 8)] == [True, True, True, True, False]
 
 
-def test_chances_fall_along_a_draft_and_follow_what_was_right() -> None:
+def test_chances_fall_along_a_draft_and_follow_past_acceptance() -> None:
     drafts = drafter([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     chances = drafts.chances(0, 6)
     assert all(0 < later < earlier < 1 for earlier, later in itertools.pairwise(chances))

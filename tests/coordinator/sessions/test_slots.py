@@ -22,7 +22,7 @@ def session_of(n_prompt: int, *, pooling: str = "", wants_progress: bool = False
     return Session(7, request, lambda _: False)
 
 
-def test_lanes_say_what_they_do() -> None:
+def test_slots_show_the_state_of_lanes() -> None:
     admission, session = Admission(2, 64, 4), session_of(10)
     assert admission.admit(session)
     session.start()

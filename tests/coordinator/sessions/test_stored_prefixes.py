@@ -79,7 +79,7 @@ def test_a_kept_lane_that_is_taken_goes_to_the_tier_first() -> None:
     assert controls_of(made.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
 
 
-def test_a_part_of_what_is_stored_will_do() -> None:
+def test_a_part_of_a_stored_prefix_is_enough() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 50)))
     assert controls_of(made.start(session_of(2, [*run_of(0, 44), 7, 7])))[1:] == [("restore", 2, 44)]
@@ -104,7 +104,7 @@ def test_a_restore_slower_than_prefill_is_not_made() -> None:
     assert read_time(COSTS)(128) == 2 * COSTS[0].prefill_ns(64)
 
 
-def test_nobody_is_stored_who_said_not_to_nor_where_a_stage_has_no_tier() -> None:
+def test_nothing_is_stored_against_a_requests_wish_or_without_every_tier() -> None:
     made = prefixes()
     assert made.keep(ended(1, run_of(0, 50), cached=False)) == []
     assert prefixes(facts=TierFacts()).keep(ended(1, run_of(0, 50))) == []
@@ -123,7 +123,7 @@ def test_a_prefix_that_a_stage_refused_is_forgotten() -> None:
     assert controls_of(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
 
 
-def test_of_an_epoch_stays_what_all_stages_still_have() -> None:
+def test_prefixes_that_all_stages_have_survive_an_epoch() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 50)))
     made.keep(ended(2, run_of(500, 50)))

@@ -17,7 +17,7 @@ from tests.support.session_world import World
 S = 1_000_000_000
 
 
-def test_it_is_what_a_line_takes() -> None:
+def test_it_is_the_time_of_the_queue() -> None:
     """A queue of 256 at 32 lanes, in which each request holds its lane for about this long: simulated."""
     for seed, hold_s in enumerate((0.3, 2.0, 12.0)):
         rng, turnover, now_s, ends = random.Random(seed), Turnover(), 0.0, [0.0] * 32
@@ -45,7 +45,7 @@ def test_it_is_what_a_line_takes() -> None:
         ([0.001], [], 0, 64, 1),
     ],
 )
-def test_bounds_and_what_is_not_known(
+def test_bounds_and_unknown_times(
     held_s: list[float], running_s: list[float], n_before: int, n_lanes: int, advised_s: int
 ) -> None:
     turnover = Turnover()
@@ -87,7 +87,7 @@ def test_the_refusal_says_it() -> None:
     assert b'"retry_after_s":42' in encode(error_body(caught.value))
 
 
-async def test_a_pipeline_tells_what_its_lanes_were_held_for() -> None:
+async def test_a_pipeline_reports_its_lanes_holding_times() -> None:
     world = World(n_lanes=1)
     for n_prompt in (3, 4):
         world.open(n_prompt, 2)
@@ -109,7 +109,7 @@ async def test_a_pipeline_tells_what_its_lanes_were_held_for() -> None:
         (StageLostError("gone"), {"Retry-After": "1"}),
     ],
 )
-def test_others_say_in_body_and_header_what_they_say(error: StageLostError, header: dict[str, str]) -> None:
+def test_other_errors_agree_in_body_and_header(error: StageLostError, header: dict[str, str]) -> None:
     assert retry_headers(error) == header
     assert f'"retry_after_s":{header["Retry-After"]}'.encode() in encode(error_body(error))
     error.retry_after_s = 9

@@ -113,7 +113,7 @@ def test_a_quantised_model_in_three_stages(tmp_path: Path, scratch: Path) -> Non
 
 
 @pytest.mark.slow
-def test_lanes_with_cells_of_their_own_compute_what_the_whole_does(tmp_path: Path, scratch: Path) -> None:
+def test_per_lane_cells_compute_as_the_whole_does(tmp_path: Path, scratch: Path) -> None:
     model = make_tiny("llama", tmp_path / "model.gguf", n_layers=3)
     (cut,) = certify_json(scratch, model, "--cuts", 1, "--kv-layout", "per-lane")["cuts"]
     assert (cut["verdict"], cut["sessions_per_step_max"]) == ("pass", 5)

@@ -206,7 +206,7 @@ def test_every_shape_feeds_every_row_once_and_in_order(name: str, max_rows: int)
     assert fed == {0: [*range(4)], 1: [*range(8)], 2: [*range(12)]}
 
 
-def test_shapes_are_what_they_say() -> None:
+def test_steps_have_the_named_shapes() -> None:
     one = [Extent(5, 7)]
     assert one_after_another(one, 4, 64) == [[Piece(0, 0, 4)], [Piece(0, 4, 5)], [Piece(0, 5, 6)], [Piece(0, 6, 7)]]
     assert one_prefill(one, 4, 64) == [[Piece(0, 0, 7)]]

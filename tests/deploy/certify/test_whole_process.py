@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("phi3", tmp_path_factory.mktemp("whole") / "model.gguf", n_layers=2)
 
 
-def test_gives_what_the_model_gives_here(tiny: Path) -> None:
+def test_gives_the_models_answers(tiny: Path) -> None:
     config = whole_config(tiny, n_lanes=2, ctx_tokens=128, max_rows=16)
     with WholeModel(config) as here, WholeProcess(config) as elsewhere:
         expected = here.decode(ROWS)

@@ -70,7 +70,7 @@ def test_a_host_of_the_manifest_that_is_this_machine_is_planned_as_such(
     assert [stage.is_local for stage in planned_manifest(str(path), []).stages] == [True, False]
 
 
-def test_the_command_shows_what_a_person_wants_to_know(model: Path, tmp_path: Path) -> None:
+def test_the_command_shows_the_main_figures(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(text_of(model))
     shown = relayline("plan", path)

@@ -108,7 +108,7 @@ def test_a_trace_is_whole_at_every_usual_width(width: int, is_whole: bool) -> No
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
 
 
-def test_a_trace_says_what_its_sums_are_of_after_a_recovery() -> None:
+def test_a_trace_says_what_its_sums_cover_after_a_recovery() -> None:
     assert "last resumption" not in shown(lived())
     assert "last resumption" in shown(lived(events=[{"at_ms": 99.0, "name": "resumed", "detail": None}]))
 

@@ -63,7 +63,7 @@ def running_here(name: str, path: Path | None = None, url: str = "http://127.0.0
 # --- one registry -----------------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_with_a_state_directory_of_its_own_is_found_until_that_is_gone(tmp_path: Path) -> None:
+def test_a_pipeline_with_another_state_directory_is_found_until_that_is_gone(tmp_path: Path) -> None:
     directory = running_here("far", tmp_path / "far away")
     running_here("near")
     assert [each.state.name for each in launched(None)] == ["near", "far"]

@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
 
 
-async def test_a_report_holds_what_the_page_asks_for(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_holds_all_that_the_page_requests(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(report, "LOOK_WAIT_S", 0.0)
     async with served(tokenizer) as world, aiohttp.ClientSession(world.url) as session:
@@ -62,7 +62,7 @@ def test_paths_are_those_that_the_page_asks_for(given: str) -> None:
     assert "/" not in report.trace_path(given).removeprefix("/v1/traces/")
 
 
-async def test_no_report_of_what_is_no_coordinator(tokenizer: Tokenizer) -> None:
+async def test_no_report_is_made_without_a_coordinator(tokenizer: Tokenizer) -> None:
     async with served(tokenizer) as world:
         with pytest.raises(StartError, match="not served by a relayline coordinator"):
             await report.collect(f"{world.url}/v1/models?", "", 1.0)

@@ -45,7 +45,7 @@ def answers(process: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.mark.parametrize("arguments", HERE, ids=" ".join)
-def test_a_fork_says_and_returns_what_a_process_does(
+def test_a_fork_prints_and_returns_as_a_process_does(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_variables_that_python_reads_at_its_start_need_a_new_process(monkeypatch
     assert not zygote.fits(words, {**os.environ, "OTEL_SPAN_LINK_COUNT_LIMIT": "1"})
 
 
-def test_other_commands_take_a_process_of_their_own() -> None:
+def test_other_commands_start_a_new_process() -> None:
     zygote = Zygote()
     for words in (["true"], code_command("pass"), module_command("http.server"), ["python", "-m", *COMMAND[3:]]):
         assert not zygote.fits(words, os.environ)

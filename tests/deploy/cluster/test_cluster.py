@@ -57,7 +57,7 @@ def test_layers_move_and_no_client_notices() -> None:
     assert sum(client.came_while_lost for client in cluster.coordinators[0].clients) == 0
 
 
-def test_a_stage_that_keeps_its_layers_keeps_what_it_has_loaded() -> None:
+def test_a_stage_that_keeps_its_layers_keeps_its_engine() -> None:
     cluster = Cluster(CALM)
     mover = cluster.coordinators[0].mover
     assert mover is not None

@@ -41,7 +41,7 @@ def figures(cluster: Cluster) -> dict[str, int]:
     return cluster.coordinators[0].conductor.prefixes.tier.figures()
 
 
-def test_chats_come_back_to_what_lanes_held_before_others_took_them() -> None:
+def test_chats_are_restored_after_others_took_their_lanes() -> None:
     cluster = Cluster(chats())
     assert cluster.run().ends == {"length": 6}
     found = figures(cluster)

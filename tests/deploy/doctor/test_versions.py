@@ -17,7 +17,7 @@ def test_the_tried_versions_are_fine() -> None:
     assert finding.outcome is Outcome.OK
 
 
-def test_others_are_named_with_what_was_tried() -> None:
+def test_other_versions_are_named_with_the_tried_ones() -> None:
     finding = versions.judge_versions(TRIED, {"numpy": "2.5.0", "grpcio": "1.85.1"})
     assert finding.outcome is Outcome.WARNING
     assert finding.found == "numpy 2.5.0 (tested: 2.4.6)"

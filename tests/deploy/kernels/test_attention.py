@@ -133,7 +133,7 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_rows_of_many_lanes_read_the_cells_of_their_own(model: Model, n_threads: int) -> None:
+def test_rows_of_many_lanes_read_their_own_cells(model: Model, n_threads: int) -> None:
     need_own_cells()
     lanes = np.concatenate([np.full(37, 2), np.arange(400) % 5, np.full(70, 4)])  # a prompt, steps of five, a prompt
     cache, row_lanes = cache_of(model, lanes), np.array([0, 4, 2, 2, 1, 3, 9])  # no lane has cells in the last one

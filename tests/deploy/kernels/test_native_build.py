@@ -178,7 +178,7 @@ def test_kernels_that_need_more_registers_than_there_are_are_scheduled_with_an_e
         (("AVX2", "znver3"), False),
     ],
 )
-def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
+def test_few_rows_have_separate_kernels_where_512_bits_are_two_halves(
     tmp_path: Path, macros: tuple[str, ...], is_by_rows: bool
 ) -> None:
     need_gcc_for_amx()
@@ -201,7 +201,7 @@ def test_few_rows_have_kernels_of_their_own_where_512_bits_are_two_halves(
         (("AVX",), False),
     ],
 )
-def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_what_they_need(
+def test_products_of_four_bits_and_attention_are_ours_on_capable_processors(
     tmp_path: Path, macros: tuple[str, ...], is_ours: bool
 ) -> None:
     need_gcc_for_amx()
@@ -243,7 +243,7 @@ def test_products_of_four_bits_and_attention_are_ours_where_the_processor_has_wh
         assert "ggml_compute_forward_set_rows_impl<float, int64_t>(params, dst)" in after
 
 
-def test_the_patch_fits_the_pinned_sources_and_changes_what_it_says(tmp_path: Path) -> None:
+def test_the_patch_fits_the_pinned_sources_and_changes_only_the_named_places(tmp_path: Path) -> None:
     """The excerpts are of the pinned version. LLAMA_CPP_SOURCES, a folder of llama.cpp, has all of the files tried."""
     files = {name: excerpt.read_text() for name, excerpt in EXCERPTS.items()}
     if sources := os.environ.get("LLAMA_CPP_SOURCES"):
@@ -368,7 +368,7 @@ def test_a_build_that_needs_them_stops_where_it_would_not_have_them(
         compile_commands(tmp_path, NEW_MACHINE, "-DGGML_NATIVE=OFF", "-DRELAYLINE_KERNELS=REQUIRED", *options)
 
 
-def test_the_image_states_what_processors_it_is_for_and_needs_the_kernels() -> None:
+def test_the_image_states_its_processors_and_needs_the_kernels() -> None:
     text = (BUILD.parent / "Containerfile").read_text()
     arguments = text.partition("x86_64)")[2].partition(";;")[0]
     v3 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")

@@ -92,7 +92,7 @@ def test_a_name_that_is_too_long_with_the_gateways_is_one_line(house: Write) -> 
         pipelines_behind(load_gateway(path))
 
 
-def test_plan_shows_every_pipeline_and_what_they_share(house: Write) -> None:
+def test_plan_shows_every_pipeline_and_shared_machines(house: Write) -> None:
     path = house("  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [{name: x}]}]},"
                  " {name: b, url: 'http://127.0.0.1:9'}]\n")  # fmt: skip
     shown = relayline("plan", path)

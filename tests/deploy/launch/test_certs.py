@@ -193,7 +193,7 @@ def test_lists_of_others_and_nonsense_revoke_nothing(ca: Path, tmp_path: Path):
     assert known.number == 1, "revoked certificates stay revoked"
 
 
-def test_show_fails_for_what_has_expired_or_does_not_fit(tmp_path: Path):
+def test_show_fails_for_expired_or_mismatched_credentials(tmp_path: Path):
     init_authority(tmp_path / "ca", "small", NOW - 30 * DAY)
     issue(tmp_path / "ca", "box1", [], 10, tmp_path / "ca" / "box1", NOW - 20 * DAY, role=Role.COORDINATOR)
     shown = relayline("certs", "show", tmp_path / "ca" / "box1")

@@ -40,7 +40,7 @@ def chatty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [BrokenPipeError, RuntimeError])
-async def test_a_child_is_not_held_up_by_who_shows_its_lines(
+async def test_a_child_is_not_held_up_by_the_reader_of_its_lines(
     chatty: None, kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = Child("stage-0", (), refuse(kind), refuse(kind))

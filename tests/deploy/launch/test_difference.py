@@ -66,7 +66,7 @@ def test_other_stages_are_one_line() -> None:
     assert differs.layers == ()
 
 
-def test_one_more_stage_joins_what_runs() -> None:
+def test_one_more_stage_joins_a_running_pipeline() -> None:
     running = manifest(named([0, 8], [8, 24]))
     wanted = manifest([*named("auto", "auto"), {"name": "fifth"}], spares=[{"name": "spare"}])
     differs = against(running, wanted, 8)

@@ -70,7 +70,7 @@ def test_differences_of_two_gateway_manifests_are_found(tmp_path: Path, spec: st
     assert shown(again) == (words, others), "paths in full mean the same from anywhere"
 
 
-def test_another_order_and_what_never_came(tmp_path: Path) -> None:
+def test_another_order_and_a_pipeline_that_failed_before(tmp_path: Path) -> None:
     running = manifest(tmp_path)
     turned = manifest(tmp_path, "  pipelines:\n  - {name: b, manifest: b.yaml}\n" + RUNNING.splitlines(True)[1])
     assert difference(running, turned).is_reordered
@@ -80,7 +80,7 @@ def test_another_order_and_what_never_came(tmp_path: Path) -> None:
     assert [member.name for member in failed.added] == ["b"], "`up` again tries it again"
 
 
-def test_one_more_pipeline_over_hosts_gets_ports_of_its_own(tmp_path: Path) -> None:
+def test_one_more_pipeline_over_hosts_gets_its_own_ports(tmp_path: Path) -> None:
     wanted, started = manifest(tmp_path), Started("house", tmp_path / "state")
     first, elsewhere, second = plan_members(wanted, started, wanted.members())
     assert elsewhere.local is None

@@ -162,7 +162,7 @@ def test_a_detached_supervisor_does_not_detach_again(tmp_path: Path, monkeypatch
     assert [manifest.name for manifest in started] == ["small"]
 
 
-def test_detaching_ends_first_what_a_killed_supervisor_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detaching_first_ends_leftovers_of_a_killed_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leftovers hold the ports and the memory that are looked at next."""
     manifest_of(SMALL, tmp_path)
     done: list[str] = []

@@ -173,7 +173,7 @@ def test_a_state_directory_is_its_users_alone(tmp_path: Path) -> None:
         assert (tmp_path / "root" / "small").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_full_disk_does_not_end_what_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_no_running_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = StateDir(tmp_path)
     board = board_of(directory, me())
     (tmp_path / "state.partial").mkdir()  # nothing can be written there any more
@@ -357,7 +357,7 @@ def described(tmp_path: Path, url: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.RECOVERING, Phase.UNREACHABLE, Phase.DRAINING])
 @pytest.mark.parametrize("has_key", [True, False])
-def test_status_says_what_clients_get(tmp_path: Path, coordinator: str, phase: Phase, has_key: bool) -> None:
+def test_status_shows_the_state_for_clients(tmp_path: Path, coordinator: str, phase: Phase, has_key: bool) -> None:
     stage = {"name": "stage-0", "last_heard_s": 12.3, "silent": True}
     live = {"phase": phase.value, "phase_s": 70.0, "running": 1, "waiting": 2, "stages": [stage]}
     Answers.answers = {

@@ -141,7 +141,7 @@ def test_a_file_missing_on_the_hub_is_one_line(hub: Hub, tmp_path: Path, referen
     assert "\n" not in text
 
 
-def test_offline_uses_what_is_there(hub: Hub, tmp_path: Path) -> None:
+def test_offline_uses_cached_files(hub: Hub, tmp_path: Path) -> None:
     code, text = load(hub.url, tmp_path, "hf://org/repo/model.gguf", HF_HUB_OFFLINE="1")
     assert code == 3
     assert "HF_HUB_OFFLINE" in text

@@ -215,7 +215,7 @@ def test_logs_are_kept_per_process(served: Up) -> None:
     assert "stage-2" in refused.stderr
 
 
-def test_logs_follow_what_comes(served: Up, home: Path) -> None:
+def test_logs_follow_new_lines(served: Up, home: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "logs", "served", "stage-0", "--lines", "1", "--follow"], stdout=subprocess.PIPE, text=True
     ) as follower:
@@ -232,7 +232,7 @@ def test_logs_follow_what_comes(served: Up, home: Path) -> None:
 
 
 @pytest.mark.usefixtures("served")
-def test_up_of_what_runs_changes_nothing_or_says_what_takes_a_new_start(home: Path) -> None:
+def test_up_of_a_running_pipeline_changes_nothing_or_names_changes_that_need_a_restart(home: Path) -> None:
     same = relayline("up", home / "served.yaml", "--detach")
     assert (same.returncode, same.stdout) == (0, "served already runs as the manifest says; nothing to change\n")
     other = relayline("up", home / "served.yaml", "--lanes", "4")

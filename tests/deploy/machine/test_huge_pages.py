@@ -25,7 +25,7 @@ ASKED = "glibc.malloc.hugetlb=1"
         ("stage", "glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_only_what_holds_weights_asks_and_what_a_user_says_stays(
+def test_only_processes_with_weights_ask_and_a_users_setting_stays(
     command: str, before: str | None, after: str | None
 ) -> None:
     environment = {"PATH": "/bin"} | ({"GLIBC_TUNABLES": before} if before else {})
@@ -52,7 +52,7 @@ def test_a_process_becomes_itself_in_that_environment_once() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["stage", "--help"], ["--version"], []])
-def test_the_command_line_says_what_it_starts(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_names_its_processes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(cli, "restart_with_huge_pages", asked.append)
     monkeypatch.setattr(sys, "argv", ["relayline", *arguments])

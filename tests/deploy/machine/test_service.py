@@ -52,7 +52,7 @@ def test_a_systems_unit_runs_as_the_user() -> None:
         ('say "x"', '"say \\"x\\""'),
     ],
 )
-def test_words_mean_to_systemd_what_they_say(word: str, written: str) -> None:
+def test_words_reach_systemd_unchanged(word: str, written: str) -> None:
     assert systemd_word(word) == written
 
 

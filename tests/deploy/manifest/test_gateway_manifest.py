@@ -76,7 +76,7 @@ def test_other_commands_say_that_it_is_a_gateways(tmp_path: Path) -> None:
         load_manifest(path)
 
 
-def test_every_pipeline_is_an_up_of_its_own_with_ports_that_differ(tmp_path: Path) -> None:
+def test_every_pipeline_is_a_separate_up_with_different_ports(tmp_path: Path) -> None:
     far = "replicas: [{stages: [{name: x, host: 10.0.0.1}]}, {stages: [{name: y, host: 10.0.0.2}]}]"
     path = written(
         tmp_path, f"  pipelines: [{{name: a, manifest: inner.yaml, {far}}}, {{name: b, url: 'http://h:1/v1'}}]"

@@ -343,7 +343,7 @@ def test_the_schema_is_a_schema_and_the_examples_follow_it() -> None:
     assert done.exit_code == 0, done.output
 
 
-def test_the_schema_refuses_what_the_reader_refuses(tmp_path: Path) -> None:
+def test_the_schema_refuses_the_same_as_the_reader(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     spec = ("contxt: {}", "stages: 0", "batching: {draft: 32}")
     for text in (*(f"{SMALLEST}  {part}\n" for part in spec), SMALLEST.replace("small", "Small")):

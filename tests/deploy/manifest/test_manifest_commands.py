@@ -159,7 +159,7 @@ def test_compose_finds_the_models_directory(model: str, compose_dir: str, seen: 
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_the_commands_in_a_rendered_file_make_what_it_refers_to(
+def test_the_commands_in_a_rendered_file_make_the_objects_it_names(
     case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ from relayline.wire.settings.table import DEVICE_SETTINGS
 MANIFEST = b"apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\nspec: {model: {path: m.gguf}}\n"
 
 
-def test_it_names_the_model_and_what_is_asked_for_and_nothing_else() -> None:
+def test_it_names_the_model_and_the_requested_options_and_nothing_else() -> None:
     manifest = smallest_manifest(Path("/models/Qwen3-8B-Q4_K_M.gguf"), ctx_tokens=512, share=False, draft=0)
     assert manifest.name == "qwen3-8b-q4-k-m"
     assert (manifest.engine.ctx_tokens, manifest.serving.share, manifest.serving.draft) == (512, False, 0)
@@ -27,7 +27,7 @@ def test_it_names_the_model_and_what_is_asked_for_and_nothing_else() -> None:
     assert len(text.splitlines()) == 15
 
 
-def test_flags_say_of_stages_what_a_manifest_would() -> None:
+def test_flags_set_the_same_for_stages_as_a_manifest() -> None:
     manifest = smallest_manifest(Path("m.gguf"))
     flags = StageFlags(cuts=(2, 5), n_threads=3, gpu_layers=-1, pin=False)
     stages = with_stages(manifest, flags, 8).stages

@@ -79,7 +79,7 @@ def test_commands_name_files_that_are_mounted() -> None:
     assert home == f"{provider['options']['path']}/{BOARD.name}"
 
 
-def test_jaeger_uses_what_it_defines_and_listens_where_relayline_sends() -> None:
+def test_jaegers_config_is_consistent_and_listens_where_relayline_sends() -> None:
     config = yaml_of("jaeger/config.yaml")
     service = config["service"]
     assert set(service["extensions"]) == set(config["extensions"])
@@ -148,7 +148,7 @@ def queries() -> list[tuple[str, str]]:
     return found
 
 
-def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
+def test_panels_have_unique_ids_and_do_not_overlap() -> None:
     panels = board()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     places = [panel["gridPos"] for panel in panels]
@@ -161,7 +161,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
     assert all(place["x"] + place["w"] <= 24 for place in places)
 
 
-def test_the_board_shows_what_a_person_asks_for() -> None:
+def test_the_board_shows_the_questions_figures() -> None:
     asked = {
         names.METRIC_GENERATION_TOKENS, names.METRIC_TTFT, names.METRIC_ITL, names.METRIC_BATCH_ROWS,
         names.METRIC_FRAME_WAIT, "relayline_overlap_ratio", names.METRIC_CLOSE_REASONS, names.METRIC_PADDED_ROWS,
@@ -226,7 +226,7 @@ def metric_names(text: str) -> set[str]:
     return set(re.findall(r"\brelayline_[a-z0-9_]+\b", text))
 
 
-def test_every_query_of_the_board_names_what_is_exposed(shown: Shown) -> None:
+def test_every_query_of_the_board_names_exposed_metrics(shown: Shown) -> None:
     found = queries()
     assert len(found) > 30
     for title, query in found:
@@ -337,7 +337,7 @@ def searches() -> list[Search]:
     return found
 
 
-def test_every_search_of_the_page_finds_what_it_promises(shown: Shown) -> None:
+def test_every_search_of_the_page_finds_the_promised_spans(shown: Shown) -> None:
     found = rebuild(shown.spans)
     session = found.sessions[-1]
     position = session.sampled_rows[5]

@@ -70,7 +70,7 @@ def test_experts_are_counted_by_layer_without_a_prediction_layer() -> None:
         ({"device": "gpu", "devices": "CUDA0", "overrideTensor": "exps=CUDA1"}, Offload(Gpu("CUDA0 of localhost", 24))),
     ],
 )
-def test_a_stage_says_what_goes_to_its_card(stage: dict[str, Any], expected: Offload | None) -> None:
+def test_a_stage_reports_its_part_on_the_card(stage: dict[str, Any], expected: Offload | None) -> None:
     assert offloads(stage) == [expected]
 
 
@@ -86,5 +86,5 @@ def test_stages_on_one_card_share_its_memory() -> None:
     assert one.gpu == other.gpu != third.gpu
 
 
-def test_a_gpu_without_memory_of_its_own_takes_the_hosts() -> None:
+def test_a_gpu_without_its_own_memory_takes_the_hosts() -> None:
     assert offloads({"device": "gpu"}, gpus=()) == [None]

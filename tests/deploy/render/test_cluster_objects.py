@@ -117,7 +117,7 @@ def test_stages_take_frames_from_their_own_pipeline_alone(files: dict[str, str])
     assert not objects(render(parse_manifest(plain.encode(), "plain.yaml"), "kubernetes"), "NetworkPolicy")
 
 
-def test_prometheus_reads_what_the_pods_open(files: dict[str, str]) -> None:
+def test_prometheus_reads_the_pods_ports(files: dict[str, str]) -> None:
     (monitor,) = objects(files, "PodMonitor")
     opened = {
         port["name"]

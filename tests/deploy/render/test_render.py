@@ -156,7 +156,7 @@ def contained_manifest(files: dict[str, str]) -> Manifest:
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != compose_hosts.TARGET])
-def test_the_coordinator_gets_a_manifest_of_its_own(target: str) -> None:
+def test_the_coordinator_gets_its_own_manifest(target: str) -> None:
     contained = contained_manifest(render(parsed(SMALLEST), target))
     assert contained.model_path == Path("/models/model.gguf")
     assert contained.uses_tls, "containers are not loopback, so links are private"
@@ -203,7 +203,7 @@ def test_compose_stops_the_coordinator_before_its_stages() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == "compose"], ids="-".join)
-def test_compose_makes_read_only_what_it_copies_no_file_into(case: tuple[str, str]) -> None:
+def test_compose_makes_containers_without_copied_files_read_only(case: tuple[str, str]) -> None:
     compose = read_yaml(rendered(*case)["compose.yaml"])
     for name, service in compose["services"].items():
         copied = [config for config in service.get("configs", ()) if "file" not in compose["configs"][config["source"]]]
@@ -322,7 +322,7 @@ def test_probes_are_grpc_where_links_are_in_the_clear() -> None:
     assert private["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["tcpSocket"]["port"] == "grpc"
 
 
-def test_every_process_has_a_credential_of_its_own() -> None:
+def test_every_process_has_its_own_credential() -> None:
     for case, n_processes in ((("kubernetes", "kubernetes"), 4), (("plaintext", "kubernetes"), 3)):
         pods = [*of_kind(rendered(*case), "StatefulSet"), *of_kind(rendered(*case), "Deployment")]
         volumes = [volume for pod in pods for volume in pod["spec"]["template"]["spec"]["volumes"]]

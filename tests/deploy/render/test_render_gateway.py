@@ -187,7 +187,7 @@ def test_the_command_writes_it_with_a_kustomization(tmp_path: Path) -> None:
     assert len([one for one in read_all(built) if one]) == n_objects
 
 
-def test_gateway_by_manifest_says_what_it_cannot_do(tmp_path: Path) -> None:
+def test_gateway_by_manifest_refuses_unsupported_flags(tmp_path: Path) -> None:
     path = written(tmp_path, TWICE)
     for flags, says in (
         (("--manifest", path), "pipeline 'a' has no url"),

@@ -66,7 +66,7 @@ def test_invariants_hold_where_stages_crowd_each_other(seed: int) -> None:
 
 
 @pytest.mark.parametrize("n_streams", [2, 4])
-def test_one_flight_is_found_where_it_is_quicker_than_what_curves_say(n_streams: int) -> None:
+def test_one_flight_is_found_where_it_is_faster_than_curves_predict(n_streams: int) -> None:
     """Two stages that read one memory: rows cost little, and steps side by side take 1.75 times as long."""
     world = World(equal_stages(2, "smooth"), streams(n_streams, 300), refresh_ns=100 * MS, crowding=1.75)
     auto, single, planned = (

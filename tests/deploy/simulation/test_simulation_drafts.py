@@ -147,7 +147,7 @@ def predicted_world() -> World:
     return World(equal_stages(2), streams(2, 40, predicted=0.8))
 
 
-def test_a_lane_that_keeps_what_was_guessed_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_keeps_wrong_guesses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator continues behind its guesses in place of the true row."""
     sampled = Session.sampled
 
@@ -160,7 +160,7 @@ def test_a_lane_that_keeps_what_was_guessed_wrong_is_caught(monkeypatch: pytest.
         Simulation(predicted_world()).run()
 
 
-def test_a_last_stage_that_computes_what_was_guessed_wrong_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_stage_that_computes_behind_wrong_guesses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate_stage, "is_guessed_wrong", lambda frame, sampler: False)
     with pytest.raises(Violation, match="behind a wrong token"):
         Simulation(World(equal_stages(2), streams(1, 60, predicted=0.8)), AUTO).run()

@@ -32,7 +32,7 @@ def edit_pipeline(stages: list[Path], edit: Any) -> None:
     path.write_text(json.dumps(pipeline))
 
 
-def test_an_artifact_says_what_it_is(stages: list[Path]) -> None:
+def test_an_artifact_describes_itself(stages: list[Path]) -> None:
     first, middle, last = [open_artifact(path) for path in stages]
     assert [each.stage_index for each in (first, middle, last)] == [0, 1, 2]
     assert [(each.layer_start, each.layer_end) for each in (first, middle, last)] == [(0, 1), (1, 2), (2, 3)]

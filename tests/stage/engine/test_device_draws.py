@@ -170,7 +170,7 @@ def test_a_device_without_the_operations_gives_whole_rows(
 
 
 @pytest.mark.parametrize(("n_vocab", "way"), [(BLOCKS_FROM + 7, "all"), (N_VOCAB, "on")])
-def test_where_parts_are_not_given(tmp_path: Path, n_vocab: int, way: str) -> None:
+def test_some_vocabularies_and_ways_give_no_parts(tmp_path: Path, n_vocab: int, way: str) -> None:
     path = write_pipeline(tmp_path, TinyShape(n_layers=2, n_vocab=n_vocab), [1])[-1]
     with opened(path, way) as engine:
         assert engine.device is not None

@@ -112,12 +112,12 @@ def live(engine: NativeEngine, seed: int) -> World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_lanes_hold_what_was_copied_to_them(engine: NativeEngine, seed: int) -> None:
+def test_lanes_hold_their_copies(engine: NativeEngine, seed: int) -> None:
     assert live(engine, seed).n_refused == 0
 
 
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
-def test_lanes_with_windows_hold_what_was_copied_or_refuse(kv_layout: str, windows: Path) -> None:
+def test_lanes_with_windows_hold_their_copies_or_refuse(kv_layout: str, windows: Path) -> None:
     """With separate cells a lane never loses one; with shared ones it may: then it says so, and is never wrong."""
     config = engine_config(windows, N_LANES + 1, CTX_TOKENS, CTX_TOKENS, kv_layout=kv_layout)
     n_refused = 0

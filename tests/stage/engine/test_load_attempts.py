@@ -37,7 +37,7 @@ def die_of(artifact: Path) -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
-def test_the_fourth_load_of_what_ended_three_processes_is_refused(artifact: Path) -> None:
+def test_the_fourth_load_of_an_artifact_that_crashed_three_processes_is_refused(artifact: Path) -> None:
     for _ in range(DEATHS_MAX):
         die_of(artifact)
     with pytest.raises(ArtifactError, match="ended the process 3 times in a row") as caught, attempt(artifact):

@@ -97,7 +97,7 @@ def test_weights_that_are_first_touched_by_a_step_are_read_no_further(artifact: 
     assert load.seen[-1] == (WEIGHTS, 1.0)
 
 
-def test_a_load_that_goes_on_can_be_stopped_without_harm_to_what_it_loaded(artifact: Path) -> None:
+def test_a_running_load_can_be_stopped_without_harm(artifact: Path) -> None:
     load = Load()
     with NativeEngine(engine_config(artifact, n_lanes=1, ctx_tokens=32), load) as engine:
         load.stop()

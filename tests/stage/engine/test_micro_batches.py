@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceModel]:
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
-def test_mixed_steps_of_any_lanes_give_what_each_gives_alone(
+def test_mixed_steps_of_any_lanes_give_the_same_as_alone(
     flash_attn: str, whole: ReferenceModel, tmp_path: Path
 ) -> None:
     rng = random.Random(7)

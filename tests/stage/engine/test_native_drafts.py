@@ -160,7 +160,9 @@ def kv_layout_fixture(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3:pattern", "olmo2:windows"])
-def test_rows_of_guesses_give_what_single_rows_do(name: str, kv_layout: str, paths: dict[str, list[Path]]) -> None:
+def test_rows_of_guesses_give_the_logits_of_single_rows(
+    name: str, kv_layout: str, paths: dict[str, list[Path]]
+) -> None:
     """And no rewind is refused where a stage says that it rewinds; otherwise only rewinds are refused."""
     n_refused = n_full = n_failed = 0
     for seed in range(2):

@@ -53,7 +53,7 @@ def test_a_stage_on_gpus_tells_which() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_parts_of_a_gpu_are_devices_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_gpu_are_separate_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for part in ("MIG-1", "MIG-2", "0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", part)

@@ -78,7 +78,7 @@ def test_no_more_is_taken_back_than_there_is(few: Lanes) -> None:
 
 
 @pytest.mark.parametrize("case", [("qwen35", "unified"), ("lfm2", "unified")], ids="-".join)
-def test_a_step_of_several_others_moves_what_a_lane_could_be_taken_back_to(
+def test_a_step_of_several_other_lanes_limits_a_lanes_rewind(
     case: tuple[str, str], opened: Callable[[str, str], Lanes]
 ) -> None:
     lanes = opened(*case)
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_a_lane_that_was_taken_back_is_that_of_its_end(few: Lane
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_lanes_in_mixed_steps_say_what_each_says_alone(seed: int, few: Lanes) -> None:
+def test_lanes_in_mixed_steps_answer_as_alone(seed: int, few: Lanes) -> None:
     """Guesses of random length, some wrong; lanes that cannot be rewound start again."""
     rng, engine = random.Random(seed), few.engine
     n_right = [0, 0, 0]  # tokens of each lane, whose text is its number
@@ -167,7 +167,7 @@ def test_the_families_are_those_of_llama_cpp(tmp_path: Path) -> None:
             assert engine.rewind_rows == (3 if name in REWINDING_ARCHITECTURES else 0)
 
 
-def test_a_step_has_room_for_what_can_be_taken_back(tmp_path: Path) -> None:
+def test_a_step_has_room_for_rows_that_can_be_rewound(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs --max-rows 10"):
         NativeEngine(engine_config(tmp_path / "none.gguf", 2, 64, max_rows=9, rewind_rows=8))
 

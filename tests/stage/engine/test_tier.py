@@ -76,7 +76,7 @@ def test_an_elastic_tier_gives_memory_back_that_the_host_needs() -> None:
     assert (tier.stored(), tier.figures().memory_bytes) == ({}, 0)
 
 
-def test_unasked_a_tier_takes_spare_memory_for_what_takes_long_to_read(tmp_path: Path) -> None:
+def test_by_default_a_tier_takes_spare_memory_for_long_prompts(tmp_path: Path) -> None:
     unasked = open_tier(EngineSettings(), ARTIFACT)
     assert unasked is not None
     assert unasked.store_from_ns == AUTO_FROM_NS
@@ -102,7 +102,7 @@ def test_a_host_keeps_a_quarter_of_its_memory_free(monkeypatch: pytest.MonkeyPat
     assert open_tier(EngineSettings(), ARTIFACT) is None, "it is unknown whether there is room"
 
 
-def test_a_restart_finds_what_was_on_disk(tmp_path: Path) -> None:
+def test_a_restart_finds_the_states_on_disk(tmp_path: Path) -> None:
     first = Tier(1_500, disk(tmp_path))
     first.store(1, 10, state(1))
     first.store(2, 20, state(2))  # 1 is on the disk alone now, or on its way there

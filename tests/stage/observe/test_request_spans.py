@@ -123,7 +123,7 @@ def test_a_link_for_each_second_of_passes_the_latest_ones() -> None:
     assert attributes_of(span)[names.ATTR_LINKS_DROPPED] == 3
 
 
-def test_a_level_that_goes_down_ends_what_is_open() -> None:
+def test_a_lower_level_ends_open_spans() -> None:
     world = World()
     world.step(world.row(0))
     world.kept.telemetry.level = Level.SUMMARY

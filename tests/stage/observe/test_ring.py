@@ -112,7 +112,7 @@ def test_an_entry_costs_the_garbage_collector_nothing() -> None:
     assert not any(gc.is_tracked(each) for each in kept), "65,536 objects would be visited in every full collection"
 
 
-def test_an_entry_says_what_the_step_did_and_keeps_no_frame() -> None:
+def test_an_entry_describes_its_step_and_keeps_no_frame() -> None:
     executor = new_executor(FakeEngine())
     executor.execute(step_of(control(5, Flag.OPEN), control(6, Flag.OPEN)))
     context = trace_context.new_root()
@@ -175,7 +175,7 @@ def test_the_envelope_carries_the_batch_that_was_promised() -> None:
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
-def test_a_summary_adds_up_what_the_session_met() -> None:
+def test_a_summary_adds_up_the_sessions_steps() -> None:
     executor, summaries = new_executor(FakeEngine()), Summaries(3)
     context = trace_context.new_root()
     executor.mark = lambda members: context

@@ -116,7 +116,7 @@ def test_a_step_whose_frames_were_all_refused_is_no_native_step(worked: StageSta
     assert plain(found, f"{names.METRIC_BATCH_ROWS}_count") == plain(found, f"{names.METRIC_STEPS}_total") == 3
 
 
-def test_counters_and_gauges_say_what_was_counted(worked: StageStats) -> None:
+def test_counters_and_gauges_have_the_counts(worked: StageStats) -> None:
     worked.faults_by_label["not_finite"] += 2
     worked.predicted_ns, worked.measured_ns = 3_000_000_000, 4_000_000_000
     worked.payload_bytes, worked.envelopes = {"in": 10, "out": 20}, {"in": 3, "out": 4}
@@ -274,7 +274,7 @@ def test_a_mistaken_variable_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Traceback" not in done.stderr
 
 
-async def test_beyond_loopback_metrics_are_for_who_may_read_them(tmp_path: Path) -> None:
+async def test_beyond_loopback_metrics_need_a_permitted_role(tmp_path: Path) -> None:
     ids = make_identities(tmp_path / "ids")
     collector = StageCollector({"stage": "1"}, StageStats(), Telemetry(), lambda: Gauges(0, 0, 0, 0, 0, 0, 0))
 

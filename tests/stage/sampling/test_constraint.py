@@ -87,7 +87,7 @@ def sampler_of(vocabulary: LLTokenizer, said: Sequence[int] = (), **options: obj
     return SessionSampler(SamplingOptions(grammar=GRAMMAR, **options), N_VOCAB, said, vocabulary)  # type: ignore[arg-type]
 
 
-def test_only_what_fits_can_be_picked(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
+def test_only_allowed_tokens_can_be_sampled(tokenizer: Tokenizer, vocabulary: LLTokenizer) -> None:
     """All ways through the grammar, token by token."""
     ways: list[list[int]] = [[]]
     ended: list[str] = []
@@ -360,7 +360,7 @@ async def rest_of(stream: SessionStream) -> list[int]:
 
 
 @pytest.mark.parametrize("loss", ["none", "stage", "link"])
-async def test_streams_through_stages_are_what_the_unsplit_model_would_say(
+async def test_streams_through_stages_equal_the_unsplit_models(
     loss: str, paths: list[Path], whole: ReferenceModel, tokenizer: Tokenizer, vocabulary: LLTokenizer
 ) -> None:
     sampling = SamplingParams(0.0, grammar=LONG_GRAMMAR)

@@ -54,7 +54,7 @@ def row(seed: int, spread: float, step: float, n_masked: int) -> np.ndarray:
     min_p=st.one_of(st.sampled_from([0.0, 1e-9, 0.05, 1.0]), st.floats(0, 1)),
     position=st.integers(0, 1000),
 )  # fmt: skip
-def test_every_combination_draws_what_the_plain_filters_draw(
+def test_every_combination_draws_as_the_plain_filters(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, position: int
 ) -> None:
     kept, distance = kept_by(logits, top_k, top_p, min_p)

@@ -75,7 +75,7 @@ async def test_a_copy_of_a_waiting_session_waits_too(world: World) -> None:
     assert world.pushed == [last, copy, row, close]
 
 
-async def test_a_close_comes_behind_what_is_held_and_a_route_takes_all_along(world: World) -> None:
+async def test_a_close_comes_behind_held_frames_and_a_route_takes_all_along(world: World) -> None:
     last, close = rows_frame(1, 0, 2, LAST), control(1, Flag.CLOSE)
     world.holds.sift([control(1, Flag.OPEN, options=GRAMMAR), last])
     assert world.holds.sift([close]) == []
@@ -109,7 +109,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_each_grammar_is_made_once_in_a_thread_of_its_own(vocabulary: LLTokenizer, made: list[str]) -> None:
+def test_each_grammar_is_compiled_once_in_a_separate_thread(vocabulary: LLTokenizer, made: list[str]) -> None:
     grammars = Grammars()
     one = grammars.ready(vocabulary, 'start: "a"').result()
     assert grammars.ready(vocabulary, 'start: "a"').result() is one

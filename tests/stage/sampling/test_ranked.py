@@ -90,7 +90,7 @@ def test_the_filters_stand_in_the_order_that_is_promised() -> None:
 @pytest.mark.parametrize(
     "numbers", [{"typical_p": 0.6}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.5, "xtc_threshold": 0.05}]
 )
-def test_a_pick_is_the_keyed_draw_among_what_is_kept(numbers: dict[str, float]) -> None:
+def test_a_sample_is_the_keyed_draw_among_the_kept_tokens(numbers: dict[str, float]) -> None:
     options = SamplingOptions(temperature=0.8, seed=11, top_k=50, numbers=numbers)
     sampler, draws, n_acted = SessionSampler(options, N_VOCAB), Draws(N_VOCAB), 0
     assert options.ranked is not None

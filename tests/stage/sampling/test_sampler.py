@@ -74,7 +74,7 @@ def kept_by(options: SamplingOptions, logits: np.ndarray) -> np.ndarray:
         SamplingOptions(temperature=0.9, top_k=60, top_p=0.9, min_p=0.05, seed=5),
     ],
 )
-def test_filtered_draws_follow_the_softmax_over_what_the_filters_keep(options: SamplingOptions) -> None:
+def test_filtered_draws_follow_the_softmax_over_the_kept_tokens(options: SamplingOptions) -> None:
     logits = logits_of(2)
     kept = kept_by(options, logits)
     expected = np.zeros(logits.size)

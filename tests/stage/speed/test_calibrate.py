@@ -47,7 +47,7 @@ def engine(request: pytest.FixtureRequest, artifacts: list[Path]) -> Iterator[Na
         yield engine
 
 
-def test_both_curves_cover_what_fits_and_no_lane_keeps_anything(engine: NativeEngine) -> None:
+def test_both_curves_cover_the_fitting_sizes_and_lanes_end_empty(engine: NativeEngine) -> None:
     curves = calibrate(engine)
     decode_rows = [rows for rows, _ in curves.decode.points()]
     assert decode_rows == [rows for rows in LADDER if rows <= (8 if engine.is_last else 32)]
@@ -120,7 +120,7 @@ MS = 1_000_000
     ids=["half-a-core", "a-whole-core", "too-short-to-tell", "all-cores", "between-two-ticks", "half-of-them",
          "never-more-than-half", "more-than-all", "another-device"],
 )  # fmt: skip
-def test_a_step_counts_with_what_it_takes_on_cores_of_its_own(
+def test_a_step_counts_with_its_time_on_undisturbed_cores(
     n_threads: int, steps: list[tuple[int, int]], last_ms: int
 ) -> None:
     times = StepTimes(n_threads)
@@ -272,7 +272,7 @@ def test_nor_is_one_when_the_time_is_spent_or_attention_knows_no_tiles(
     assert calibrate(roomy).context_tiled_ns == 0.0
 
 
-def test_noise_that_hides_what_context_costs_a_tile_leaves_a_price_to_refine(
+def test_noise_that_hides_a_tiles_cost_of_context_leaves_a_price_to_refine(
     roomy: NativeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PricedMachine(roomy, monkeypatch, row_ms=20, tiled_ns=-1_000)
@@ -323,7 +323,7 @@ def test_no_time_still_gives_a_curve_to_begin_with(engine: NativeEngine) -> None
     assert curves.prefill.is_known
 
 
-def test_curves_are_remembered_by_what_changes_them(engine: NativeEngine, tmp_path: Path) -> None:
+def test_curves_are_keyed_by_everything_that_changes_them(engine: NativeEngine, tmp_path: Path) -> None:
     measured = cached_curves(engine, tmp_path)
     assert cached_curves(engine, tmp_path).decode.points() == measured.decode.points()
     assert cached_curves(engine, tmp_path).context_ns == measured.context_ns

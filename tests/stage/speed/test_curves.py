@@ -71,7 +71,7 @@ def test_a_tile_of_attention_reads_the_lanes_of_all_its_rows(name: str) -> None:
     assert found.prefill_rows == sum(n_rows for _, n_rows in frames[1::2])
 
 
-def test_rows_of_a_tile_share_what_they_read_and_pay_for_each_other() -> None:
+def test_rows_of_a_tile_share_reads_and_pay_for_each_other() -> None:
     known = tiled_curves()
     assert known.predict_ns(chunk(63, 1_000)) == pytest.approx(arithmetic().cost_ns(63) + 63 * 1_000 * CONTEXT_NS)
     for n_rows, n_tiles in ((64, 1), (65, 2), (128, 2)):
@@ -120,7 +120,7 @@ def lanes_curves(first: float = 1.0, further: float = 1.0) -> Curves:
     return Curves(arithmetic(), arithmetic(), first * CONTEXT_NS, further * TILED_NS, is_per_lane=True)
 
 
-def test_a_frame_reads_a_lane_of_its_own_once() -> None:
+def test_a_frame_reads_a_lane_with_separate_cells_once() -> None:
     known = lanes_curves()
     decode = shape_of(rows_frame(index, 1_000, 1) for index in range(80))
     assert known.predict_ns(decode) == pytest.approx(arithmetic().cost_ns(80) + 80 * 1_000 * CONTEXT_NS)
@@ -236,7 +236,7 @@ def test_an_impossibly_quick_step_leaves_usable_curves() -> None:
     assert known.predict_ns(shape(DECODE, 100)) > 0
 
 
-def test_a_curve_begins_with_what_it_sees() -> None:
+def test_a_curve_begins_with_its_first_measurement() -> None:
     known = Curves()
     known.observe(shape(BOTH, 50), 1_000)
     assert not known.decode.is_known
@@ -245,7 +245,7 @@ def test_a_curve_begins_with_what_it_sees() -> None:
     assert not known.prefill.is_known
 
 
-def test_prompts_teach_a_stage_without_head_what_untried_numbers_of_decode_rows_cost() -> None:
+def test_prompts_teach_a_stage_without_head_the_cost_of_untried_decode_rows() -> None:
     """As after a calibration that found no gain in batches, so none are tried."""
     wrong = [(1, 44_000_000), (4, 176_000_000), (8, 352_000_000)]
     headless = Curves.of_stage(has_head=False, decode=wrong, prefill=wrong)
@@ -259,7 +259,7 @@ def test_prompts_teach_a_stage_without_head_what_untried_numbers_of_decode_rows_
     assert last.prefill.cost_ns(8) < 6.5 * last.prefill.cost_ns(1)
 
 
-def test_steps_in_parts_cost_what_their_parts_do_and_teach_the_largest() -> None:
+def test_steps_in_parts_cost_the_sum_and_teach_the_largest() -> None:
     known = curves(0.0)
     shape = StepShape(6, 0, micro_batches=(4, 2))
     expected_ns = arithmetic().cost_ns(4) + arithmetic().cost_ns(2)
@@ -273,7 +273,7 @@ def test_steps_in_parts_cost_what_their_parts_do_and_teach_the_largest() -> None
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_step_is_padded_to_what_is_predicted_to_take_longer(seed: int) -> None:
+def test_no_step_is_padded_to_a_slower_size(seed: int) -> None:
     """Also with prompt rows, which cost the last stage less than decode rows do."""
     rng = random.Random(seed)
     curves = Curves.of_stage(

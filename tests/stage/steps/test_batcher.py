@@ -74,7 +74,7 @@ def test_many_sessions_make_one_step() -> None:
     assert [frame.session_id for frame in step.frames] == list(range(48))
 
 
-def test_a_close_drops_what_its_session_still_waits_for() -> None:
+def test_a_close_drops_its_sessions_waiting_frames() -> None:
     batcher = new_batcher()
     mine, other = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)], chunk(2, 0, 4)
     for frame in (*mine, other):
@@ -86,7 +86,7 @@ def test_a_close_drops_what_its_session_still_waits_for() -> None:
     assert (step.controls, step.frames) == ([mine[0], close], [other])
 
 
-def test_a_close_leaves_what_others_copy() -> None:
+def test_a_close_leaves_rows_that_others_copy() -> None:
     """A lane is filled, copied and given up again while a step is computed."""
     batcher = new_batcher()
     frames = [
@@ -144,7 +144,7 @@ def test_a_prefix_is_copied_after_the_rows_that_came_before_it() -> None:
     assert third.frames == [late, target[2]]
 
 
-def test_a_close_leaves_the_rows_that_others_copy_and_what_is_opened_behind_it_waits() -> None:
+def test_a_close_leaves_rows_that_others_copy_and_a_later_open_waits() -> None:
     """A session has read a beginning for others and leaves. The next open takes its lane."""
     batcher = new_batcher()
     source = [control(1, Flag.OPEN), chunk(1, 0, 8), chunk(1, 8, 8)]
@@ -172,7 +172,7 @@ def test_rows_that_others_copy_keep_their_place_in_line() -> None:
     assert [step.frames for step in take_all(batcher)] == [[first], [other]]
 
 
-def test_once_it_is_copied_a_close_drops_what_its_session_still_waits_for() -> None:
+def test_after_its_copies_a_close_drops_its_sessions_waiting_frames() -> None:
     batcher = new_batcher()
     batcher.push(chunk(1, 0, 8))
     batcher.push(control(2, Flag.COPY_PREFIX, 8, argument=1))
@@ -406,7 +406,7 @@ def copying(session_id: int, source_id: int, position: int) -> list[QueuedFrame]
 
 
 @pytest.mark.parametrize("policy", [DrainPolicy(64, 16), SinglePolicy(64)])
-def test_nothing_is_closed_before_what_is_to_be_copied_from_it(policy: Policy) -> None:
+def test_nothing_is_closed_before_its_copies_are_made(policy: Policy) -> None:
     """A stream ends and is kept while another close waits for rows: its open waits for that, and its copy with it."""
     batcher, executor = Batcher(policy), new_executor(FakeEngine(n_lanes=8, is_last=True))
 

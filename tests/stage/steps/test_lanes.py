@@ -30,7 +30,7 @@ def state_of(table: LaneTable) -> object:
     [(5, 1, None), (5, 11, None), (4, 1, 4), (0, 1, 0), (0, 16, 0), (2, 14, 2)],
     ids=["next", "next to the end", "retry of the last", "from the start", "whole lane again", "rejected speculation"],
 )
-def test_place_decides_what_to_forget(position: int, n_rows: int, drop_from: int | None) -> None:
+def test_the_new_position_decides_from_where_a_lane_forgets(position: int, n_rows: int, drop_from: int | None) -> None:
     lane, forgets_from = table_with(5).place(0, 1, position, n_rows)
     assert forgets_from == drop_from
     assert lane.next_position == 5  # moved by the executor, once the rows are decoded

@@ -174,7 +174,7 @@ def test_a_frame_that_comes_again_says_the_same() -> None:
         assert once[1:] == [([at + 5], [at + 7], []), ([], [at + 9], [])]
 
 
-def test_not_a_number_in_the_middle_keeps_what_came_before() -> None:
+def test_not_a_number_in_the_middle_keeps_the_samples_before() -> None:
     world, truth, at = truth_of()
     world.nan_at = {(1, at + 3)}
     first = frame_of(KEY, at, truth[at : at + 4], GUESSES)
@@ -290,7 +290,7 @@ def test_a_step_that_fails_takes_its_guesses_along(is_last: bool) -> None:
     assert len(engine.lanes[0]) == at
 
 
-def test_guesses_behind_a_fault_do_not_go_on_from_what_was_guessed_wrong() -> None:
+def test_guesses_behind_a_fault_do_not_continue_from_wrong_ones() -> None:
     """A stage that is not last holds wrong rows until the true one comes: where that is lost, they are long enough."""
     engine = FakeEngine()
     executor = new_executor(engine)

@@ -36,7 +36,7 @@ def ahead_world(kind: str = "greedy", seed: int = 0) -> DraftWorld:
 
 
 @pytest.mark.parametrize("kind", PLAIN_KINDS)
-def test_plain_streams_say_the_same_and_need_no_decode_of_their_own(kind: str) -> None:
+def test_plain_streams_say_the_same_and_need_no_extra_decode(kind: str) -> None:
     plain, ahead = DraftWorld(KINDS[kind]), ahead_world(kind)
     truth = played_plainly(plain, N_TOKENS)
     n_before = len(ahead.engine.steps)

@@ -157,7 +157,7 @@ async def test_a_close_drops_waiting_rows_and_marks_the_session_at_once() -> Non
         assert (h.executor.sessions.cancelled, len(h.executor.lanes)) == (set(), 1)
 
 
-async def test_dropping_a_route_returns_what_waited() -> None:
+async def test_dropping_a_route_returns_its_waiting_frames() -> None:
     async with harness() as h:
         await h.open(0)
         blocked = await h.blocked_by(rows_frame(0, 0))
@@ -223,7 +223,7 @@ async def test_a_stopped_runner_closes_its_pipe_and_whoever_rings_then_disturbs_
         await h.runner.stop()
 
 
-def test_every_ring_wakes_who_sleeps_and_none_is_left_over() -> None:
+def test_every_ring_wakes_the_sleeper_and_none_is_left_over() -> None:
     bell, n_rounds = _Bell(), 500
     waiting, seen = threading.Semaphore(0), []
     value = 0
@@ -278,7 +278,7 @@ async def test_a_bug_in_a_step_is_a_crash_that_somebody_hears_of() -> None:
             await h.runner.call(lambda: None)
 
 
-async def test_a_step_is_accounted_for_after_what_its_delivery_set_going() -> None:
+async def test_a_step_is_accounted_for_after_the_work_that_its_delivery_starts() -> None:
     async with harness() as h:
         loop, order = asyncio.get_running_loop(), list[str]()
         accounted = asyncio.Event()

@@ -24,7 +24,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def test_each_row_says_what_the_model_gave_the_token_behind_it() -> None:
+def test_each_row_scores_the_token_behind_it() -> None:
     engine = FakeEngine(is_last=True)
     executor = opened(engine, 1, n_logprobs=2)
     output = only(executor.execute(step_of(scored(0, 0, (3, 1, 2)))))

@@ -156,7 +156,7 @@ def test_the_curve_is_refined_by_real_steps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [DTYPE_F16, DTYPE_F32])
-def test_the_envelope_says_what_was_decoded(dtype: int) -> None:
+def test_the_envelope_lists_the_decoded_frames(dtype: int) -> None:
     engine = FakeEngine()
     executor = new_executor(engine, dtype=dtype)
     opens = [control(5, Flag.OPEN, options=greedy(seed=11)), control(6, Flag.OPEN, options=greedy(seed=12, top_k=3))]

@@ -167,7 +167,7 @@ def test_a_marked_frame_leaves_a_checkpoint_behind_its_last_row_and_travels_on()
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_same_frame_twice_leaves_what_once_leaves(is_last: bool) -> None:
+def test_the_same_frame_twice_has_the_effect_of_once(is_last: bool) -> None:
     engine = FakeEngine(is_last=is_last)
     executor = opened(engine, 2)
     executor.execute(step_of(rows_frame(0, 0, 5, PREFILL), rows_frame(1, 0, 3, PREFILL)))
@@ -183,7 +183,7 @@ def test_the_same_frame_twice_leaves_what_once_leaves(is_last: bool) -> None:
         assert first.frames["position"].tolist() == second.frames["position"].tolist()
 
 
-def test_a_frame_below_the_next_position_forgets_what_stood_above() -> None:
+def test_a_frame_below_the_next_position_drops_the_rows_above() -> None:
     engine = FakeEngine()
     executor = opened(engine, 1)
     executor.execute(step_of(rows_frame(0, 0, 8)))
@@ -333,7 +333,7 @@ def test_any_order_of_events_keeps_table_and_cache_in_step(events: list[tuple[ob
     assert engine.lanes == [[], [], [], []]
 
 
-def test_an_epoch_leaves_what_its_running_sessions_hold() -> None:
+def test_an_epoch_leaves_the_rows_of_its_running_sessions() -> None:
     engine = FakeEngine(is_last=True)
     executor = opened(engine, 3, temperature=1.0)
     kept = control(3, Flag.OPEN, options=greedy(kept=True))

@@ -32,7 +32,7 @@ def seconds_until_given_up(watch: StepWatch, running: Step) -> float:
 @pytest.mark.parametrize(
     ("predicted_s", "given_up_s"), [(0.2, STUCK_AFTER_S), (30.0, 600.0), (0.0, STUCK_AFTER_UNKNOWN_S)]
 )
-def test_a_step_is_given_up_after_many_times_what_it_should_take(predicted_s: float, given_up_s: float) -> None:
+def test_a_step_is_given_up_after_many_times_its_expected_time(predicted_s: float, given_up_s: float) -> None:
     asked: list[StepShape] = []
 
     def predict_ns(shape: StepShape) -> float:

@@ -35,7 +35,7 @@ def test_a_curve_predicts_its_measured_points() -> None:
     assert curve.cost_ns(0) == 0
 
 
-def test_between_tiles_the_leftover_costs_what_it_does_above_the_first_tile() -> None:
+def test_between_tiles_leftover_rows_cost_as_much_as_above_the_first_tile() -> None:
     curve = field_curve()
     assert curve.cost_ns(20) == pytest.approx(115.5e6)  # half way between 16 and 24
     assert curve.cost_ns(21) == pytest.approx((115.5 + 40.7 - 26.5) * 1e6)
@@ -114,7 +114,7 @@ def test_a_machine_that_slows_down_does_so_at_every_row_count() -> None:
     assert curve.cost_ns(8) > 1.4 * 50.7e6, "never observed, yet known to have slowed too"
 
 
-def test_padding_follows_what_was_learned() -> None:
+def test_padding_follows_the_learned_curve() -> None:
     curve = field_curve()
     assert curve.padded_rows(3, 8) == 4
     for _ in range(60):

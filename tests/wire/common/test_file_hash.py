@@ -119,7 +119,7 @@ def test_a_whole_split_is_not_read_when_it_was_just_made(tmp_path: Path, monkeyp
     assert split_model(model, out, n_stages=2) == made
 
 
-def test_doctor_deep_finds_what_looks_unchanged(
+def test_doctor_deep_finds_changes_that_leave_no_trace(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     split = cache / "splits" / "one"

@@ -27,9 +27,7 @@ LONG, SHORT = LONG_LANE_TOKENS, LONG_LANE_TOKENS - 1
         ("per-lane", SHORT, -1, "per-lane"),
     ],
 )
-def test_long_lanes_on_a_cpu_have_cells_of_their_own(
-    asked: str, ctx_tokens: int, gpu_layers: int, expected: str
-) -> None:
+def test_long_lanes_on_a_cpu_have_separate_cells(asked: str, ctx_tokens: int, gpu_layers: int, expected: str) -> None:
     assert choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=gpu_layers) == expected
     values = {"kv_layout": asked, "ctx_tokens": ctx_tokens, "gpu_layers": gpu_layers}
     assert EngineSettings(**values).layout_used == expected
@@ -47,7 +45,7 @@ def test_by_default_a_stage_a_plan_and_a_certificate_mean_the_same() -> None:
     assert layouts == {"per-lane"}
 
 
-def test_a_plan_takes_stages_on_gpus_for_what_they_choose() -> None:
+def test_a_plan_knows_the_default_layout_of_stages_on_gpus() -> None:
     text = """apiVersion: relayline.dev/v1alpha1
 kind: Pipeline
 metadata: {name: m}

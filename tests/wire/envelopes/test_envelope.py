@@ -104,7 +104,7 @@ def test_writer_writes_the_canonical_layout(name: str):
 
 
 @each_example
-def test_protobuf_library_reads_what_the_writer_writes(name: str):
+def test_the_protobuf_library_reads_the_writers_bytes(name: str):
     message = pb.RelayRequest.FromString(write(EXAMPLES[name]))
     message.checksum = 0
     if not any(message.row_exponents):

@@ -140,7 +140,7 @@ def large(n_rows: int, sequence: int, dtype: int = DTYPE_F32) -> Buffer:
     return buffer
 
 
-async def test_a_link_sends_what_is_too_large_in_parts_and_mixes_nothing() -> None:
+async def test_a_link_sends_large_envelopes_in_parts_and_mixes_nothing() -> None:
     from tests.wire.links.test_relay_link import linked
 
     whole = [large(64, 1), large(2, 2), large(70, 3, DTYPE_F16), large(64, 4)]

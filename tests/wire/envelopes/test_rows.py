@@ -193,7 +193,7 @@ def test_f32_rows_travel_unchanged():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_receiver_refuses_what_must_not_travel(bad: float):
+def test_the_receiver_refuses_values_that_must_not_travel(bad: float):
     halves = np.ones((2, 9), np.float16)
     halves[1, 8] = bad
     with pytest.raises(ProtocolError, match="NaN or infinity"):

@@ -57,7 +57,7 @@ async def test_an_error_while_it_waits_is_raised_inside() -> None:
     assert await begun == "caught"
 
 
-async def test_cancelling_who_awaits_cancels_what_it_waits_for() -> None:
+async def test_cancelling_the_waiter_cancels_the_awaited_coroutine() -> None:
     ended: list[str] = []
 
     async def work() -> None:

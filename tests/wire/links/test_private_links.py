@@ -406,7 +406,7 @@ def shake_hands(port: int) -> None:
         link.recv(1)
 
 
-async def test_a_stranger_is_noticed_and_a_guest_who_leaves_early_is_not(ids: Identities, lines: Lines):
+async def test_a_stranger_is_noticed_and_a_guest_that_leaves_early_is_not(ids: Identities, lines: Lines):
     async with serving(security_of(ids.box1)) as server:
         await describe(server.address, security_of(ids.coordinator))
         await asyncio.to_thread(shake_hands, server.port)

@@ -110,7 +110,7 @@ def test_identities_are_read_as_they_are_written():
     assert identity_among([]) is None
 
 
-def test_tokens_prove_what_they_say_and_nothing_else():
+def test_tokens_prove_their_claims_and_nothing_else():
     token = role_tokens.read(token_for(ROOT, BOX1, 0))
     assert token is not None
     assert token.identity == BOX1
@@ -298,7 +298,7 @@ async def test_a_route_stays_with_the_coordinator_that_began_it(ids: Identities,
         assert await relayed(address, one, security_of(ids.coordinator), "p") == ""
 
 
-async def test_the_pass_is_what_counts_where_links_are_plaintext():
+async def test_the_pass_decides_on_plaintext_links():
     """With tokens, and without any: another process of this machine has no pass."""
     for token, root in ((token_for(ROOT, BOX2, 0), ROOT), ("", "")):
         async with guarded_stage(LinkSecurity(token=token)) as (stage, address, _):

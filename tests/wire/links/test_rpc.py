@@ -78,7 +78,7 @@ async def test_a_call_carries_request_and_reply():
 
 
 @pytest.mark.parametrize("leaf", OURS, ids=lambda leaf: leaf.__name__)
-async def test_every_error_arrives_as_what_it_was(leaf: type[RelaylineError]):
+async def test_every_error_keeps_its_kind(leaf: type[RelaylineError]):
     async with serving(raising(leaf("what happened: 1 %\nsecond line, größer"))) as channel:
         with pytest.raises(leaf) as caught:
             await describe(channel)
@@ -269,7 +269,7 @@ def wire_setting() -> str:
     return found[1]
 
 
-def test_options_say_what_the_bounds_say():
+def test_channel_options_equal_the_bounds():
     for options in (dict(rpc.CHANNEL_OPTIONS), dict(rpc.SERVER_OPTIONS)):
         assert options["grpc.max_send_message_length"] == bounds.MESSAGE_BYTES_MAX
         assert options["grpc.keepalive_time_ms"] == bounds.KEEPALIVE_TIME_MS

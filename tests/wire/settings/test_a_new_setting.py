@@ -218,7 +218,7 @@ def test_no_flag_no_variable_and_no_place_stands_for_two_settings() -> None:
         assert len(set(values)) == len(values)
 
 
-def test_the_pages_and_the_schema_are_what_their_tables_say() -> None:
+def test_the_pages_and_the_schema_agree_with_their_tables() -> None:
     assert PAGE.read_text() == page_text()
     assert METRICS_PAGE.read_text() == metrics_text()
     assert SCHEMA_FILE.read_text() == schema_text()
@@ -247,7 +247,7 @@ def _product() -> Iterator[tuple[str, set[str]]]:
                 yield name, _texts(path)
 
 
-def test_nobody_else_says_a_flag_a_variable_a_place_or_what_it_means() -> None:
+def test_no_other_file_repeats_a_flag_variable_place_or_meaning() -> None:
     repeated = []
     for name, texts in _product():
         for entry in (entry for table in TABLES for entry in entries(table)):

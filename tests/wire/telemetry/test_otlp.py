@@ -49,7 +49,7 @@ SPANS = st.builds(
 
 @settings(max_examples=thinned(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(SPANS, st.sampled_from([RESOURCE, OTHER]), st.integers(0, 3)), min_size=1, max_size=3))
-def test_a_request_is_what_the_sdk_makes_of_the_same_spans(made: list[tuple[Finished, Resource, int]]) -> None:
+def test_a_message_equals_the_sdks_for_the_same_spans(made: list[tuple[Finished, Resource, int]]) -> None:
     spans = [FinishedSpan(finished, resource, SCOPE, n_dropped, n_dropped) for finished, resource, n_dropped in made]
     ours, theirs = request_of(spans), encode_spans(spans)
     by_service = {str(group.resource): group for group in theirs.resource_spans}

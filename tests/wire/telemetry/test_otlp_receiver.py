@@ -91,7 +91,7 @@ def test_a_slow_receiver_holds_the_call_until_it_is_let_go(
     assert len(receiver.spans) == 1
 
 
-def test_waiting_for_what_does_not_come_says_what_came(receiver: Receiver, span: ReadableSpan) -> None:
+def test_a_wait_that_times_out_shows_the_events_so_far(receiver: Receiver, span: ReadableSpan) -> None:
     exporter = exporter_for(receiver, "grpc")
     exporter.export([span])
     exporter.shutdown()

@@ -188,7 +188,7 @@ def test_a_span_keeps_the_ids_that_were_promised() -> None:
     assert (telemetry.exported_spans, telemetry.dropped_spans) == (3, 0)
 
 
-def test_the_resource_says_who_speaks_and_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_resource_names_the_process_and_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     store = InMemorySpanExporter()
     telemetry = started(store)
     spans(telemetry, 1)
@@ -326,7 +326,7 @@ class Held(SpanExporter):
         self.released.set()
 
 
-def test_the_queue_is_bounded_and_counts_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_bounded_and_counts_dropped_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     held = Held()

@@ -127,7 +127,7 @@ async def test_the_events_of_text(tokenizer: Tokenizer) -> None:
     assert events[-2][1]["usage"]["output_tokens"] == 4
 
 
-async def test_thoughts_and_a_call_are_blocks_of_their_own(tokenizer: Tokenizer) -> None:
+async def test_reasoning_and_a_call_are_separate_blocks(tokenizer: Tokenizer) -> None:
     generator = FakeGenerator(says(b"<think>hm</think>so" + CALL))
     fields: dict[str, Any] = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     async with asking(tokenizer, generator, TEMPLATE) as ask:
@@ -149,7 +149,7 @@ async def test_thoughts_and_a_call_are_blocks_of_their_own(tokenizer: Tokenizer)
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
-async def test_results_go_back_before_what_the_user_says(tokenizer: Tokenizer) -> None:
+async def test_tool_results_come_before_the_users_text(tokenizer: Tokenizer) -> None:
     messages = [
         {"role": "user", "content": "weather?"},
         {
@@ -282,7 +282,7 @@ async def test_errors_have_their_own_form(tokenizer: Tokenizer) -> None:
         assert events[-1][1]["error"]["message"] == "stage 1 is lost"
 
 
-async def test_a_key_may_come_in_a_header_of_its_own(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_key_may_come_in_a_separate_header(tokenizer: Tokenizer, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("me: 0123456789abcdef\n")
     keys.chmod(0o600)

@@ -185,7 +185,7 @@ async def test_a_vocabulary_without_those_tokens_says_so(tmp_path: Path) -> None
     assert found["error"]["message"].startswith("suffix: ")
 
 
-async def test_slots_say_what_lanes_do(tokenizer: Tokenizer) -> None:
+async def test_slots_show_the_lanes_states(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer) as served, aiohttp.ClientSession(served.url) as session:
         async with session.get("/slots") as reply:
             busy, idle = await reply.json()

@@ -51,7 +51,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(path))
 
 
-async def test_it_lists_what_is_served_and_real_replies_fit(tokenizer: Tokenizer) -> None:
+async def test_it_lists_the_served_routes_and_real_replies_fit(tokenizer: Tokenizer) -> None:
     async with serving(tokenizer, FakeGenerator(says(b"x"))) as served, aiohttp.ClientSession(served.url) as session:
         async with session.get("/openapi.json") as reply:
             document = await reply.json()

@@ -60,7 +60,7 @@ def prompt_of(tokenizer: Tokenizer, served: Served, at: int = -1) -> str:
     return tokenizer.decode(served.generator.requests[at].prompt_tokens)
 
 
-async def test_a_whole_response_with_what_was_asked_for(tokenizer: Tokenizer) -> None:
+async def test_a_whole_response_has_the_requested_parts(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, served):
         response = await client.responses.create(
             model=MODEL, input="hi", instructions="be brief", temperature=0.5, metadata={"a": "b"}
@@ -107,7 +107,7 @@ async def test_absent_fields_are_left_out_of_a_response(tokenizer: Tokenizer) ->
     assert (named.user, named.safety_identifier) == ("u", "s")
 
 
-async def test_thoughts_and_a_call_are_items_of_their_own(tokenizer: Tokenizer) -> None:
+async def test_reasoning_and_a_call_are_separate_items(tokenizer: Tokenizer) -> None:
     generator = FakeGenerator(says(b"<think>hm</think>" + CALL))
     asked: dict[str, Any] = {"model": MODEL, "input": "weather?", "tools": [TOOL]}
     async with client_of(tokenizer, generator, TEMPLATE) as (client, served):
@@ -192,7 +192,7 @@ async def test_log_probabilities_where_they_are_included(tokenizer: Tokenizer) -
     assert [(each.token, each.logprob, len(each.top_logprobs)) for each in part.logprobs] == [("h", -0.5, 1)]
 
 
-async def test_a_conversation_goes_on_from_what_is_stored(tokenizer: Tokenizer) -> None:
+async def test_a_conversation_continues_from_a_stored_response(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"blue"))) as (client, served):
         first = await client.responses.create(model=MODEL, input="one", instructions="be brief")
         stream = await client.responses.create(model=MODEL, input="two", previous_response_id=first.id, stream=True)

@@ -301,7 +301,7 @@ def session_of(grammar: str, n_generated: int = 0) -> Session:
 
 def test_an_open_tells_all_that_was_said() -> None:
     session = session_of(GRAMMAR, 5_000)
-    options = _options(session.start()[0].leave())
+    options = _options(session.start()[0].leave().opening, "")
     assert options.grammar == GRAMMAR
     assert len(options.said) == 5_000
     event, _ = session.sampled(len(session.history), 50)
@@ -309,7 +309,7 @@ def test_an_open_tells_all_that_was_said() -> None:
     session = session_of("x" * bounds.GRAMMAR_BYTES_MAX, bounds.GRAMMAR_TOKENS_MAX)
     sampling = SamplingParams(grammar=session.request.sampling.grammar, logit_bias=((1 << 20, 1.0),) * 300)
     session.request = request((1, 2, 3), 9, sampling)
-    size_bytes = _options(session.start()[0].leave()).ByteSize()
+    size_bytes = _options(session.start()[0].leave().opening, "").ByteSize()
     # There is also room for the lists of tokens that this session does not have.
     assert bounds.OPTIONS_BYTES_MAX - bounds.LISTS_BYTES_MAX - 15_000 < size_bytes <= bounds.OPTIONS_BYTES_MAX
 

@@ -14,7 +14,7 @@ from relayline.coordinator.engine.token_sender import _options
 from relayline.coordinator.http.bodies import CompletionBody, decode_body
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.validation import plan_completion
-from relayline.coordinator.sessions.frame import Frame, Opening
+from relayline.coordinator.sessions.frame import Opening
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.text.dry import breakers_of
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def test_a_bodys_fields_reach_the_stage(tokenizer: Tokenizer) -> None:
     assert ord("a") in found.whole
     assert (ord("b"), ord("c")) in found.sequences
     sampling = SamplingParams(numbers=plan.sampling.numbers, dry_breakers=found.whole, dry_sequences=found.sequences)
-    options = _options(Frame(1, 0, (), 16, opening=Opening(sampling)))
+    options = _options(Opening(sampling), "")
     assert list(np.cumsum(options.dry_breaker_steps)) == list(found.whole)
     assert [tuple(each.tokens) for each in options.dry_sequences] == list(found.sequences)
     without = plan_completion(decode_body(b'{"prompt": "x", "dry_base": 3}', CompletionBody), HttpLimits(), 1)

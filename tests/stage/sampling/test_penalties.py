@@ -156,16 +156,16 @@ def test_a_session_opens_with_the_latest_that_it_has_said_where_that_matters() -
         session.next_chunk(9)
         session.sampled(3, 50)
         session.sampled(4, 51)
-        opening = session.start()[0].leave()
+        opening = session.start()[0].leave().opening
         session.next_chunk(9)
         session.sampled(5, 52)  # an answer from before, which comes while the open waits for credit
-        options = _options(opening)
+        options = _options(opening, "")
         assert list(options.said) == expected
         assert list(options.bias_tokens) == [token for token, _ in sampling.logit_bias]
     session.history += [1 << 20] * 5_000
     session.start()
     session.request = request((1,), 9, SamplingParams(presence_penalty=1.0, logit_bias=((1 << 20, 1.0),) * 300))
-    options = _options(OutFrame(session, 0, (), Flag.OPEN).leave())
+    options = _options(OutFrame(session, 0, (), Flag.OPEN).leave().opening, "")
     assert len(options.said) == bounds.PENALTY_TOKENS_MAX
     assert options.ByteSize() <= bounds.PLAIN_OPTIONS_BYTES_MAX
 

@@ -196,14 +196,14 @@ class RowsInMemory:
     def maxima(self, rows: Sequence[int]) -> Logits:
         """Return the largest logit of each block of some rows."""
         found: Logits = self._maxima[[*rows]]
-        return self._told(found, time.thread_time_ns())
+        return self._timed(found, time.thread_time_ns())
 
     def gathered(self, rows: Sequence[int], at: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Logits:
         """Return the logits of some tokens of some rows."""
         began_ns = time.thread_time_ns()
-        return self._told(self._rows[np.array(rows)[at], tokens], began_ns)
+        return self._timed(self._rows[np.array(rows)[at], tokens], began_ns)
 
-    def _told(self, answer: Logits, began_ns: int) -> Logits:
+    def _timed(self, answer: Logits, began_ns: int) -> Logits:
         self.n_bytes += answer.nbytes
         self.n_questions += 1
         self.busy_ns += time.thread_time_ns() - began_ns

@@ -148,12 +148,12 @@ def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObjec
     suspects, n_lost, ended = Suspects(), 0, set()
     while running:
         started = suspects.starting(running)
-        given_up: list[Session] = []
-        while started and not given_up:
+        abandoned: list[Session] = []
+        while started and not abandoned:
             if any(session.session_id in poison for session in started):
                 n_lost += 1
-                given_up = lost(suspects, running)
-                assert {session.session_id for session in given_up} <= poison, "an innocent was given up"
+                abandoned = lost(suspects, running)
+                assert {session.session_id for session in abandoned} <= poison, "an innocent was given up"
                 break
             following: list[Session] = []
             for session in started:
@@ -161,7 +161,7 @@ def test_nobody_waits_for_ever_and_losses_are_bounded(n: int, data: st.DataObjec
                 ended.add(session.session_id)
                 following += suspects.cleared(session)
             started = following
-        for session in given_up:
+        for session in abandoned:
             running.remove(session)
             ended.add(session.session_id)
             assert suspects.cleared(session) == []

@@ -22,21 +22,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
 
-from benches import interrupt, machine
+from benches import interrupt, machine, servers
 from benches.arguments import number, numbers
 from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.slow_hosts import SLOWED
+
+Found: TypeAlias = "dict[int, dict[str, float]]"  # figures by the number of streams
 
 STEPS_MS = "1:3.1,8:6.3,32:11,64:14"  # of an H200, llama-8b in Q4_0
 STREAMS, STREAMS_QUICK = (1, 8, 32, 64, 255), (1, 4)
@@ -63,6 +67,7 @@ class Run:
     waves: Sequence[Sequence[dict[str, float]]]
     cpu_ns: int  # of the coordinator's process
     workers_ns: int  # of the processes that read bodies for it
+    admitted_ms: float = 0.0  # of the last wave: from the first request that came until the last one had its lane
 
     @property
     def n_answers(self) -> int:
@@ -112,13 +117,28 @@ async def serving(n_lanes: int, steps_ms: str, flags: Sequence[str], log_dir: Pa
 
 def ask(server: Server, n_streams: int, n_tokens: int, n_waves: int) -> Run:
     """Run the client once. Raises CalledProcessError where an answer is incomplete."""
+    name = f"bench-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "benches.sse_client", server.url, server.model]
-    command += [str(each) for each in (n_streams, n_tokens, n_waves)]
+    command += [*(str(each) for each in (n_streams, n_tokens, n_waves)), name]
     workers = descendants(server.pid)
     before_ns, workers_ns = cpu_ns(server.pid), sum(map(cpu_ns, workers))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     after_ns = cpu_ns(server.pid)
-    return Run(json.loads(done.stdout), after_ns - before_ns, sum(map(cpu_ns, workers)) - workers_ns)
+    waves, taken_ns = json.loads(done.stdout), sum(map(cpu_ns, workers)) - workers_ns
+    ids = [f"{name}-{n_waves - 1}-{stream}" for stream in range(n_streams)] if n_tokens == 1 else []
+    return Run(waves, after_ns - before_ns, taken_ns, admitted_ms(server.url, ids))
+
+
+def admitted_ms(url: str, ids: Sequence[str]) -> float:
+    """Return the time from the first of these requests that came until the last one had its lane."""
+    came_ms, started_ms = [], []
+    for each in ids:
+        with urllib.request.urlopen(f"{url}/v1/traces/{each}") as answer:
+            life = json.load(answer)
+        (stream,) = life["streams"]
+        came_ms.append(life["received_unix_ms"])
+        started_ms.append(came_ms[-1] + stream["admitted_at_ms"] + stream["queue_ms"])
+    return max(started_ms) - min(came_ms) if ids else 0.0
 
 
 def figures(short: Sequence[Run], long: Sequence[Run], n_tokens: int, step_ms: float) -> dict[str, float]:
@@ -142,6 +162,7 @@ def figures(short: Sequence[Run], long: Sequence[Run], n_tokens: int, step_ms: f
         "whole_us": answer_us / n_tokens,
         "step_ms": statistics.median(gaps_ms) - step_ms,
         "tok_s": n_streams * n_tokens / statistics.median(lasts_ms) * 1e3,
+        "admitted_ms": statistics.median(run.admitted_ms for run in short),
         "started_ms": statistics.median(firsts_ms),
     }
 
@@ -154,24 +175,40 @@ def sleep_ms(steps_ms: str, rows: int) -> float:
     return low_ms + (rows - low) / (high - low) * (high_ms - low_ms)
 
 
-async def measure(options: argparse.Namespace, log_dir: Path) -> dict[int, dict[str, float]]:
-    """Measure each number of streams; the repeats take turns over them."""
-    short: dict[int, list[Run]] = {n: [] for n in options.streams}
-    long: dict[int, list[Run]] = {n: [] for n in options.streams}
-    async with serving(max(options.streams), options.steps_ms, options.flags, log_dir) as server:
-        for n_streams in options.streams:  # loaded and made once
-            await asyncio.to_thread(ask, server, n_streams, 2, 1)
+async def measure(options: argparse.Namespace, log_dir: Path) -> list[Found]:
+    """Measure each number of streams; the repeats take turns over them, and over both coordinators if there are two."""
+    runs: list[dict[int, tuple[list[Run], list[Run]]]] = []
+    async with contextlib.AsyncExitStack() as stack:
+        servers_up: list[Server] = []
+        for at, checkout in enumerate([None, options.beside] if options.beside else [None]):
+            logs = log_dir / str(at)
+            logs.mkdir()
+            command = (str(checkout / ".venv/bin/python"), *servers.RELAYLINE[1:]) if checkout else servers.RELAYLINE
+            with mock.patch.object(servers, "RELAYLINE", command):
+                serve = serving(max(options.streams), options.steps_ms, options.flags, logs)
+                servers_up.append(await stack.enter_async_context(serve))
+            runs.append({n_streams: ([], []) for n_streams in options.streams})
+        for server in servers_up:
+            for n_streams in options.streams:  # what is loaded and made once
+                await asyncio.to_thread(ask, server, n_streams, 2, 1)
         for repeat in range(options.repeats):
             for n_streams in options.streams:
-                n_waves = -(-REQUESTS // n_streams)
-                short[n_streams].append(await asyncio.to_thread(ask, server, n_streams, 1, n_waves))
-                long[n_streams].append(await asyncio.to_thread(ask, server, n_streams, options.tokens, 1))
-                token_us = long[n_streams][-1].cpu_ns / n_streams / options.tokens / 1e3
-                print(f"#{repeat} {n_streams:3} streams: {token_us:6.1f} us a token", file=sys.stderr, flush=True)
-    return {
-        n_streams: figures(short[n_streams], long[n_streams], options.tokens, sleep_ms(options.steps_ms, n_streams))
-        for n_streams in options.streams
-    }
+                for at in sorted(range(len(servers_up)), reverse=bool(repeat % 2)):
+                    short, long = runs[at][n_streams]
+                    n_waves = -(-REQUESTS // n_streams)
+                    short.append(await asyncio.to_thread(ask, servers_up[at], n_streams, 1, n_waves))
+                    long.append(await asyncio.to_thread(ask, servers_up[at], n_streams, options.tokens, 1))
+                    token_us = long[-1].cpu_ns / n_streams / options.tokens / 1e3
+                    print(
+                        f"#{repeat}.{at} {n_streams:3} streams: {token_us:6.1f} us a token", file=sys.stderr, flush=True
+                    )
+    return [
+        {
+            n_streams: figures(short, long, options.tokens, sleep_ms(options.steps_ms, n_streams))
+            for n_streams, (short, long) in each.items()
+        }
+        for each in runs
+    ]
 
 
 LABELS = {
@@ -180,38 +217,45 @@ LABELS = {
     "request_us": ("processor time a request, us", 0, ""),
     "worker_us": ("the same of the processes that read bodies, us", 0, ""),
     "step_ms": ("a step's wall time beside its arithmetic, ms", 2, f"{GOAL_STEP_MS:g} at 64 streams"),
-    "started_ms": ("all at once, one token: the last one's, ms", 0, ""),
+    "admitted_ms": ("all at once: the last one is admitted after, ms", 0, ""),
+    "started_ms": ("and has its first token after, ms", 0, ""),
     "tok_s": ("tok/s", 0, ""),
 }
 
 
-def table_of(found: dict[int, dict[str, float]], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the measurement in the form of benches/results, but for machine, date and commit. Pure."""
+def table_of(found: Sequence[Found], n_tokens: int) -> dict[str, Any]:
+    """Return the measurement in the form of benches/results, but for machine, date and commit. Pure.
+
+    `found`: this checkout's, and perhaps that of another one, which counts as before.
+    """
     rows = []
     for name, (label, digits, goal) in LABELS.items():
-        values = [round(each[name], digits or None) for each in found.values()]
-        rows.append({"id": name, "label": label, "values": values} | ({"goal": goal} if goal else {}))
-    corner = f"coordinator, answers of {options.tokens} tokens; streams"
-    return {"corner": corner, "columns": [str(n_streams) for n_streams in found], "rows": rows}
+        for each, suffix, when in zip(found, ("", "_before"), ("", ", before"), strict=False):
+            values = [round(one[name], digits or None) for one in each.values()]
+            own_goal = {"goal": goal} if goal and not suffix else {}
+            rows.append({"id": f"{name}{suffix}", "label": f"{label}{when}", "values": values} | own_goal)
+    corner = f"coordinator, answers of {n_tokens} tokens; streams"
+    return {"corner": corner, "columns": [str(n_streams) for n_streams in found[0]], "rows": rows}
+
+
+def origin(machine_name: str, commit: str, command: str) -> dict[str, Any]:
+    """Return where a measurement comes from, as benches/results has it."""
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return {"machine": machine_name, "date": date, "commit": commit, "command": command}
 
 
 async def main(options: argparse.Namespace) -> int:
     """Measure, print, and write the results if asked to."""
     facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
-        found = table_of(await measure(options, Path(logs)), options)
+        found = table_of(await measure(options, Path(logs)), options.tokens)
     table = Table(str(found["corner"]), *found["columns"], "goal")
     for row in found["rows"]:
         table.add_row(row["label"], *map(str, row["values"]), row.get("goal", ""))
     Console().print(table)
     if options.out:
-        origin = {
-            "machine": options.machine,
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "commit": facts["commit"],
-            "command": "python -m benches.coordinator",
-        }
-        options.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
+        head = origin(options.machine, str(facts["commit"]), "python -m benches.coordinator")
+        options.out.write_text(json.dumps(head | found, indent=2) + "\n")
     return 0
 
 
@@ -226,6 +270,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=number, default=0)
     parser.add_argument("--steps-ms", default=STEPS_MS, help=f"of a step by its rows; default {STEPS_MS}")
     parser.add_argument("--flags", type=str.split, default=[], help="further flags of `relayline serve`, in one word")
+    beside = "another checkout, with an environment of its own, that is measured in turns: what was before"
+    parser.add_argument("--beside", type=Path, help=beside)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
     parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
     options = parser.parse_args(argv)

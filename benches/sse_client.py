@@ -1,9 +1,9 @@
-"""A cheap client of streamed chats: `python -m benches.sse_client URL MODEL STREAMS TOKENS WAVES`.
+"""A cheap client of streamed chats: `python -m benches.sse_client URL MODEL STREAMS TOKENS WAVES NAME`.
 
 It opens all connections, sends all requests at once, and only looks at when bytes come. So it takes little of the
-processor that it shares with the measured server. Each stream asks WAVES times, on a new connection each time. It
-prints one JSON object: for each answer the milliseconds from the first request of its wave to its first and last bytes,
-and the number of pieces that it came in.
+processor that it shares with the measured server. Each stream asks WAVES times, on a new connection each time. A
+request's id is NAME, its wave and its stream. It prints one JSON object: for each answer the milliseconds from the
+first request of its wave to its first and last bytes, and the number of pieces that it came in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SILENT_S = 120.0  # without a byte of any stream: the run has failed
 END = b"data: [DONE]"
 
 
-def request_of(host: str, model: str, stream: int, n_tokens: int) -> bytes:
+def request_of(host: str, model: str, stream: int, n_tokens: int, request_id: str) -> bytes:
     """Return one streamed greedy chat as it goes over the connection."""
     body = json.dumps(
         {
@@ -34,6 +34,7 @@ def request_of(host: str, model: str, stream: int, n_tokens: int) -> bytes:
         }
     ).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"x-request-id: {request_id}\r\n"
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
@@ -84,13 +85,22 @@ def wave(address: tuple[str, int], requests: list[bytes]) -> list[dict[str, Any]
     return [answer.described(began_ns) for answer in answers]
 
 
-def main(url: str, model: str, n_streams: int, n_tokens: int, n_waves: int) -> None:
-    """Ask, and print the figures of each wave's answers."""
+def main(url: str, model: str, counts: list[int], name: str) -> None:
+    """Ask, and print the figures of each wave's answers. `counts`: of streams, of tokens and of waves."""
+    n_streams, n_tokens, n_waves = counts
     parts = urlsplit(url)
     address = (parts.hostname or "", parts.port or 80)
-    requests = [request_of(parts.netloc, model, stream, n_tokens) for stream in range(n_streams)]
-    print(json.dumps([wave(address, requests) for _ in range(n_waves)]))
+    found = []
+    for at in range(n_waves):
+        ids = [f"{name}-{at}-{stream}" for stream in range(n_streams)]
+        found.append(
+            wave(
+                address, [request_of(parts.netloc, model, stream, n_tokens, ids[stream]) for stream in range(n_streams)]
+            )
+        )
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], *map(int, sys.argv[3:]))  # type: ignore[arg-type]
+    given_url, given_model, *given_counts, given_name = sys.argv[1:]
+    main(given_url, given_model, [*map(int, given_counts)], given_name)

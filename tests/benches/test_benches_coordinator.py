@@ -6,8 +6,12 @@ import os
 
 import pytest
 
-from benches import coordinator, sse_client
-from benches.coordinator import Run
+from benches import coordinator, coordinator_parts, sse_client
+from benches.coordinator import LABELS, Run
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.launch.splits import split_for
+from relayline.deploy.testing.paths import DEMO_MODEL
 
 
 def test_a_token_costs_what_a_longer_answer_takes_beyond_a_short_one() -> None:
@@ -42,3 +46,32 @@ def test_the_client_refuses_an_answer_without_its_end() -> None:
     answer.take(b"data: [DO", 3_000_000)
     answer.take(b"NE]\n\n", 4_000_000)
     assert answer.described(1_000_000) == {"first_ms": 1.0, "last_ms": 3.0, "pieces": 3}
+
+
+def test_each_figure_of_another_checkout_stands_below_its_own() -> None:
+    figures = dict.fromkeys(LABELS, 1.25)
+    table = coordinator.table_of([{1: figures, 8: figures}, {1: figures, 8: figures}], 96)
+    ids = [row["id"] for row in table["rows"]]
+    assert ids[:2] == ["token_us", "token_us_before"]
+    assert len(ids) == 2 * len(LABELS)
+    assert table["columns"] == ["1", "8"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    directory = split_for(DEMO_MODEL, 1, None, None)
+    return Tokenizer.load(directory / load_pipeline(directory).tokenizer.file)
+
+
+@pytest.mark.parametrize("part", coordinator_parts.PARTS)
+def test_each_part_gives_every_stream_a_token_a_step(part: str, tokenizer: Tokenizer) -> None:
+    loop = coordinator_parts.Loop(3, part, tokenizer, tokenizer.n_vocab)
+    assert [loop.take(loop.answer()) for _ in range(6)][2:] == [3] * 4
+    assert bool(loop.readers.n_bytes) is (part == "written")
+    assert bool(loop.observer.n_tokens) is (part in ("observed", "written"))
+
+
+def test_the_best_steps_in_a_row_count(tokenizer: Tokenizer) -> None:
+    loop = coordinator_parts.Loop(2, "decided", tokenizer, tokenizer.n_vocab)
+    ticks = iter([at * 1_000 for at in range(20)] + [20_000 + at * 5_000 for at in range(20)])
+    assert coordinator_parts.token_us(loop, 20, lambda: next(ticks)) == pytest.approx(0.5)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 import time
-import uuid
 
 import msgspec
 from aiohttp import hdrs, web
@@ -189,7 +189,7 @@ class Handlers:
 
     def _header(self, prefix: str, model: str, plan: validation.Plan) -> Header:
         return Header(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=f"{prefix}-{secrets.token_hex(16)}",
             created=int(time.time()),
             model=model,
             fingerprint=self._service.fingerprint,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
@@ -39,7 +39,7 @@ def request_id(request: web.Request) -> str:
     found = request.get(_ID_KEY)
     if found is None:
         sent = request.headers.get(REQUEST_ID, "")
-        found = sent if _SANE_ID.fullmatch(sent) else uuid.uuid4().hex
+        found = sent if _SANE_ID.fullmatch(sent) else secrets.token_hex(16)
         request[_ID_KEY] = found
     return found
 

@@ -63,8 +63,7 @@ class EventWriter:
         """Begin with status 200 and the headers. They leave with the first write, which may be one of no events."""
         if not self._is_chunked:
             self._on_close(_RESET_ON_CLOSE)
-        async with self._bounded():
-            await self.response.prepare(self._request)
+        await self.response.prepare(self._request)
         if isinstance(self._request, Request):
             self._request.answers_knocks(self._knock)
 
@@ -134,13 +133,15 @@ class EventWriter:
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         self._written_s = self._loop.time()
-        async with self._bounded():
+        async with self._bounded(payload):
             await (self.response.write_eof(payload) if is_last else self.response.write(payload))
 
     @contextlib.asynccontextmanager
-    async def _bounded(self) -> AsyncIterator[None]:
+    async def _bounded(self, payload: bytes) -> AsyncIterator[None]:
+        transport = self._request.transport
+        is_timed = transport is None or transport.get_write_buffer_size() + len(payload) >= _NEVER_WAITS_BYTES
         try:
-            async with asyncio.timeout(self._write_timeout_s):
+            async with asyncio.timeout(self._write_timeout_s if is_timed else None):
                 yield
         except TimeoutError:
             if self._request.transport is not None:

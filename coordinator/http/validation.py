@@ -90,6 +90,8 @@ class Plan:
 
     def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
         """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
+        if not choice and not self.sampling.held_back_tokens:
+            return self.sampling
         numbers = self.sampling.numbers
         if self.sampling.held_back_tokens:
             numbers = tuple(sorted({**dict(numbers), "held_back_until": float(n_prompt + self.min_tokens)}.items()))

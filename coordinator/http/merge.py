@@ -85,7 +85,7 @@ class Merge:
         if not self._pumps:
             for stream in self._streams:
                 if _forwards(stream):
-                    stream.leave()
+                    _leave(stream)
             return
         # A separate task, so that a second cancellation (shutdown, say) cannot leave a stream open.
         closing = asyncio.create_task(self._close())
@@ -208,6 +208,13 @@ def _progresses(stream: object) -> TypeGuard[Progressing]:
 
 def _forwards(stream: object) -> TypeGuard[Forwarding]:
     return hasattr(stream, "forward")
+
+
+def _leave(stream: Forwarding) -> None:
+    try:
+        stream.leave()
+    except Exception:
+        log.exception("leaving a token stream failed")
 
 
 async def _close_stream(stream: TokenStream) -> None:

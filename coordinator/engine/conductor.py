@@ -323,7 +323,10 @@ class Conductor:
                 self._out += _progress(session, len(session.request.prompt_tokens))
             generated = Generated(session_id, position, event.finish_reason, event.is_drafted)
             # With its first token a session's frames change their trace, and nothing may follow its end.
-            (self._out if is_first or event.finish_reason is not None else later).append(generated)
+            is_last = event.finish_reason is not None
+            if is_last:
+                self._out += _taken_out(later, session_id)
+            (self._out if is_first or is_last else later).append(generated)
             later.append(Tell(session_id, event))
             if cleared := self.suspects.cleared(session):
                 self._start_all(cleared, now_ns)
@@ -400,6 +403,19 @@ class Conductor:
 
 def _top_of(sample: pb.Sampled) -> tuple[tuple[int, float], ...]:
     return tuple([(entry.token, entry.logprob) for entry in sample.top])
+
+
+def _taken_out(later: list[Instruction], session_id: int) -> list[Instruction]:
+    """Take a session's counts of tokens out of the instructions that wait: of right drafts that came with its last one.
+
+    All samples of a session stand together in a message.
+    """
+    at = len(later)
+    while at and isinstance(one := later[at - 1], Generated | Tell) and one.session_id == session_id:
+        at -= 1
+    own = later[at:]
+    later[at:] = [each for each in own if isinstance(each, Tell)]
+    return [each for each in own if isinstance(each, Generated)]
 
 
 def _more_of(sample: pb.Sampled, request: GenerationRequest) -> tuple[Any, ...]:

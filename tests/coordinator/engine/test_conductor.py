@@ -102,6 +102,30 @@ def test_frames_leave_before_anything_else_is_done_about_a_token() -> None:
     assert kinds(instructions) == ["Send", "Generated", "Tell"], "neither the first token nor the last"
 
 
+def test_tokens_that_come_with_the_last_one_are_counted_before_the_end() -> None:
+    conductor = connected(dataclasses.replace(FACTS, n_lanes=2))
+    for prompt in ((1, 2, 3), (4, 5, 6)):
+        conductor.open(request(prompt=prompt), 0)
+    conductor.dispatch(0)
+    for session_id in (1, 2):
+        sample(conductor, 3, 7, session_id)
+    message = pb.ReturnResponse(epoch=conductor.epoch)
+    message.samples.add(session_id=2, position=4, token=7)
+    for position in (4, 5, 6):  # as of a frame with two right drafts
+        message.samples.add(session_id=1, position=position, token=7)
+    instructions = conductor.returned(message, 0)
+    order = [each for each in instructions if isinstance(each, Generated | Ended)]
+    assert order == [
+        Generated(1, 4, None, is_drafted=False),
+        Generated(1, 5, None, is_drafted=False),
+        Generated(1, 6, "length", is_drafted=False),
+        Ended(1, None),
+        Generated(2, 4, None, is_drafted=False),
+    ]
+    told = [(each.session_id, each.event.token) for each in instructions if isinstance(each, Tell)]
+    assert told == [(2, 7), (1, 7), (1, 7), (1, 7)]
+
+
 def test_a_frame_that_has_left_does_not_change_with_its_session() -> None:
     conductor = connected()
     conductor.open(request(), 0)

@@ -173,11 +173,11 @@ class Runner:
     def _work(self, step: Step) -> None:
         """Carry out a step, and hand each of its parts over as soon as it is done."""
         parts = self._ahead.parts(step)
+        with self._bell.lock:
+            self._outbox_steps += len(parts) - 1  # before any is sent: what still runs may not be forgotten
         for part in parts:
             result = self._ahead.execute(part)
             with self._bell.lock:
-                if part is not parts[0]:
-                    self._outbox_steps += 1
                 self._publish(None if part is parts[-1] else parts[-1])
             self._loop.call_soon_threadsafe(self._hand_over, result)
 

@@ -22,7 +22,17 @@ from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes.frames import Flag
 from tests.stage.steps.test_picking import KINDS, N_TOKENS
 from tests.support.draft_world import GUESSES, KEYS, SAMPLE, DraftWorld, frame_of, played_plainly
-from tests.support.fakes import CTX, MAX_ROWS, ROUTE, FakeEngine, control, new_executor, rows_frame, step_of
+from tests.support.fakes import (
+    CTX,
+    MAX_ROWS,
+    ROUTE,
+    BlockedDecode,
+    FakeEngine,
+    control,
+    new_executor,
+    rows_frame,
+    step_of,
+)
 from tests.support.polling import pause
 
 PLAIN_KINDS = [kind for kind in KINDS if "grammar" not in kind]
@@ -287,6 +297,51 @@ async def test_the_thread_computes_ahead_while_nothing_waits() -> None:
         assert length == expected[0].next_position == position
         assert runner._ahead.n_used == 10
     finally:
+        await runner.stop()
+    assert not crash.done()
+
+
+async def test_a_step_that_is_sent_in_parts_is_known_until_its_last_part_has_left() -> None:
+    engine = FakeEngine(n_lanes=4, is_last=True)
+    results: asyncio.Queue[StepResult] = asyncio.Queue()
+    crash: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    batcher = Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS))
+    executor: StepExecutor = new_executor(engine, stage_index=0)
+    runner = Runner(batcher, executor, results.put_nowait, crash.set_result, ahead_rows=MAX_ROWS)
+
+    async def result() -> StepResult:
+        async with asyncio.timeout(20):
+            return await results.get()
+
+    def following(result: StepResult) -> QueuedFrame:
+        sample = result.outputs[0].samples[-1]
+        return rows_frame(1, sample.position, np.array([[sample.token]], np.int32), SAMPLE)
+
+    try:
+        tokens = np.array([[1], [2]], np.int32)
+        runner.push([control(1, Flag.OPEN), rows_frame(1, 0, tokens, Flag.PREFILL | SAMPLE)])
+        frame = following(await result())
+        runner.sent()
+        runner.push([frame])  # as expected: from now on rows are computed ahead
+        frame = following(await result())
+        runner.sent()
+        async with asyncio.timeout(20):
+            while len(engine.steps) < 3:
+                await pause()
+        blocked = BlockedDecode(engine)
+        runner.push([frame, control(2, Flag.OPEN), rows_frame(2, 0, tokens, Flag.PREFILL | SAMPLE)])
+        await result()  # the row that was computed ahead; the other part is in the engine
+        assert await asyncio.to_thread(blocked.entered.wait, 20)
+        runner.sent()
+        assert runner.session_ids(ROUTE) == {1, 2}
+        blocked.release()
+        await result()
+        assert runner.session_ids(ROUTE) == {1, 2}
+        engine.on_decode = lambda: None
+        runner.sent()
+        assert runner.session_ids(ROUTE) == set()
+    finally:
+        engine.on_decode = lambda: None
         await runner.stop()
     assert not crash.done()
 

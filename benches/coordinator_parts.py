@@ -140,8 +140,8 @@ class Loop:
             elif isinstance(instruction, Dispatch):
                 self._carry(self.conductor.dispatch(self.now_ns))
             elif isinstance(instruction, Generated) and self._does["observed"]:
-                session_id, position, reason, is_drafted = instruction
-                record = self.observer.record_of(session_id)
+                record, position = self.observer.record_of(instruction.session_id), instruction.position
+                reason, is_drafted = instruction.finish_reason, instruction.is_drafted
                 self.observer.token(record, position, reason, self.now_ns, is_drafted=is_drafted)
             elif isinstance(instruction, Tell) and isinstance(instruction.event, TokenEvent) and self._does["written"]:
                 self.readers.tell(instruction.session_id, instruction.event)

@@ -58,6 +58,8 @@ from relayline.wire.common.errors import (
 from relayline.wire.common.phase import Phase
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
+_DONE = State.DONE  # asked for with every token, see coordinator.sessions.session
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConductorConfig:
@@ -330,7 +332,7 @@ class Conductor:
             later.append(Tell(session_id, event))
             if cleared := self.suspects.cleared(session):
                 self._start_all(cleared, now_ns)
-        if session.state is State.DONE:
+        if session.state is _DONE:
             self._finish(session, [*self.prefixes.keep(session), *frames], now_ns)
         else:
             for frame in frames:

@@ -236,9 +236,7 @@ class Pipeline:
             if isinstance(instruction, Tell):
                 self._tell(instruction.session_id, instruction.event)
             elif isinstance(instruction, Generated):
-                session_id, position, reason, is_drafted = instruction
-                record = self._observer.record_of(session_id)
-                self._observer.token(record, position, reason, now_ns, is_drafted=is_drafted)
+                self._generated(instruction, now_ns)
             else:
                 self._carry_out(instruction)
         if self.conductor.readers:
@@ -253,6 +251,11 @@ class Pipeline:
         audience.put(event)
         if isinstance(event, RelaylineError) or event.finish_reason is not None:
             del self._audiences[session_id]
+
+    def _generated(self, generated: Generated, now_ns: int) -> None:
+        observer = self._observer
+        record = observer.record_of(generated.session_id)
+        observer.token(record, generated.position, generated.finish_reason, now_ns, is_drafted=generated.is_drafted)
 
     def _carry_out(self, instruction: Instruction) -> None:
         loop = asyncio.get_running_loop()

@@ -14,7 +14,9 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard
+
+import msgspec
 
 from relayline.coordinator.sessions.generation import PromptProgress, TokenEvent, TokenStream
 from relayline.wire.common.errors import InternalError, RelaylineError
@@ -24,7 +26,7 @@ log = logging.getLogger("relayline.http")
 _CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
 
 
-class Arrival(NamedTuple):
+class Arrival(msgspec.Struct, frozen=True, gc=False):
     """One thing that came out of a stream: an event, or its end with or without an error."""
 
     stream: int  # which of the streams

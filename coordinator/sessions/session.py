@@ -47,6 +47,10 @@ class State(enum.Enum):
     DONE = "done"
 
 
+# What is asked for with every token: in Python 3.11 an enum's attribute takes several times as long as a name.
+_PREFILL, _DECODE = State.PREFILL, State.DECODE
+
+
 @dataclasses.dataclass(slots=True)
 class OutFrame:
     """One frame for stage 0 that has not left: guesses may still join it, and its session continues."""
@@ -135,7 +139,7 @@ class Session:
     @property
     def prefill_left(self) -> int:
         """Rows of the history that have not been sent in this epoch."""
-        return len(self.history) - self.n_sent if self.state is State.PREFILL else 0
+        return len(self.history) - self.n_sent if self.state is _PREFILL else 0
 
     @property
     def n_left(self) -> int:
@@ -309,7 +313,7 @@ class Session:
         guessed token is under way already, so no frame follows.
         """
         history, request = self.history, self.request
-        if self.state not in (State.PREFILL, State.DECODE) or position != len(history):
+        if self.state not in (_PREFILL, _DECODE) or position != len(history):
             return None, []
         is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
@@ -333,7 +337,7 @@ class Session:
             return event, self.cancel()
         if is_replaying:
             return event, []  # the rest of the replay now ends with this token
-        self.state = State.DECODE
+        self.state = _DECODE
         if is_drafted:
             return event, []
         self.ahead.clear()

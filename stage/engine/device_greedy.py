@@ -20,20 +20,9 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.device_rows import DeviceRows, Tensor, n_blocks_of
+from relayline.stage.engine.ggml_functions import calls
 from relayline.wire.common.errors import InternalError, NativeError
 from relayline.wire.settings.table import EngineSettings
-
-_lib: Any = llama._lib
-
-for _name, _arguments, _result in (
-    ("ggml_argmax", [ctypes.c_void_p] * 2, ctypes.c_void_p),
-    ("ggml_sum_rows", [ctypes.c_void_p] * 2, ctypes.c_void_p),
-    ("ggml_set_output", [ctypes.c_void_p], None),
-    ("ggml_build_forward_expand", [ctypes.c_void_p] * 2, None),
-    ("ggml_nrows", [ctypes.c_void_p], ctypes.c_int64),
-):
-    _function = getattr(_lib, _name)
-    _function.argtypes, _function.restype = _arguments, _result
 
 
 def is_asked_for(settings: EngineSettings, artifact: StageArtifact) -> bool:
@@ -93,12 +82,12 @@ class DeviceGreedy:
         self._is_new = False
         # A lane's row is a view into the logits of all rows; the trial graph of a new chain has a row alone.
         whole = Tensor.from_address(row).view_src or row
-        tokens, sums = _lib.ggml_argmax(ggml_context, whole), _lib.ggml_sum_rows(ggml_context, whole)
+        tokens, sums = calls.ggml_argmax(ggml_context, whole), calls.ggml_sum_rows(ggml_context, whole)
         for tensor in (whole, tokens, sums):
-            _lib.ggml_set_output(tensor)  # its memory is not used again within the graph
-            _lib.ggml_build_forward_expand(graph, tensor)
+            calls.ggml_set_output(tensor)  # its memory is not used again within the graph
+            calls.ggml_build_forward_expand(graph, tensor)
         # llama.cpp keeps two graphs, of steps with and without wanted rows; behind the wanted ones it adds a row.
-        self._by_kind[_lib.ggml_nrows(whole) > 1] = (whole, tokens, sums)
+        self._by_kind[calls.ggml_nrows(whole) > 1] = (whole, tokens, sums)
 
     def begin(self, n_rows: int) -> None:
         """Forget the step before. Call before each decode."""
@@ -113,7 +102,7 @@ class DeviceGreedy:
             _, tokens, sums = self._of_step()
             found = np.empty(self._n_wanted, np.int32), np.empty(self._n_wanted, np.float32)
             for tensor, array in zip((tokens, sums), found, strict=True):
-                _lib.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
+                calls.ggml_backend_tensor_get(tensor, array.ctypes.data, 0, array.nbytes)
             self._found = found
         token = int(self._found[0][place])
         return token if np.isfinite(self._found[1][place]) and 0 <= token < self._n_vocab else None
@@ -123,7 +112,7 @@ class DeviceGreedy:
         place = self._place_of(row)
         logits: npt.NDArray[np.float32] = self._rows[place]
         if place not in self._fetched:
-            _lib.ggml_backend_tensor_get(self._of_step()[0], logits.ctypes.data, place * logits.nbytes, logits.nbytes)
+            calls.ggml_backend_tensor_get(self._of_step()[0], logits.ctypes.data, place * logits.nbytes, logits.nbytes)
             self._fetched.add(place)
         return logits
 
@@ -156,7 +145,7 @@ class DeviceGreedy:
 
     def _of_step(self) -> tuple[int, int, int]:
         tensors = self._by_kind.get(True)
-        if tensors is None or _lib.ggml_nrows(tensors[0]) != self._n_wanted + 1:
+        if tensors is None or calls.ggml_nrows(tensors[0]) != self._n_wanted + 1:
             raise NativeError(f"a step of {self._n_wanted} wanted rows left no logits; use --device-sampling off")
         return tensors
 

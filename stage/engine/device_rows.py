@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.ggml_functions import InitParams, calls
 from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
 from relayline.wire.common.errors import NativeError
 
-_lib: Any = llama._lib
 GATHERED_MAX = 65_536  # logits that one graph gathers
 _MAX_DIMS, _OP_PARAMS_BYTES, _MAX_SRC = 4, 64, 10  # of ggml.h
 _F32, _I32, _POOL_MAX, _CPU = 0, 26, 0, 0  # of its enums
@@ -41,39 +40,6 @@ class Tensor(ctypes.Structure):
     ]
 
 
-class _Arena(ctypes.Structure):
-    """struct ggml_init_params."""
-
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-
-_pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-for _name, _arguments, _result in (
-    ("ggml_init", [_Arena], _pointer),
-    ("ggml_free", [_pointer], None),
-    ("ggml_new_tensor_1d", [_pointer, _int, ctypes.c_int64], _pointer),
-    ("ggml_new_tensor_2d", [_pointer, _int, *[ctypes.c_int64] * 2], _pointer),
-    ("ggml_new_tensor_3d", [_pointer, _int, *[ctypes.c_int64] * 3], _pointer),
-    ("ggml_pool_2d", [_pointer, _pointer, *[_int] * 5, *[ctypes.c_float] * 2], _pointer),
-    ("ggml_get_rows", [_pointer] * 3, _pointer),
-    ("ggml_new_graph", [_pointer], _pointer),
-    ("ggml_build_forward_expand", [_pointer] * 2, None),
-    ("ggml_backend_alloc_ctx_tensors", [_pointer] * 2, _pointer),
-    ("ggml_backend_buffer_free", [_pointer], None),
-    ("ggml_backend_buffer_get_type", [_pointer], _pointer),
-    ("ggml_backend_buft_get_device", [_pointer], _pointer),
-    ("ggml_backend_dev_by_type", [_int], _pointer),
-    ("ggml_backend_dev_init", [_pointer, ctypes.c_char_p], _pointer),
-    ("ggml_backend_dev_supports_op", [_pointer] * 2, ctypes.c_bool),
-    ("ggml_backend_graph_compute", [_pointer] * 2, _int),
-    ("ggml_backend_free", [_pointer], None),
-    ("ggml_backend_tensor_get", [_pointer, _pointer, _size, _size], None),
-    ("ggml_backend_tensor_set", [_pointer, _pointer, _size, _size], None),
-):
-    _function = getattr(_lib, _name)
-    _function.argtypes, _function.restype = _arguments, _result
-
-
 def n_blocks_of(n_vocab: int) -> int:
     """Return the blocks of a vocabulary; 0 where it has none, or they are not all whole."""
     return n_vocab // BLOCK if n_vocab >= BLOCKS_FROM and n_vocab % BLOCK == 0 else 0
@@ -86,28 +52,28 @@ class DeviceRows:
         """`logits` is the tensor of a step that was computed. Raises NativeError where its device runs no graph."""
         self._n_vocab, self._n_blocks = n_vocab, n_blocks_of(n_vocab)
         self._arena = self._buffer = None
-        kind = _lib.ggml_backend_buffer_get_type(Tensor.from_address(logits).buffer)
-        device = _lib.ggml_backend_buft_get_device(kind) or _lib.ggml_backend_dev_by_type(_CPU)  # a CPU's has none
-        self._backend: Any = _lib.ggml_backend_dev_init(device, None) if device else None
+        kind = calls.ggml_backend_buffer_get_type(Tensor.from_address(logits).buffer)
+        device = calls.ggml_backend_buft_get_device(kind) or calls.ggml_backend_dev_by_type(_CPU)  # a CPU's has none
+        self._backend: Any = calls.ggml_backend_dev_init(device, None) if device else None
         if not self._backend:
             raise NativeError("this device runs no graph beside llama.cpp's; use --device-sampling on")
-        self._arena = arena = _lib.ggml_init(_Arena(1 << 20, None, True))
+        self._arena = arena = calls.ggml_init(InitParams(1 << 20, None, True))
         # Stand for the logits of a step; their memory is the step's own.
-        self._blocks = _lib.ggml_new_tensor_3d(arena, _F32, self._n_blocks, BLOCK, max_rows)
-        self._tokens = _lib.ggml_new_tensor_2d(arena, _F32, 1, n_vocab * max_rows)
+        self._blocks = calls.ggml_new_tensor_3d(arena, _F32, self._n_blocks, BLOCK, max_rows)
+        self._tokens = calls.ggml_new_tensor_2d(arena, _F32, 1, n_vocab * max_rows)
         for tensor in (self._blocks, self._tokens):
             _use(tensor, logits)
-        self._places = _lib.ggml_new_tensor_1d(arena, _I32, GATHERED_MAX)
-        self._maxima = _lib.ggml_pool_2d(arena, self._blocks, _POOL_MAX, 1, BLOCK, 1, BLOCK, 0.0, 0.0)
-        self._gathered = _lib.ggml_get_rows(arena, self._tokens, self._places)
-        if not all(_lib.ggml_backend_dev_supports_op(device, each) for each in (self._maxima, self._gathered)):
+        self._places = calls.ggml_new_tensor_1d(arena, _I32, GATHERED_MAX)
+        self._maxima = calls.ggml_pool_2d(arena, self._blocks, _POOL_MAX, 1, BLOCK, 1, BLOCK, 0.0, 0.0)
+        self._gathered = calls.ggml_get_rows(arena, self._tokens, self._places)
+        if not all(calls.ggml_backend_dev_supports_op(device, each) for each in (self._maxima, self._gathered)):
             raise NativeError("this device has no operation for parts of its logits; use --device-sampling on")
         self._graphs = []
         for tensor in (self._maxima, self._gathered):
-            graph = _lib.ggml_new_graph(arena)
-            _lib.ggml_build_forward_expand(graph, tensor)
+            graph = calls.ggml_new_graph(arena)
+            calls.ggml_build_forward_expand(graph, tensor)
             self._graphs.append(graph)
-        self._buffer = _lib.ggml_backend_alloc_ctx_tensors(arena, self._backend)
+        self._buffer = calls.ggml_backend_alloc_ctx_tensors(arena, self._backend)
         if not self._buffer:
             raise NativeError("the device has no memory left for parts of its logits; use --device-sampling on")
 
@@ -121,7 +87,7 @@ class DeviceRows:
             Tensor.from_address(tensor).ne[2] = n_rows
         self._run(0)
         found = np.empty((n_rows, self._n_blocks), np.float32)
-        _lib.ggml_backend_tensor_get(self._maxima, found.ctypes.data, 0, found.nbytes)
+        calls.ggml_backend_tensor_get(self._maxima, found.ctypes.data, 0, found.nbytes)
         return found
 
     def gathered(self, logits: int, n_rows: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
@@ -133,24 +99,24 @@ class DeviceRows:
             some, part = places[begin : begin + GATHERED_MAX].astype(np.int32), found[begin : begin + GATHERED_MAX]
             Tensor.from_address(self._places).ne[0] = some.size
             Tensor.from_address(self._gathered).ne[1] = some.size
-            _lib.ggml_backend_tensor_set(self._places, some.ctypes.data, 0, some.nbytes)
+            calls.ggml_backend_tensor_set(self._places, some.ctypes.data, 0, some.nbytes)
             self._run(1)
-            _lib.ggml_backend_tensor_get(self._gathered, part.ctypes.data, 0, part.nbytes)
+            calls.ggml_backend_tensor_get(self._gathered, part.ctypes.data, 0, part.nbytes)
         return found
 
     def _run(self, graph: int) -> None:
-        code = _lib.ggml_backend_graph_compute(self._backend, self._graphs[graph])
+        code = calls.ggml_backend_graph_compute(self._backend, self._graphs[graph])
         if code != 0:
             raise NativeError(f"the device failed with code {code} on its logits; use --device-sampling on")
 
     def close(self) -> None:
         """Give the device's memory back. May be called twice."""
         if self._buffer:
-            _lib.ggml_backend_buffer_free(self._buffer)
+            calls.ggml_backend_buffer_free(self._buffer)
         if self._arena:
-            _lib.ggml_free(self._arena)
+            calls.ggml_free(self._arena)
         if self._backend:
-            _lib.ggml_backend_free(self._backend)
+            calls.ggml_backend_free(self._backend)
         self._buffer = self._arena = self._backend = None
 
 

@@ -10,67 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, TableSection
+from relayline.stage.engine.ggml_functions import InitParams, calls
 from relayline.stage.engine.table_rows import TableRows
 from relayline.wire.common.errors import ArtifactError, NativeError
 
 ROWS_AT_ONCE = 128  # bounds the rows computed at once; steps of more rows go in parts
 _F32, _CPU = 0, 0  # enum ggml_type, enum ggml_backend_dev_type
 _GRAPH_NODES, _TENSORS = 16, 16
-
-_lib: Any = llama._lib
-
-
-class _InitParams(ctypes.Structure):
-    _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-
-_POINTER, _SIZE, _FLOAT, _DIM = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_float, ctypes.c_int64
-_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
-    "ggml_init": ([_InitParams], _POINTER),
-    "ggml_free": ([_POINTER], None),
-    "ggml_tensor_overhead": ([], _SIZE),
-    "ggml_graph_overhead_custom": ([_SIZE, ctypes.c_bool], _SIZE),
-    "ggml_new_tensor_1d": ([_POINTER, ctypes.c_int, _DIM], _POINTER),
-    "ggml_new_tensor_2d": ([_POINTER, ctypes.c_int, _DIM, _DIM], _POINTER),
-    "ggml_set_input": ([_POINTER], None),
-    "ggml_mul_mat": ([_POINTER] * 3, _POINTER),
-    "ggml_mul": ([_POINTER] * 3, _POINTER),
-    "ggml_add": ([_POINTER] * 3, _POINTER),
-    "ggml_scale": ([_POINTER, _POINTER, _FLOAT], _POINTER),
-    "ggml_rms_norm": ([_POINTER, _POINTER, _FLOAT], _POINTER),
-    "ggml_reshape_3d": ([_POINTER, _POINTER, _DIM, _DIM, _DIM], _POINTER),
-    "ggml_new_graph_custom": ([_POINTER, _SIZE, ctypes.c_bool], _POINTER),
-    "ggml_build_forward_expand": ([_POINTER] * 2, None),
-    "ggml_nbytes": ([_POINTER], _SIZE),
-    "ggml_backend_init_by_type": ([ctypes.c_int, ctypes.c_char_p], _POINTER),
-    "ggml_backend_free": ([_POINTER], None),
-    "ggml_backend_get_default_buffer_type": ([_POINTER], _POINTER),
-    "ggml_backend_get_device": ([_POINTER], _POINTER),
-    "ggml_backend_dev_backend_reg": ([_POINTER], _POINTER),
-    "ggml_backend_reg_get_proc_address": ([_POINTER, ctypes.c_char_p], _POINTER),
-    "ggml_backend_alloc_ctx_tensors": ([_POINTER] * 2, _POINTER),
-    "ggml_backend_buffer_free": ([_POINTER], None),
-    "ggml_backend_tensor_set": ([_POINTER, _POINTER, _SIZE, _SIZE], None),
-    "ggml_backend_tensor_get": ([_POINTER, _POINTER, _SIZE, _SIZE], None),
-    "ggml_backend_graph_compute": ([_POINTER] * 2, ctypes.c_int),
-    "ggml_gallocr_new": ([_POINTER], _POINTER),
-    "ggml_gallocr_alloc_graph": ([_POINTER] * 2, ctypes.c_bool),
-    "ggml_gallocr_free": ([_POINTER], None),
-}
-
-
-def _call(name: str, *arguments: Any) -> Any:
-    function = getattr(_lib, name)
-    function.argtypes, function.restype = _FUNCTIONS[name]
-    return function(*arguments)
 
 
 def _root(value: float) -> np.float32:
@@ -100,7 +52,7 @@ class LayerInputTable:
         )
         self._token_rows = np.empty((ROWS_AT_ONCE, self.n_values), np.float32)
         self._embeddings = np.empty((ROWS_AT_ONCE, artifact.n_embd), np.float32)
-        size = _TENSORS * _call("ggml_tensor_overhead") + _call("ggml_graph_overhead_custom", _GRAPH_NODES, False)
+        size = _TENSORS * calls.ggml_tensor_overhead() + calls.ggml_graph_overhead_custom(_GRAPH_NODES, False)
         self._memory = ctypes.create_string_buffer(size)  # of one graph's description; its values are elsewhere
         for section, n_columns in ((inputs.product, artifact.n_embd), (inputs.norm, inputs.width)):
             traits = ggml.type_traits(section.type_id)
@@ -109,31 +61,31 @@ class LayerInputTable:
         self._open(inputs.product, inputs.norm, n_threads)
 
     def _open(self, product: TableSection, norm: TableSection, n_threads: int) -> None:
-        self._backend = _call("ggml_backend_init_by_type", _CPU, None)
+        self._backend = calls.ggml_backend_init_by_type(_CPU, None)
         if not self._backend:
             raise NativeError("this build of ggml cannot compute on the processor")
-        registry = _call("ggml_backend_dev_backend_reg", _call("ggml_backend_get_device", self._backend))
-        set_threads = _call("ggml_backend_reg_get_proc_address", registry, b"ggml_backend_set_n_threads")
+        registry = calls.ggml_backend_dev_backend_reg(calls.ggml_backend_get_device(self._backend))
+        set_threads = calls.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
         if set_threads:
-            ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_int)(set_threads)(self._backend, n_threads)
-        size = 2 * _call("ggml_tensor_overhead")
-        self._weights = _call("ggml_init", _InitParams(size, None, True))
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(set_threads)(self._backend, n_threads)
+        size = 2 * calls.ggml_tensor_overhead()
+        self._weights = calls.ggml_init(InitParams(size, None, True))
         n_embd = self._artifact.n_embd
-        self._product = _call("ggml_new_tensor_2d", self._weights, product.type_id, n_embd, self.n_values)
-        self._norm = _call("ggml_new_tensor_1d", self._weights, norm.type_id, self._width)
-        self._buffer = _call("ggml_backend_alloc_ctx_tensors", self._weights, self._backend)
+        self._product = calls.ggml_new_tensor_2d(self._weights, product.type_id, n_embd, self.n_values)
+        self._norm = calls.ggml_new_tensor_1d(self._weights, norm.type_id, self._width)
+        self._buffer = calls.ggml_backend_alloc_ctx_tensors(self._weights, self._backend)
         if not self._buffer:
             raise NativeError("not enough memory for the inputs of layers")
         for tensor, section in ((self._product, product), (self._norm, norm)):
             self._read(tensor, section.offset_bytes)
-        self._allocator = _call("ggml_gallocr_new", _call("ggml_backend_get_default_buffer_type", self._backend))
+        self._allocator = calls.ggml_gallocr_new(calls.ggml_backend_get_default_buffer_type(self._backend))
 
     def _read(self, tensor: int, offset_bytes: int) -> None:
-        path, size_bytes = self._artifact.path, _call("ggml_nbytes", tensor)
+        path, size_bytes = self._artifact.path, calls.ggml_nbytes(tensor)
         if path.stat().st_size < offset_bytes + size_bytes:
             raise ArtifactError(f"{path}: ends before its inputs of layers do; copy it again")
         mapped = np.memmap(path, np.uint8, mode="r", offset=offset_bytes, shape=(size_bytes,))
-        _call("ggml_backend_tensor_set", tensor, mapped.ctypes.data, 0, size_bytes)
+        calls.ggml_backend_tensor_set(tensor, mapped.ctypes.data, 0, size_bytes)
 
     def compute(self, tokens: list[int], embeddings: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> None:
         """Write the inputs of all layers for each token: f32 [n, n_layers x width], whose rows may lie apart.
@@ -150,44 +102,44 @@ class LayerInputTable:
     def _compute(self, n_rows: int) -> None:
         """Replace the rows by token by what layers are given."""
         n_embd = self._artifact.n_embd
-        context = _call("ggml_init", _InitParams(len(self._memory), ctypes.addressof(self._memory), True))
+        context = calls.ggml_init(InitParams(len(self._memory), ctypes.addressof(self._memory), True))
         try:
-            rows = _call("ggml_new_tensor_2d", context, _F32, n_embd, n_rows)
-            by_token = _call("ggml_new_tensor_2d", context, _F32, self.n_values, n_rows)
+            rows = calls.ggml_new_tensor_2d(context, _F32, n_embd, n_rows)
+            by_token = calls.ggml_new_tensor_2d(context, _F32, self.n_values, n_rows)
             for tensor in (rows, by_token):
-                _call("ggml_set_input", tensor)
-            made = _call("ggml_mul_mat", context, self._product, rows)
-            made = _call("ggml_scale", context, made, np.float32(1.0) / _root(n_embd))
-            made = _call("ggml_reshape_3d", context, made, self._width, self._n_layers, n_rows)
-            made = _call("ggml_mul", context, _call("ggml_rms_norm", context, made, self._epsilon), self._norm)
-            looked_up = _call("ggml_reshape_3d", context, by_token, self._width, self._n_layers, n_rows)
-            looked_up = _call("ggml_scale", context, looked_up, _root(self._width))
-            found = _call("ggml_scale", context, _call("ggml_add", context, made, looked_up), np.float32(1) / _root(2))
-            graph = _call("ggml_new_graph_custom", context, _GRAPH_NODES, False)
-            _call("ggml_build_forward_expand", graph, found)
-            if not _call("ggml_gallocr_alloc_graph", self._allocator, graph):
+                calls.ggml_set_input(tensor)
+            made = calls.ggml_mul_mat(context, self._product, rows)
+            made = calls.ggml_scale(context, made, np.float32(1.0) / _root(n_embd))
+            made = calls.ggml_reshape_3d(context, made, self._width, self._n_layers, n_rows)
+            made = calls.ggml_mul(context, calls.ggml_rms_norm(context, made, self._epsilon), self._norm)
+            looked_up = calls.ggml_reshape_3d(context, by_token, self._width, self._n_layers, n_rows)
+            looked_up = calls.ggml_scale(context, looked_up, _root(self._width))
+            found = calls.ggml_scale(context, calls.ggml_add(context, made, looked_up), np.float32(1) / _root(2))
+            graph = calls.ggml_new_graph_custom(context, _GRAPH_NODES, False)
+            calls.ggml_build_forward_expand(graph, found)
+            if not calls.ggml_gallocr_alloc_graph(self._allocator, graph):
                 raise NativeError("not enough memory for the inputs of layers")
             for tensor, array in ((rows, self._embeddings), (by_token, self._token_rows)):
-                _call("ggml_backend_tensor_set", tensor, array.ctypes.data, 0, array[:n_rows].nbytes)
-            if _call("ggml_backend_graph_compute", self._backend, graph):
+                calls.ggml_backend_tensor_set(tensor, array.ctypes.data, 0, array[:n_rows].nbytes)
+            if calls.ggml_backend_graph_compute(self._backend, graph):
                 raise NativeError("ggml could not compute the inputs of layers")
             size_bytes = self._token_rows[:n_rows].nbytes
-            _call("ggml_backend_tensor_get", found, self._token_rows.ctypes.data, 0, size_bytes)
+            calls.ggml_backend_tensor_get(found, self._token_rows.ctypes.data, 0, size_bytes)
         finally:
-            _call("ggml_free", context)
+            calls.ggml_free(context)
 
     def close(self) -> None:
         """Free what ggml holds. May be called twice."""
         for name, free in (
-            ("_allocator", "ggml_gallocr_free"),
-            ("_buffer", "ggml_backend_buffer_free"),
-            ("_weights", "ggml_free"),
-            ("_backend", "ggml_backend_free"),
+            ("_allocator", calls.ggml_gallocr_free),
+            ("_buffer", calls.ggml_backend_buffer_free),
+            ("_weights", calls.ggml_free),
+            ("_backend", calls.ggml_backend_free),
         ):
             held = getattr(self, name)
             setattr(self, name, 0)
             if held:
-                _call(free, held)
+                free(held)
 
     def __del__(self) -> None:
         self.close()

@@ -17,7 +17,7 @@ class _InitParams(ctypes.Structure):
 
 def function(name: str, result: Any, *arguments: Any) -> Any:
     """Return a function of ggml that takes these types and returns that one."""
-    found = getattr(llama._lib, name)
+    found = llama._lib[name]  # types of an attribute would hold for the product too
     found.restype, found.argtypes = result, arguments
     return found
 

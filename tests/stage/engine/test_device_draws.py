@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llama_cpp import llama_cpp as llama
 
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
-from relayline.stage.engine import device_rows
 from relayline.stage.engine.device_greedy import DeviceGreedy
 from relayline.stage.engine.device_rows import GATHERED_MAX, DeviceRows
+from relayline.stage.engine.ggml_functions import calls
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
@@ -161,8 +163,7 @@ def test_a_device_that_cannot_do_it_gives_whole_rows(
 def test_a_device_without_the_operations_gives_whole_rows(
     engines: list[NativeEngine], fetched: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = device_rows._lib
-    monkeypatch.setattr(library, "ggml_backend_dev_supports_op", lambda *_: False)
+    monkeypatch.setattr(calls, "ggml_backend_dev_supports_op", lambda *_: False)
     step(engines[1:], 8, 1.0, np.random.default_rng(8))
     said(engines[1], samplers_of(OPTIONS[:5], 8))
     assert len(fetched) >= 6
@@ -175,3 +176,16 @@ def test_some_vocabularies_and_ways_give_no_parts(tmp_path: Path, n_vocab: int, 
     with opened(path, way) as engine:
         assert engine.device is not None
         assert not engine.device.gives_parts
+
+
+def test_types_that_others_give_to_shared_functions_change_nothing(engines: list[NativeEngine]) -> None:
+    shared = llama._lib.ggml_init  # an attribute, which every module of the process has alike
+    before = shared.argtypes
+    shared.argtypes = [ctypes.c_int]
+    try:
+        step(engines[1:], 8, 1.0, np.random.default_rng(9))
+        said(engines[1], samplers_of(OPTIONS[:5], 8))
+        assert engines[1].device is not None
+        assert engines[1].device.gives_parts
+    finally:
+        shared.argtypes = before

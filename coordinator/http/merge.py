@@ -108,8 +108,9 @@ class Merge:
         """Give `take` all arrivals that are ready, now and whenever some come, until it returns False or the time is
         over. Raises what `take` raises.
         """
-        if self._ready and not take(self._taken()):
-            return
+        while self._ready:  # also what comes while it takes
+            if not take(self._taken()):
+                return
         self._take_all = take
         try:
             await self._woken(timeout_s)

@@ -96,3 +96,20 @@ async def test_an_error_of_the_function_reaches_who_waits() -> None:
         asyncio.get_running_loop().call_soon(audience.put, event(1))
         with pytest.raises(LookupError):
             await merge.pass_on(take, 60)
+
+
+async def test_what_comes_while_ready_events_are_taken_is_passed_on_too() -> None:
+    """To drop one stream can start another one, which says at once how far its prompt has been read."""
+    audience, found = Audience(1), list[int]()
+
+    def take(arrivals: list[Arrival]) -> bool:
+        found.extend(one.event.token for one in arrivals if one.event)
+        if found == [1]:
+            audience.put(event(2))
+        return len(found) < 2
+
+    async with Merge([stream_of(audience)], backlog_events_max=4) as merge:
+        audience.put(event(1))
+        async with asyncio.timeout(20):
+            await merge.pass_on(take, None)
+    assert found == [1, 2]

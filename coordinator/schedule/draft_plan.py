@@ -110,14 +110,14 @@ class _Cycle:
 
     def __init__(self, planner: GroupPlanner, n_frames: int, traffic: Traffic) -> None:
         self._planner, self._n_frames, self._traffic = planner, n_frames, traffic
-        self._n_others = traffic.n_flights - 1
+        self._n_others, self._n_streams = traffic.n_flights - 1, n_frames + traffic.n_other_rows
         work_ns, way_ns = self._terms_ns(0, 0)
         self._plain_ns = max(work_ns, way_ns)
 
     def rate(self, follows: float, mine: tuple[int, float] = (0, 0.0), others: tuple[int, float] = (0, 0.0)) -> float:
         """Predict the tokens per nanosecond of all streams; mine, others: guesses, and how many of them are right."""
         cycle_ns = self._cycle_ns(follows, mine[0], others[0])
-        n_streams = self._n_frames + self._traffic.n_other_rows
+        n_streams = self._n_streams
         if not cycle_ns or (n_streams > 1 and cycle_ns > STRETCH_MAX * self._plain_ns):
             return 0.0
         return (n_streams + mine[1] + others[1]) / cycle_ns
@@ -139,4 +139,4 @@ class _Cycle:
         if self._n_others:
             n_mean = max(1, round((self._traffic.n_other_rows + n_others) / self._n_others))
             work_ns, rows = work_ns + self._n_others * planner.step_ns(n_mean), max(rows, n_mean)
-        return work_ns, planner.way_ns(rows) + planner.round_trip.of(rows)
+        return work_ns, planner.way_ns(rows) + planner.round_trip.of(self._n_streams)

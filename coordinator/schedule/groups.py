@@ -187,9 +187,12 @@ class GroupPlanner:
         """Predict the busiest stage's step of decode rows and prompt rows."""
         return max(self.mixed_each(rows, prompt_rows), default=0.0)
 
-    def ride_within(self, rows: int, ride_rows: int, way_max_ns: float) -> int:
-        """Return how many of `ride_rows` may ride with `rows` decode rows so that their way takes at most so long."""
-        step_max_ns = way_max_ns - self.round_trip.of(rows)
+    def ride_within(self, rows: int, ride_rows: int, way_max_ns: float, n_streams: int) -> int:
+        """Return how many of `ride_rows` may ride with `rows` decode rows, so that their way takes at most so long.
+
+        n_streams: how many run.
+        """
+        step_max_ns = way_max_ns - self.round_trip.of(n_streams)
         if not ride_rows or sum(self.mixed_each(rows, ride_rows)) <= step_max_ns:
             return ride_rows
         smaller = (ride for ride in self.rides(rows) if ride < ride_rows)
@@ -209,10 +212,10 @@ class GroupPlanner:
         """Predict the tokens per nanosecond of n_groups flights of at most `rows` rows among n_streams streams."""
         return min(n_streams, n_groups * rows) / self._cycle_ns(n_streams, n_groups, rows)
 
-    def saturating(self, rows: int) -> int:
-        """Return how many flights of this many rows keep the stages busy; 0 while nothing is known."""
+    def saturating(self, rows: int, n_streams: int) -> int:
+        """Return how many flights of this many rows keep the stages busy while n_streams run; 0: nothing is known."""
         step_ns = self.step_ns(rows)
-        return round((self.way_ns(rows) + self.round_trip.of(rows)) / step_ns) if step_ns else 0
+        return round((self.way_ns(rows) + self.round_trip.of(n_streams)) / step_ns) if step_ns else 0
 
     def _costs(self, rows: int) -> tuple[float, ...]:
         costs = self._costs_ns.get(rows)

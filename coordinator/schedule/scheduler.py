@@ -214,8 +214,10 @@ class Scheduler:
         if plan.group_rows > 1 or self._pool or self._plans.is_reading or not self._drafts.may_follow:
             return
 
+        overhead_ns = planner.round_trip.of(self.n_decoding)
+
         def fits(rows: int) -> bool:
-            return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), planner.round_trip.of(rows))
+            return self._flights.is_time_for(planner.step_ns(rows), planner.way_ns(rows), overhead_ns)
 
         while (frame := self._drafts.following(fits)) is not None:
             self._pool.moved(frame)
@@ -224,7 +226,7 @@ class Scheduler:
     def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
         """Return the traffic that a flight of this many streams meets once all decoding streams are under way."""
         n_flights = min(plan.n_groups, math.ceil(self.n_decoding / n_streams))
-        n_idle = planner.saturating(n_streams) - n_flights
+        n_idle = planner.saturating(n_streams, self.n_decoding) - n_flights
         # If streams take turns in the flights, some of them wait in the pool.
         n_other_rows = max(0, min(self.n_decoding - n_streams, (n_flights - 1) * plan.group_rows))
         return Traffic(n_flights, n_other_rows, max(0, n_idle))
@@ -243,7 +245,7 @@ class Scheduler:
         if not plan.latency_max_ns or self._flights.n_chunks_running >= SPREAD_CYCLES * plan.n_groups:
             return ride_rows
         fitting = self._plans.planner().ride_within(
-            rows, ride_rows, plan.latency_max_ns - self._flights.queued_ns(now_ns)
+            rows, ride_rows, plan.latency_max_ns - self._flights.queued_ns(now_ns), self.n_decoding
         )
         return fitting if 2 * fitting >= ride_rows else ride_rows
 

@@ -10,12 +10,13 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO, DraftFlights
 from relayline.coordinator.schedule.draft_plan import Offers, Traffic, best_counts
 from relayline.coordinator.schedule.groups import GroupPlanner
+from relayline.coordinator.schedule.overhead import RoundTrip
 from relayline.coordinator.schedule.scheduler import Scheduler
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.drafts import Acceptance
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
-from relayline.deploy.testing.simulation.world import CURVES, smooth
+from relayline.deploy.testing.simulation.world import CURVES, GPU_MS, measured, smooth
 from relayline.wire.common.bounds import DRAFT_TOKENS_MAX, DRAFTED_ROWS_MAX
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
@@ -41,6 +42,13 @@ def test_likely_guesses_fill_cheap_rows() -> None:
     followed = Traffic(1, 0, 1)
     assert counts("staircase", [SURE], followed) == [3], "where more may follow a tile in each stage is enough"
     assert counts("arithmetic", [[0.6**ahead for ahead in range(1, 9)]]) == [0]
+
+
+def test_a_guess_costs_no_part_of_the_round_trip_that_is_a_streams() -> None:
+    chances = [[0.8**ahead for ahead in range(1, 17)]]
+    plain, by_streams = planner(measured(GPU_MS), 1), planner(measured(GPU_MS), 1)
+    plain.round_trip, by_streams.round_trip = RoundTrip(1e6, 1), RoundTrip(1e6, 1, 1e5)
+    assert best_counts(by_streams, chances, ALONE, Offers()) == best_counts(plain, chances, ALONE, Offers()) == [10]
 
 
 def test_unlikely_guesses_stay_where_they_cost_something() -> None:

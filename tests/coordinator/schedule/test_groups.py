@@ -119,7 +119,7 @@ def test_prompt_rows_ride_in_whole_tiles_where_fewer_take_longer() -> None:
     view = with_tiles(1).at(10, 8_000)
     latency_ns = view.mixed_ns(1, 63)
     assert latency_ns < view.mixed_ns(1, 47)
-    assert view.ride_within(1, 95, 1.01 * latency_ns) == 63
+    assert view.ride_within(1, 95, 1.01 * latency_ns, 1) == 63
     stretch = 1.001 * latency_ns / (PREDICTED_PART * view.plan(1, n_prompts=0).period_ns)
     assert GroupPlanner(view.stages, stretch).plan(1, n_prompts=1).ride_rows == 63
 
@@ -293,10 +293,18 @@ def test_prompt_rows_ride_where_a_step_has_room() -> None:
 
 def test_rows_ride_only_as_far_as_the_time_allows() -> None:
     made = planner(4, "smooth")  # 4 x (8 ms + 0.02 ms a row) up to 64 rows, then 0.1 ms more for each
-    assert made.ride_within(1, 95, 1e9) == 95
-    assert made.ride_within(1, 95, 38e6) == 63
-    assert made.ride_within(1, 95, 33e6) == 11
-    assert made.ride_within(1, 95, 1e6) == made.ride_within(1, 0, 1e9) == 0
+    assert made.ride_within(1, 95, 1e9, 1) == 95
+    assert made.ride_within(1, 95, 38e6, 1) == 63
+    assert made.ride_within(1, 95, 33e6, 1) == 11
+    assert made.ride_within(1, 95, 1e6, 1) == made.ride_within(1, 0, 1e9, 1) == 0
+    made.round_trip = RoundTrip(0.0, 1, MS)
+    assert made.ride_within(1, 95, 38e6, 6) == 11, "five other streams take 5 ms"
+
+
+def test_flights_that_keep_stages_busy_are_more_where_other_streams_take_time() -> None:
+    made = planner(4, "smooth")
+    made.round_trip = RoundTrip(0.0, 1, MS)
+    assert (made.saturating(8, 8), made.saturating(8, 32)) == (5, 8)
 
 
 @pytest.mark.parametrize("curve", CURVES)

@@ -64,6 +64,17 @@ class Tier:
         """Whether stored states survive a restart."""
         return self._disk is not None
 
+    def has_room(self) -> bool:
+        """Return whether some state could be kept now. If not, what was kept in memory is freed.
+
+        To take a state out of the engine holds up all streams, and would be in vain.
+        """
+        with self._lock:
+            has_room = self._disk is not None or self._bytes_max(0) > 0
+            if not has_room:
+                self._free()
+        return has_room
+
     def store(self, key: int, n_tokens: int, state: State) -> None:
         """Keep a state, as far as the bounds allow; it replaces what had this key."""
         with self._lock:
@@ -87,8 +98,11 @@ class Tier:
         """Free the memory of an automatic tier."""
         if self._spare_bytes is not None:
             with self._lock:
-                self._memory.clear()
-                self._memory_bytes = 0
+                self._free()
+
+    def _free(self) -> None:
+        self._memory.clear()
+        self._memory_bytes = 0
 
     def fetch(self, key: int) -> tuple[int, State] | None:
         """Return the tokens and the state of a key; None where it is not in memory: see `begin`."""
@@ -145,8 +159,7 @@ class Tier:
     def close(self) -> None:
         """Free everything except the disk's files, whose last writes are awaited."""
         with self._lock:
-            self._memory.clear()
+            self._free()
             self._read.clear()
-            self._memory_bytes = 0
         if self._disk is not None:
             self._disk.close()

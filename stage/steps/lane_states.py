@@ -24,7 +24,7 @@ class LaneStates:
 
     def store(self, key: int, lane: int, n_tokens: int) -> None:
         """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it."""
-        if self._tier is not None and self._saver is not None:
+        if self._tier is not None and self._saver is not None and self._tier.has_room():
             self._tier.store(key, n_tokens, self._saver.save(lane))
 
     def restore(self, key: int, lane: int, n_tokens: int) -> None:

@@ -14,6 +14,7 @@ from relayline.stage.engine import open_tier as open_tier_module
 from relayline.stage.engine.open_tier import AUTO_FROM_NS, open_tier, spare_memory_bytes
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
+from relayline.stage.steps.lane_states import LaneStates
 from relayline.wire.settings.table import EngineSettings
 
 ARTIFACT: Any = SimpleNamespace(
@@ -71,9 +72,34 @@ def test_an_elastic_tier_gives_memory_back_that_the_host_needs() -> None:
     assert tier.stored() == {}, "there is no room for any"
     assert tier.figures().memory_bytes == 0
     spare_bytes[0] = 10_000
+    assert tier.has_room()
     tier.store(12, 12, state(12))
     tier.give_back()
     assert (tier.stored(), tier.figures().memory_bytes) == ({}, 0)
+
+
+def test_no_state_leaves_the_engine_while_the_host_has_no_memory_for_it() -> None:
+    spare_bytes, saved = [10_000], list[int]()
+
+    def save(lane: int) -> np.ndarray:
+        saved.append(lane)
+        return state(lane)
+
+    tier = Tier(8_000, spare_bytes=lambda: spare_bytes[0])
+    engine: Any = SimpleNamespace(save=save)
+    states = LaneStates(engine, engine, tier)
+    states.store(1, 1, 10)
+    spare_bytes[0] = -1_000
+    states.store(2, 2, 10)
+    assert saved == [1], "all streams would wait for it, and it would be thrown away"
+    assert tier.figures().memory_bytes == 0, "what was kept has been given back"
+
+
+def test_a_full_tier_and_one_with_a_disk_still_take_states(tmp_path: Path) -> None:
+    full = Tier(1_000)
+    full.store(1, 10, state(1))
+    assert full.has_room(), "the new one takes the place of the old"
+    assert Tier(0, disk(tmp_path), spare_bytes=lambda: -1_000).has_room()
 
 
 def test_by_default_a_tier_takes_spare_memory_for_long_prompts(tmp_path: Path) -> None:

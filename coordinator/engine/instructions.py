@@ -23,7 +23,7 @@ class Send(NamedTuple):
     frames: tuple[Frame, ...]
 
 
-class Tell(msgspec.Struct, frozen=True, gc=False):
+class Tell(msgspec.Struct, frozen=True):
     """Give this event to every reader of a session; an error, or a finish reason, is the last."""
 
     session_id: int

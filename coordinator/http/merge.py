@@ -26,7 +26,7 @@ log = logging.getLogger("relayline.http")
 _CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself holds tasks only weakly
 
 
-class Arrival(msgspec.Struct, frozen=True, gc=False):
+class Arrival(msgspec.Struct, frozen=True):  # seen by the garbage collector: errors know the frames that know it
     """One thing that came out of a stream: an event, or its end with or without an error."""
 
     stream: int  # which of the streams

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from relayline.coordinator.engine.instructions import Tell
 from relayline.coordinator.http.merge import Arrival, Merge
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.streams import Audience, SessionStream
-from relayline.wire.common.errors import InternalError
+from relayline.wire.common.errors import InternalError, RelaylineError
 
 
 def event(token: int, *, is_last: bool = False) -> TokenEvent:
@@ -113,3 +119,22 @@ async def test_what_comes_while_ready_events_are_taken_is_passed_on_too() -> Non
         async with asyncio.timeout(20):
             await merge.pass_on(take, None)
     assert found == [1, 2]
+
+
+@pytest.mark.parametrize("make", [lambda error: Arrival(0, error=error), lambda error: Tell(1, error)])
+async def test_an_error_that_was_raised_is_freed_with_the_frames_that_knew_it(
+    make: Callable[[RelaylineError], Any],
+) -> None:
+    """An error holds the frame that raises it, with all locals of a request. These hold what the error came in."""
+
+    def fails() -> None:
+        came = make(InternalError("lost"))
+        held.append(weakref.ref(of_request := Merge([], 1)))
+        assert of_request
+        raise getattr(came, "error", None) or came.event
+
+    held: list[weakref.ref[Merge]] = []
+    with contextlib.suppress(InternalError):
+        fails()
+    gc.collect()
+    assert held[0]() is None

@@ -138,3 +138,14 @@ async def test_an_error_that_was_raised_is_freed_with_the_frames_that_knew_it(
         fails()
     gc.collect()
     assert held[0]() is None
+
+
+async def test_a_stream_that_cannot_be_left_keeps_no_other_open() -> None:
+    audience = Audience(2)
+
+    def fails(_: SessionStream) -> None:
+        raise RuntimeError("a bug")
+
+    async with Merge([SessionStream(fails), stream_of(audience)], backlog_events_max=4):
+        assert audience.streams
+    assert not audience.streams

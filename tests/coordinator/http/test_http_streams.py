@@ -136,6 +136,34 @@ async def test_headers_and_role_come_before_the_first_token(tokenizer: Tokenizer
         assert b"[DONE]" in await reply.read()
 
 
+async def test_a_stream_in_http_1_0_is_never_in_chunks(tokenizer: Tokenizer) -> None:
+    gates = [Gate(), Gate()]  # so that the events between them are written by themselves
+
+    def script(request: GenerationRequest) -> Iterable[Step]:
+        yield from (*tokens(request, b"a", ends=False), gates[0])
+        yield from (*tokens(request, b"b", ends=False), gates[1])
+        yield from tokens(request, b"c")
+
+    async with serving(tokenizer, FakeGenerator(script)) as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        body = b'{"prompt":"x","stream":true}'
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        received = b""
+        for gate in gates:
+            received += await reader.readuntil(b"\n\n")
+            gate.opened.set()
+        received += await reader.read()
+        writer.close()
+    assert b"chunked" not in head.lower()
+    *events, end = received.split(b"\n\n")
+    assert all(event.startswith(b"data: ") for event in events), received
+    assert end == b""
+    bodies = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+    assert "".join(choice["text"] for each in bodies for choice in each["choices"]) == "abc"
+    assert events[-1] == b"data: [DONE]"
+
+
 async def test_a_silent_stream_is_kept_alive(tokenizer: Tokenizer) -> None:
     gate = Gate()
     generator = Asked(lambda request: [gate, *tokens(request, b"hi")])

@@ -1,12 +1,12 @@
 """The cost of picking a token, by options and by distribution: `python -m benches.sampling [--quick] [--out FILE]`.
 
 `--together` measures the rows of a step instead: sampler by sampler, together, and with their noise computed before.
-`--there` measures what they cost the host if their logits stay on a device; memory stands for that here.
+`--on-device` measures what they cost the host if their logits stay on a device; memory stands for that here.
 
 One thread picks from rows of 128,256 logits. The clock is the thread's processor time, which other work on the host
 moves less than it moves the wall clock. The bench also counts picks that differ from a plain reference: sort the row,
 cut it, and time every token that is left. `--out` writes benches/results/sampling.json, sampling_together.json or
-sampling_there.json.
+sampling_on_device.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from relayline.deploy.cli.load import percentile
 from relayline.stage.sampling.draws import BLOCKS_FROM, Draws, noise_keys
-from relayline.stage.sampling.rows import Ask, There, prepare_noise, sample_rows, sample_there
+from relayline.stage.sampling.rows import Ask, DeviceRow, prepare_noise, sample_on_device, sample_rows
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 
 N_VOCAB, N_VOCAB_QUICK = 128_256, 2_048
@@ -210,7 +210,7 @@ class RowsInMemory:
         return answer
 
 
-def measure_there(n_vocab: int, n_steps: int) -> dict[str, object]:
+def measure_on_device(n_vocab: int, n_steps: int) -> dict[str, object]:
     """Return what draws from rows on a device cost the host, as `measure` does. Raises RuntimeError as `step_us`."""
     found, n_rows, draws = [], max(TOGETHER), Draws(n_vocab)
     for kind in ("like a model's", "wide", "normal", "flat"):
@@ -222,7 +222,9 @@ def measure_there(n_vocab: int, n_steps: int) -> dict[str, object]:
             for position in range(n_steps):
                 prepare_noise(n_vocab, [(sampler, position) for sampler in samplers])
                 device.busy_ns, started_ns = 0, time.thread_time_ns()
-                answers = sample_there(device, [There(each, row, position) for row, each in enumerate(samplers)])
+                answers = sample_on_device(
+                    device, [DeviceRow(each, row, position) for row, each in enumerate(samplers)]
+                )
                 taken_us.append((time.thread_time_ns() - started_ns - device.busy_ns) / 1e3 / n_rows)
                 n_whole += answers.count(None)
                 wanted = sample_rows([Ask(each, row, position) for each, row in zip(samplers, rows, strict=True)])
@@ -261,13 +263,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary and few picks")
     parser.add_argument("--together", action="store_true", help="rows of a step, one by one and together")
-    parser.add_argument("--there", action="store_true", help="rows of a step whose logits stay on a device")
+    parser.add_argument("--on-device", action="store_true", help="rows of a step whose logits stay on a device")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
     parser.add_argument("--machine", default="busy", help="its name in benches/results/machines.json")
     arguments = parser.parse_args()
     sizes = (N_VOCAB_QUICK, PICKS_QUICK, CASES_QUICK) if arguments.quick else (N_VOCAB, PICKS, CASES)
-    if arguments.there:
-        found = measure_there(
+    if arguments.on_device:
+        found = measure_on_device(
             sizes[0] if not arguments.quick else BLOCKS_FROM, STEPS_QUICK if arguments.quick else STEPS
         )
     elif arguments.together:
@@ -284,7 +286,9 @@ def main() -> None:
             "machine": arguments.machine,
             "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
             "commit": commit.stdout.strip(),
-            "command": "python -m benches.sampling" + " --together" * arguments.together + " --there" * arguments.there,
+            "command": "python -m benches.sampling"
+            + " --together" * arguments.together
+            + " --on-device" * arguments.on_device,
         }
         arguments.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
 

@@ -1,8 +1,9 @@
 """Parts of rows of logits that stay on the device: the largest of each block, and the logits of some tokens.
 
-A row of 128,256 logits is 513 kB, and a draw looks at few of them (`stage.sampling.there`). After a step two small
-graphs of our own run on the device that holds its logits: a maximum over the places of each block, and a gather. Steps
-that draw nothing do not run them. They read the memory of the step's tensor, which is valid until the next decode.
+A row of 128,256 logits is 513 kB, and a draw looks at few of them (`stage.sampling.device_draws`). After a step two
+small graphs of our own run on the device that holds its logits: a maximum over the places of each block, and a gather.
+Steps that draw nothing do not run them. They read the memory of the step's tensor, which is valid until the next
+decode.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.sampling.device_draws import DEVICE_ROWS, Device
 from relayline.stage.sampling.draws import noise_keys
 from relayline.stage.sampling.noise import ROWS
 from relayline.stage.sampling.sampler import Sampled, SessionSampler, checked, checked_change, scratch_of
-from relayline.stage.sampling.there import THERE_ROWS, Device
 from relayline.stage.sampling.together import DrawsTogether, Row
 from relayline.wire.common.errors import RelaylineError
 
 TOGETHER_FROM = 2  # rows; one alone is quicker
-THERE_FROM = 4  # rows; fewer are fetched whole in the time of three questions
+ON_DEVICE_FROM = 4  # rows; fewer are fetched whole in the time of three questions
 _NO_LOGITS = np.zeros(0, np.float32)
 
 
@@ -33,7 +33,7 @@ class Ask(NamedTuple):
     position: int
 
 
-class There(NamedTuple):
+class DeviceRow(NamedTuple):
     """A row of logits that is on a device, by its number in the step; whose it is, and the position of its token."""
 
     sampler: SessionSampler
@@ -53,7 +53,7 @@ def sample_rows(asks: Sequence[Ask]) -> list[Answer]:
     return [answers[at] if at in answers else _alone(ask) for at, ask in enumerate(asks)]
 
 
-def sample_there(device: Device, rows: Sequence[There]) -> list[Sampled | None]:
+def sample_on_device(device: Device, rows: Sequence[DeviceRow]) -> list[Sampled | None]:
     """Return what `sample_rows` would, of rows that stay on a device; None for those that it must have whole."""
     found: list[Sampled | None] = [None] * len(rows)
     finite: list[tuple[int, int]] = []
@@ -61,17 +61,17 @@ def sample_there(device: Device, rows: Sequence[There]) -> list[Sampled | None]:
         best = device.token(row.row)
         if best is not None:
             finite.append((at, best))
-    for begin in range(0, len(finite), THERE_ROWS):
-        some = finite[begin : begin + THERE_ROWS]
-        if len(some) < THERE_FROM:
+    for begin in range(0, len(finite), DEVICE_ROWS):
+        some = finite[begin : begin + DEVICE_ROWS]
+        if len(some) < ON_DEVICE_FROM:
             break
-        for (at, _), token in zip(some, _drawn_there(device, [rows[at] for at, _ in some], some), strict=True):
+        for (at, _), token in zip(some, _drawn_on_device(device, [rows[at] for at, _ in some], some), strict=True):
             if token is not None:
                 found[at] = rows[at].sampler.picked(token, _NO_LOGITS, 0.0, rows[at].position)
     return found
 
 
-def _drawn_there(device: Device, rows: Sequence[There], best: Sequence[tuple[int, int]]) -> list[int | None]:
+def _drawn_on_device(device: Device, rows: Sequence[DeviceRow], best: Sequence[tuple[int, int]]) -> list[int | None]:
     places, options = [row.row for row in rows], [row.sampler.options for row in rows]
     maxima = device.maxima(places)
     drawn_from = [
@@ -80,12 +80,12 @@ def _drawn_there(device: Device, rows: Sequence[There], best: Sequence[tuple[int
         )
         for row, each, largest in zip(rows, options, maxima.max(1), strict=True)
     ]
-    return scratch_of(rows[0].sampler.n_vocab).there.draw_there(
+    return scratch_of(rows[0].sampler.n_vocab).on_device.draw_on_device(
         drawn_from, [token for _, token in best], maxima, functools.partial(device.gathered, places)
     )
 
 
-def may_be_there(sampler: SessionSampler) -> bool:
+def can_draw_on_device(sampler: SessionSampler) -> bool:
     """Return whether a sampler's rows may stay on a device: it draws plainly from the model's own logits."""
     is_bare = sampler.options.n_logprobs < 0 and not sampler.changes_logits
     return is_bare and sampler.draws_plainly and not _is_narrow(sampler, sampler.n_vocab)

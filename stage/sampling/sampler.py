@@ -29,6 +29,7 @@ from llguidance import LLTokenizer
 
 from relayline.stage.sampling.bans import Bans
 from relayline.stage.sampling.constraint import Constraint
+from relayline.stage.sampling.device_draws import DeviceDraws
 from relayline.stage.sampling.draws import Draws, noise_keys
 from relayline.stage.sampling.dry import Dry
 from relayline.stage.sampling.filters import FilteredDraws, largest_tokens, sum_of
@@ -36,7 +37,6 @@ from relayline.stage.sampling.mirostat import Mirostat
 from relayline.stage.sampling.noise import Noise
 from relayline.stage.sampling.penalties import Penalties, Repetition
 from relayline.stage.sampling.ranked import Filters, xtc_acts
-from relayline.stage.sampling.there import DrawsThere
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.bounds import BIAS_MAX, LOGPROBS_MAX, PENALTY_MAX, PENALTY_TOKENS_MAX
 from relayline.wire.common.errors import NativeError, NumericError, ProtocolError
@@ -141,9 +141,9 @@ class Scratch:
         self.together = DrawsTogether(self.draws, self.filtered, self.noise)
 
     @functools.cached_property
-    def there(self) -> DrawsThere:
+    def on_device(self) -> DeviceDraws:
         """Where rows of logits stay on a device."""
-        return DrawsThere(self.draws, self.filtered, self.noise)
+        return DeviceDraws(self.draws, self.filtered, self.noise)
 
 
 _local = threading.local()

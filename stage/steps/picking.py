@@ -15,18 +15,18 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.sampling.device_draws import Device
 from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.rows import (
     Answer,
     Ask,
-    There,
-    may_be_there,
+    DeviceRow,
+    can_draw_on_device,
     prepare_noise,
+    sample_on_device,
     sample_rows,
-    sample_there,
 )
 from relayline.stage.sampling.sampler import Sampled, SessionSampler
-from relayline.stage.sampling.there import Device
 from relayline.stage.steps.placement import Placed
 from relayline.stage.steps.step_types import Engine, Hidden
 from relayline.wire.common.errors import RelaylineError
@@ -106,12 +106,12 @@ class Picking:
             self.answer(error)
             return None
 
-    def there(self) -> There | None:
+    def device_row(self) -> DeviceRow | None:
         """Return the row that waits, if it may stay on the device."""
         item = self.item
-        if self._row < 0 or self._wants_logits or not may_be_there(self.sampler):
+        if self._row < 0 or self._wants_logits or not can_draw_on_device(self.sampler):
             return None
-        return There(self.sampler, item.row + self._row, item.frame.position + self._row + 1)
+        return DeviceRow(self.sampler, item.row + self._row, item.frame.position + self._row + 1)
 
     def answer(self, answer: Answer) -> None:
         """Take the token of the row that waits."""
@@ -141,18 +141,18 @@ def pick_all(pickings: Sequence[Picking]) -> None:
     """Sample computed frames' tokens, of all frames together: first behind their first rows, then behind the next."""
     due = pickings
     if pickings and (device := pickings[0].device) is not None and device.gives_parts:
-        _pick_there(pickings, device)
+        _pick_on_device(pickings, device)
     while asked := [(picking, ask) for picking in due if (ask := picking.ask()) is not None]:
         due = [picking for picking, _ in asked]
         for picking, answer in zip(due, sample_rows([ask for _, ask in asked]), strict=True):
             picking.answer(answer)
 
 
-def _pick_there(pickings: Sequence[Picking], device: Device) -> None:
+def _pick_on_device(pickings: Sequence[Picking], device: Device) -> None:
     """Sample rows that stay on the device, as far as that can be done. What it cannot do is left."""
-    asked = [(picking, row) for picking in pickings if (row := picking.there()) is not None]
+    asked = [(picking, row) for picking in pickings if (row := picking.device_row()) is not None]
     try:
-        answers = sample_there(device, [row for _, row in asked])
+        answers = sample_on_device(device, [row for _, row in asked])
     except RelaylineError as error:
         log.warning("rows of logits are fetched whole from now on: %s", error)
         device.gives_parts = False

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
-from relayline.stage.sampling.there import Device
+from relayline.stage.sampling.device_draws import Device
 from relayline.stage.steps.placement import Placed
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.buffers import Buffer, BufferPool

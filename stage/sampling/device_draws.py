@@ -21,7 +21,7 @@ from relayline.stage.sampling.filters import FilteredDraws
 from relayline.stage.sampling.noise import ROWS, Noise
 from relayline.stage.sampling.together import DrawsTogether, Row
 
-THERE_ROWS = 64  # drawn with the same questions to the device
+DEVICE_ROWS = 64  # drawn with the same questions to the device
 
 Gather = Callable[[Places, Places], Logits]  # rows, by their places among those asked for, and tokens: logits, all [n]
 
@@ -56,17 +56,19 @@ class _Blocks:
             self.blocks, self.log_least, self.latest = self.blocks[may], self.log_least[may], latest
 
 
-class DrawsThere(DrawsTogether):
+class DeviceDraws(DrawsTogether):
     """Draws from rows of one vocabulary of whole blocks. Not thread-safe."""
 
     def __init__(self, draws: Draws, filtered: FilteredDraws, noise: Noise) -> None:
-        super().__init__(draws, filtered, noise, THERE_ROWS)
+        super().__init__(draws, filtered, noise, DEVICE_ROWS)
         self._gather: Gather = _nothing
 
-    def draw_there(self, rows: Sequence[Row], best: Sequence[int], maxima: Logits, gather: Gather) -> list[int | None]:
+    def draw_on_device(
+        self, rows: Sequence[Row], best: Sequence[int], maxima: Logits, gather: Gather
+    ) -> list[int | None]:
         """Return the token of each row, None for one that must be fetched whole.
 
-        At most THERE_ROWS. Their own logits are not looked at; `best` are the tokens of their largest ones, `maxima`
+        At most DEVICE_ROWS. Their own logits are not looked at; `best` are the tokens of their largest ones, `maxima`
         those of their blocks (f32 [n_rows, n_blocks]).
         """
         self._rows, self._gather, self._left = list(rows), gather, []

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayline.stage.sampling.device_draws import DEVICE_ROWS
 from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
-from relayline.stage.sampling.rows import THERE_FROM, There, may_be_there, prepare_noise, sample_there
+from relayline.stage.sampling.rows import ON_DEVICE_FROM, DeviceRow, can_draw_on_device, prepare_noise, sample_on_device
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
-from relayline.stage.sampling.there import THERE_ROWS
 from tests.stage.sampling.test_rows_together import logits_of
 
 N_VOCAB = BLOCKS_FROM + 3 * BLOCK
@@ -68,12 +68,12 @@ def test_any_rows_say_what_whole_rows_say(
 ) -> None:
     rows = [logits_of(seed + row, N_VOCAB, spread, step, lead) for row in range(n_rows)]
     asked = [
-        There(SessionSampler(options[row % len(options)], N_VOCAB), row, seed + row)
+        DeviceRow(SessionSampler(options[row % len(options)], N_VOCAB), row, seed + row)
         for row in np.random.default_rng(seed).permutation(n_rows).tolist()
     ]
     if is_prepared:
         prepare_noise(N_VOCAB, [(each.sampler, each.position) for each in asked])
-    answers = sample_there(FakeDevice(rows), asked)
+    answers = sample_on_device(FakeDevice(rows), asked)
     for each, answer in zip(asked, answers, strict=True):
         if answer is None:
             assert each.sampler.last is None
@@ -81,7 +81,7 @@ def test_any_rows_say_what_whole_rows_say(
             whole = SessionSampler(each.sampler.options, N_VOCAB)
             assert answer == whole.sample(rows[each.row], each.position)
             assert each.sampler.last == whole.last
-    if n_rows >= THERE_FROM and {each.sampler.options.top_p for each in asked} == {1.0}:
+    if n_rows >= ON_DEVICE_FROM and {each.sampler.options.top_p for each in asked} == {1.0}:
         assert answers.count(None) <= n_rows / 4, "most draws need no whole row"
 
 
@@ -90,18 +90,20 @@ def test_little_is_asked_and_little_is_fetched() -> None:
     n_rows = 40
     device = FakeDevice([logits_of(row, N_VOCAB, 2.0, 0.0, 14.0) for row in range(n_rows)])
     options = [SamplingOptions(temperature=0.7, top_p=0.9, seed=row) for row in range(n_rows)]
-    answers = sample_there(device, [There(SessionSampler(each, N_VOCAB), row, 3) for row, each in enumerate(options)])
+    answers = sample_on_device(
+        device, [DeviceRow(SessionSampler(each, N_VOCAB), row, 3) for row, each in enumerate(options)]
+    )
     assert answers.count(None) <= 4
     assert device.n_questions <= 4
     assert device.n_fetched < n_rows * N_VOCAB / 4
 
 
 def test_more_rows_than_one_question_is_for() -> None:
-    n_rows = THERE_ROWS + THERE_FROM
+    n_rows = DEVICE_ROWS + ON_DEVICE_FROM
     device = FakeDevice([logits_of(row, N_VOCAB, 8.0) for row in range(n_rows)])
     device.rows[5, 7] = np.nan
     samplers = [SessionSampler(SamplingOptions(seed=row), N_VOCAB) for row in range(n_rows)]
-    answers = sample_there(device, [There(sampler, row, 3) for row, sampler in enumerate(samplers)])
+    answers = sample_on_device(device, [DeviceRow(sampler, row, 3) for row, sampler in enumerate(samplers)])
     assert [row for row, answer in enumerate(answers) if answer is None] == [5, *range(n_rows - 3, n_rows)]
 
 
@@ -118,4 +120,4 @@ def test_more_rows_than_one_question_is_for() -> None:
     ],
 )
 def test_which_rows_may_stay_there(options: SamplingOptions, may: bool) -> None:
-    assert may_be_there(SessionSampler(options, N_VOCAB)) is may
+    assert can_draw_on_device(SessionSampler(options, N_VOCAB)) is may

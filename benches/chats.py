@@ -110,7 +110,7 @@ async def main(argv: Sequence[str] | None = None) -> int:
     if options.quick:
         options.shape, options.repeats = "toy", 1
     path, n_vocab = model(SHAPES[options.shape], options.type), SHAPES[options.shape].n_vocab
-    later = prompts_for(options.chats * options.turns, options.texts, n_vocab, seed=9)
+    later = prompts_for(options.chats * options.turns, options.said, n_vocab, seed=9)
     system = prompts_for(1, options.system, n_vocab, seed=10)[0] if options.system else ()
     texts = [
         [system + first, *later[at * options.turns : (at + 1) * options.turns - 1]]

@@ -40,7 +40,7 @@ def test_steps_are_timed_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_on_a_device_are_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "TOGETHER", (5,))
-    rows = sampling.measure_there(BLOCKS_FROM, 1)["rows"]
+    rows = sampling.measure_on_device(BLOCKS_FROM, 1)["rows"]
     assert isinstance(rows, list)
     assert len(rows) == 12
     assert all(
@@ -48,7 +48,7 @@ def test_rows_on_a_device_are_timed_and_compared(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(sampling, "sample_rows", lambda asks: [None for _ in asks])
     with pytest.raises(RuntimeError, match="a row on the device said something else"):
-        sampling.measure_there(BLOCKS_FROM, 1)
+        sampling.measure_on_device(BLOCKS_FROM, 1)
 
 
 def test_a_step_that_says_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,11 @@ from relayline.deploy.planning.measure import slices_for
 from relayline.deploy.testing.paths import DEMO_MODEL, HYBRID_DEMO_MODEL
 from relayline.stage.joining import survey as survey_module
 from relayline.stage.joining.survey import survey
+from relayline.stage.speed.calibrate import PREFILL_LADDER
+from relayline.stage.speed.host_probe import CTX_TOKENS, LANES
 from relayline.wire.common.curve import LADDER
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
+from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb_wire
 from relayline.wire.settings.table import EngineSettings
 
 
@@ -48,22 +51,34 @@ def surveyed(slices: list[pb.SurveySlice], cache: Path) -> pb.HostMeasured:
     return report
 
 
+def rows_of(points: Iterable[pb_wire.CostPoint]) -> list[int]:
+    return [point.n_rows for point in points]
+
+
 @pytest.mark.parametrize("model", [DEMO_MODEL, HYBRID_DEMO_MODEL], ids=["attention", "recurrent"])
-def test_slices_of_a_real_model_are_measured_without_its_weights(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("budget_ms", [10**7, 0], ids=["hours", "no time"])
+def test_slices_of_a_real_model_are_measured_without_its_weights(budget_ms: int, model: Path, tmp_path: Path) -> None:
+    """Each ladder as far as the time goes: to the last rung that fits the slice, or to the first one alone."""
     hollow = list(hollow_slices(model, slices_for(inspect_model(model))))
     assert sum(len(each.header) for each in hollow) < 16_384, "no texts of tokens"
     slices = [
-        pb.SurveySlice(header=each.header, size_bytes=each.size_bytes, layer_bytes=each.layer_bytes, budget_ms=50)
+        pb.SurveySlice(
+            header=each.header, size_bytes=each.size_bytes, layer_bytes=each.layer_bytes, budget_ms=budget_ms
+        )
         for each in hollow
     ]
     report = surveyed(slices, tmp_path / "cache")
     assert not report.HasField("failure")
     assert len(report.slices) == len(slices)
-    for costs in report.slices:
-        n_rows = tuple(point.n_rows for point in costs.decode)
-        assert n_rows, "one is measured at least"
-        assert n_rows == LADDER[: len(n_rows)], "as far as the time goes, which is short on a busy host"
-        assert all(point.cost_ns > 0 for point in costs.decode)
+    for given, costs in zip(hollow, report.slices, strict=True):
+        assert all(point.cost_ns > 0 for point in (*costs.decode, *costs.prefill))
+        has_head = given.head_bytes > 0
+        decode = [rows for rows in LADDER if rows <= LANES or not has_head]  # as many rows want logits
+        prefill = [rows for rows in PREFILL_LADDER if has_head and rows <= CTX_TOKENS]
+        if not budget_ms:
+            decode, prefill = decode[:1], [*PREFILL_LADDER[:1]]
+        assert rows_of(costs.decode) == decode
+        assert rows_of(costs.prefill) == sorted(prefill)
     assert report.in_service >= 1.0
     assert report.round_trip_ns > 0 < report.bytes_per_s
 

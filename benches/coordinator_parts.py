@@ -4,6 +4,9 @@ The production parts run in a loop, without sockets, on answers as one stage wou
 processor time is measured. Caches are warm here. In a process that waits between steps, on a host that does other
 work, each part takes two to three times as long. So these figures are for shares, and for the most that one conductor
 could do.
+
+Cold, a function costs what its code and data cost to fetch, so the calls of Python functions are counted as well: they
+are the same on every host.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -33,6 +37,7 @@ from relayline.coordinator.http.sse import data_frame
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.schedule.overhead import ROUND_TRIPS_MIN, WINDOWS_KEPT, Held
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
@@ -174,6 +179,35 @@ def token_us(loop: Loop, n_steps: int, clock: Callable[[], int] = time.process_t
     return min(windows)
 
 
+def calls(loop: Loop, n_steps: int) -> float:
+    """Return the calls of Python functions of a step."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    for _ in range(n_steps):
+        data = loop.answer()
+        loop.now_ns += 14_000_000
+        sys.setprofile(count)
+        try:
+            loop.take(data)
+        finally:
+            sys.setprofile(None)
+    return counted / n_steps
+
+
+def stand(loop: Loop) -> None:
+    """Take the loop to where it is after some seconds: the overhead of a round trip has been measured."""
+    scheduler = loop.conductor.scheduler
+    for window in range(WINDOWS_KEPT + 1):
+        scheduler.refresh(scheduler.planner.stages, [Held(window * 1_000, window * 3_000_000_000)])
+        for _ in range(ROUND_TRIPS_MIN):
+            loop.now_ns += 14_000_000
+            loop.take(loop.answer())
+
+
 def measure(streams: Sequence[int], n_steps: int, n_rounds: int) -> dict[str, Any]:
     """Return the measurement in the form of benches/results, but for machine, date and commit."""
     directory = split_for(DEMO_MODEL, 1, None, None)
@@ -186,6 +220,13 @@ def measure(streams: Sequence[int], n_steps: int, n_rounds: int) -> dict[str, An
             for n_streams in streams
         ]
         rows.append({"id": part, "label": LABELS[part], "values": [round(value, 1) for value in values]})
+    for part in PARTS:
+        values = []
+        for n_streams in streams:
+            loop = Loop(n_streams, part, tokenizer, file.n_vocab)
+            stand(loop)
+            values.append(round(calls(loop, WINDOW_STEPS)))
+        rows.append({"id": f"{part}_calls", "label": f"Python calls a step: {LABELS[part]}", "values": values})
     return {
         "corner": "us of processor time a token, without sockets; streams",
         "columns": [str(n_streams) for n_streams in streams],

@@ -258,7 +258,8 @@ class Conductor:
         if not self._is_connected or self.is_held:
             return
         try:
-            self._start_all(self.scheduler.orphans(), now_ns)
+            if orphans := self.scheduler.orphans():
+                self._start_all(orphans, now_ns)
             for envelope in self.scheduler.take(now_ns):
                 self._out.append(Send(tuple([frame.leave() for frame in envelope])))
         except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler

@@ -17,12 +17,16 @@ from collections.abc import Sequence
 from relayline.coordinator.sessions.session import OutFrame
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):
     """The kind of a flight."""
 
-    DECODE = "decode"  # next rows of streams, prompt rows perhaps riding
-    PREFILL = "prefill"  # prompt rows alone
-    GUESS = "guess"  # guesses alone, that depend on rows of another flight under way
+    DECODE = 0  # next rows of streams, prompt rows perhaps riding
+    PREFILL = 1  # prompt rows alone
+    GUESS = 2  # guesses alone, that depend on rows of another flight under way
+
+
+# What is asked for with every flight: in Python 3.11 an enum's attribute takes several times as long as a name.
+DECODE, PREFILL, GUESS = Kind.DECODE, Kind.PREFILL, Kind.GUESS
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,7 +58,7 @@ class Flights:
     def __init__(self) -> None:
         self._by_key: dict[tuple[int, int], list[Flight]] = {}  # of one key those answered first stand first
         self._positions: dict[int, list[int]] = {}  # session id -> its keys' positions
-        self._n = dict.fromkeys(Kind, 0)
+        self._n = [0] * len(Kind)
         self._work_ns = 0.0  # predicted work of the busiest stage on all flights under way
         self._queue_ns, self._queue_at_ns = 0.0, 0  # predicted work before the busiest stage, and when that was
         self.n_with_chunks = 0  # flights with prompt rows under way
@@ -86,7 +90,8 @@ class Flights:
         way_ns: float,
     ) -> None:
         """Note decode rows (guesses for Kind.GUESS) and prompt rows that leave as one envelope."""
-        decoding, keys = _keys(decode), _keys((*decode, *chunks))
+        decoding = _keys(decode)
+        keys = decoding | _keys(chunks) if chunks else set(decoding)
         flight = Flight(kind, len(decode), keys, decoding, bool(chunks), now_ns, step_ns, way_ns)
         self._work_ns += step_ns
         flight.ahead_ns = self._work_ns
@@ -101,7 +106,7 @@ class Flights:
                 self._n_chunks_before = self.n_chunks
             self.n_with_chunks += 1
             self.n_chunks += 1
-        self.n_ridden += flight.is_ridden
+            self.n_ridden += flight.is_ridden
         self._n[kind] += 1
 
     def is_time_for(self, step_ns: float, way_ns: float, overhead_ns: float) -> bool:
@@ -137,18 +142,19 @@ class Flights:
         if flight.waiting_for:
             return self._left_behind(flight)
         self._work_ns = max(0.0, self._work_ns - flight.step_ns)
-        self.n_with_chunks -= flight.has_chunks
-        self.n_ridden -= flight.is_ridden
-        self._n[Kind.PREFILL if flight.is_behind else flight.kind] -= 1
+        if flight.has_chunks:
+            self.n_with_chunks -= 1
+            self.n_ridden -= flight.is_ridden
+        self._n[PREFILL if flight.is_behind else flight.kind] -= 1
         return None if flight.is_behind else flight
 
     def _left_behind(self, flight: Flight) -> Flight | None:
         """Count a decode flight with only prompt rows left as a flight of prompt rows, and return it, once."""
-        if flight.decoding or flight.is_behind or flight.kind is not Kind.DECODE:
+        if flight.decoding or flight.is_behind or flight.kind is not DECODE:
             return None
         flight.is_behind = True
-        self._n[Kind.DECODE] -= 1
-        self._n[Kind.PREFILL] += 1
+        self._n[DECODE] -= 1
+        self._n[PREFILL] += 1
         return flight
 
     def forget(self, session_id: int) -> list[Flight]:
@@ -166,7 +172,16 @@ def _keys(frames: Sequence[OutFrame]) -> set[tuple[int, int]]:
     return {(frame.session.session_id, frame.position + len(frame.tokens)) for frame in frames}
 
 
+def rows_of(frames: Sequence[OutFrame]) -> int:
+    """Return the rows of these frames."""
+    return sum([len(frame.tokens) for frame in frames]) if frames else 0
+
+
 def mean_context(frames: Sequence[OutFrame]) -> float:
     """Return the context of an average row: tokens before its frame."""
-    n_rows = sum(len(frame.tokens) for frame in frames)
-    return sum(len(frame.tokens) * frame.position for frame in frames) / n_rows if n_rows else 0.0
+    n_rows = n_tokens = 0
+    for frame in frames:
+        own_rows = len(frame.tokens)
+        n_rows += own_rows
+        n_tokens += own_rows * frame.position
+    return n_tokens / n_rows if n_rows else 0.0

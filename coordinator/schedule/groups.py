@@ -164,12 +164,14 @@ class GroupPlanner:
         planned around them.
         """
         train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
-        key = (n_streams, max(pressure_of(n_streams, n_prompts), pressure_min), train_rows, by_hand)
-        if key not in self._cache:
+        pressure = max(pressure_of(n_streams, n_prompts), pressure_min) if n_prompts else pressure_min
+        key = (n_streams, pressure, train_rows, by_hand)
+        plan = self._cache.get(key)
+        if plan is None:
             if len(self._cache) >= CACHE_MAX:
                 self._cache.clear()
-            self._cache[key] = self._plan(*key)
-        return self._cache[key]
+            plan = self._cache[key] = self._plan(*key)
+        return plan
 
     def step_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` decode rows."""
@@ -323,6 +325,8 @@ class GroupPlanner:
 
 def _context_step(tokens: float) -> int:
     """Return the nearest of the distinguished context lengths."""
+    if not tokens:
+        return 0
     step = max(CONTEXT_STEP_MIN, (1 << int(tokens).bit_length()) // (2 * CONTEXT_STEPS))
     return step * round(tokens / step)
 

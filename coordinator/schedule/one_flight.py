@@ -27,6 +27,7 @@ CLOSE = 0.1
 NEWEST_SHARE = 0.5  # weight of the newest window in a way's average
 CLEARLY = 1.03  # times as fast the way that is tried must have been
 WORTH_TRYING = 0.7  # a single flight is tried if its predicted rate is at least this share of the planned flights'
+ONE_FLIGHT_STREAMS_MIN = 2  # fewer are one flight by every plan
 CONTESTS_MAX = 64  # numbers of streams for which one is kept
 
 
@@ -87,7 +88,7 @@ class OneFlight:
 
 def may_be_better(planner: GroupPlanner, n_streams: int) -> bool:
     """Return whether one flight of this many streams may beat the best plan by the curves."""
-    if not (planner.shares_host and planner.is_known and 2 <= n_streams <= planner.rows_max):
+    if not (planner.shares_host and planner.is_known and ONE_FLIGHT_STREAMS_MIN <= n_streams <= planner.rows_max):
         return False
     plan = planner.plan(n_streams, n_prompts=0)
     promised = planner.rate(n_streams, 1, n_streams) / planner.rate(n_streams, plan.n_groups, plan.group_rows)

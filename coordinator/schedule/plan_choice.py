@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 
 from relayline.coordinator.schedule.config import ScheduleConfig
-from relayline.coordinator.schedule.flights import Flight, Flights, Kind
+from relayline.coordinator.schedule.flights import PREFILL, Flight, Flights
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
-from relayline.coordinator.schedule.one_flight import OneFlight, may_be_better
+from relayline.coordinator.schedule.one_flight import ONE_FLIGHT_STREAMS_MIN, OneFlight, may_be_better
 from relayline.coordinator.schedule.overhead import Held, Overhead
 from relayline.coordinator.schedule.pool import Pool
 from relayline.coordinator.schedule.prompt_line import BURST_PRESSURE, PromptLine
@@ -36,13 +36,13 @@ class PlanChoice:
     @property
     def is_reading(self) -> bool:
         """Whether prompt rows wait or are under way."""
-        return bool(self._prompts) or self._flights.n_with_chunks > 0
+        return self._flights.n_with_chunks > 0 or bool(self._prompts)
 
     # --- observations -------------------------------------------------------------------------------------------------
 
     def decode_landed(self, flight: Flight, now_ns: int) -> None:
         """Note a decode flight that has landed: the trial of one flight counts its tokens."""
-        n_streams = len(self._pool.streams) if self._may_be_one(self.planner()) else 0
+        n_streams = len(self._pool.streams) if self._may_be_one() else 0
         self._one_flight.landed(flight.n_streams, n_streams, now_ns)
 
     def learn_overhead(self, flight: Flight, took_ns: int) -> None:
@@ -53,7 +53,7 @@ class PlanChoice:
         if flight.way_ns and flight.n_chunks_before == self._flights.n_chunks:
             self._overhead.bounded(n_streams, took_ns, flight.way_ns, flight.ahead_ns)
         round_trip = self._overhead.revised(self._base.round_trip)
-        if round_trip != self._base.round_trip:
+        if round_trip is not self._base.round_trip:
             self._base.round_trip = round_trip
             self._base.forget()
 
@@ -88,7 +88,7 @@ class PlanChoice:
 
     def _count_train_rows(self) -> int:
         """Return all prompt rows of the train under way, sent ones included, so that its chunks keep their size."""
-        return max(self._prompts.n_rows, self._train_rows if self._flights.count(Kind.PREFILL) else 0)
+        return max(self._prompts.n_rows, self._train_rows if self._flights.count(PREFILL) else 0)
 
     def _by_hand(self, planner: GroupPlanner) -> GroupPlan:
         """Return a plan with the configured flights and rows. Any other value fits the running streams."""
@@ -114,16 +114,21 @@ class PlanChoice:
         if n_decoding:
             if self._one_flight.is_chosen(n_decoding) and self._may_be_one(planner):
                 by_hand = (1, n_decoding)
-            if any(session.is_replay for session in self._prompts.sessions):
-                pressure_min = REPLAY_PRESSURE
-            else:
-                pressure_min = BURST_PRESSURE if self._is_burst(planner) else 0
+            pressure_min = self._pressure_min(planner) if n_prompts else 0
             return planner.plan(n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
         return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
 
-    def _may_be_one(self, planner: GroupPlanner) -> bool:
-        is_asked = self._config.mode == "auto" and not self.is_reading
-        return is_asked and may_be_better(planner, len(self._pool.streams))
+    def _may_be_one(self, planner: GroupPlanner | None = None) -> bool:
+        n_streams = len(self._pool.streams)
+        if n_streams < ONE_FLIGHT_STREAMS_MIN or not self._base.shares_host or self._config.mode != "auto":
+            return False  # without a planner, which is made anew for every token
+        return not self.is_reading and may_be_better(planner or self.planner(), n_streams)
+
+    def _pressure_min(self, planner: GroupPlanner) -> int:
+        """Return how many prompts per running stream are assumed at least, while some wait."""
+        if any(session.is_replay for session in self._prompts.sessions):
+            return REPLAY_PRESSURE
+        return BURST_PRESSURE if self._is_burst(planner) else 0
 
     def _is_burst(self, planner: GroupPlanner) -> bool:
         """Return whether a burst of prompts waits that can be read within BURST_CYCLES.

@@ -69,8 +69,9 @@ class Pool:
     def take_group(self, rows_max: int, *, is_per_lane: bool, must_take_oldest: bool) -> list[OutFrame]:
         """Take the rows of one flight. With `is_per_lane` they are of neighbouring lanes, see `lane_groups`."""
         frames = self._next_rows(rows_max, is_per_lane, PASSES_MAX if must_take_oldest else self._n_passes)
-        for frame in frames:
-            self._held_since_ns.pop(_key(frame), None)
+        if self._held_since_ns:
+            for frame in frames:
+                self._held_since_ns.pop(_key(frame), None)
         return frames
 
     def _next_rows(self, rows_max: int, is_per_lane: bool, n_passes: int) -> list[OutFrame]:
@@ -85,6 +86,8 @@ class Pool:
 
     def note_held(self, now_ns: int) -> None:
         """Note which rows, the latest ones, did not leave with the first flights after they came."""
+        if not self._rows:
+            return
         for key in map(_key, reversed(self._rows)):
             if key in self._held_since_ns:
                 break

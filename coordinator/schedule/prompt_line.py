@@ -62,11 +62,11 @@ class PromptLine:
 
     def orphans(self) -> list[Session]:
         """Return those whose leader is gone: they are to be started again."""
-        return [session for session in self.sessions if session.is_orphan]
+        return [session for session in self.sessions if session.is_orphan] if self._prompts else []
 
     def catch_up(self) -> list[OutFrame]:
         """Continue the sessions whose leader has sent the rows that they copy. Returns the frames that copy it."""
-        return [frame for session in self.sessions for frame in session.catch_up()]
+        return [frame for session in self.sessions for frame in session.catch_up()] if self._prompts else []
 
     def upcoming(self) -> Session:
         """Return the session whose rows go next, or could if it did not wait for others'."""

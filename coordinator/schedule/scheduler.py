@@ -37,14 +37,14 @@ from collections.abc import Iterable, Sequence
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.draft_flights import DraftFlights
 from relayline.coordinator.schedule.draft_plan import Traffic
-from relayline.coordinator.schedule.flights import Flight, Flights, Kind, mean_context
+from relayline.coordinator.schedule.flights import DECODE, GUESS, PREFILL, Flight, Flights, Kind, mean_context, rows_of
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.overhead import Held
 from relayline.coordinator.schedule.plan_choice import PlanChoice
 from relayline.coordinator.schedule.pool import Pool
 from relayline.coordinator.schedule.prompt_line import PromptLine
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.coordinator.schedule.tiles import FlightRoom, TilePace
+from relayline.coordinator.schedule.tiles import FlightRoom, TilePace, TileRule
 from relayline.coordinator.sessions.session import OutFrame, Session
 
 DRAIN_CHUNK_ROWS = 64
@@ -96,18 +96,18 @@ class Scheduler:
     def answered(self, session_id: int, position: int, now_ns: int) -> None:
         """Note the sample for the session's rows up to `position`. A repeated answer changes nothing."""
         if (flight := self._flights.answered(session_id, position)) is not None:
-            self._landed(flight, now_ns, Kind.DECODE, Kind.GUESS)
+            self._landed(flight, now_ns, DECODE, GUESS)
 
     def passed(self, session_id: int, position: int, now_ns: int) -> None:
         """Note that rows up to `position` are done without a sample: prompt rows, or rows behind a wrong guess."""
         # Some stages may have skipped a flight that holds nothing but guesses.
-        self._landed(self._flights.answered(session_id, position), now_ns, Kind.DECODE)
+        self._landed(self._flights.answered(session_id, position), now_ns, DECODE)
 
     def _landed(self, flight: Flight | None, now_ns: int, *telling: Kind) -> None:
         """Note a landed flight, if there is one. Decode flights also measure the overhead of a round trip."""
         if flight is None:
             return
-        if flight.kind is Kind.DECODE:
+        if flight.kind is DECODE:
             self.n_decode_landed += 1
             self._latest_decode_ns = now_ns - flight.sent_ns
             self._plans.decode_landed(flight, now_ns)
@@ -170,36 +170,41 @@ class Scheduler:
         plan = plans.plan(planner)
         plans.keep_train()
         rows_max = min(self.config.chunk_rows or self.planner.rows_max, self.planner.rows_max)
-        rule, pace = planner.tile_rule.within(rows_max), self._tile_pace
-        while pool and (
-            (is_planned := self._flights.count(Kind.DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)
-        ):
+        rule = planner.tile_rule.within(rows_max)
+        while pool and ((is_planned := self._flights.count(DECODE) < plan.n_groups) or self._is_overdue(plan, now_ns)):
             frames = pool.take_group(
                 plan.group_rows, is_per_lane=self.planner.is_per_lane, must_take_oldest=not is_planned
             )
-            # Prompt rows that a stage leaves behind must not pile up there.
-            may_ride = self._flights.n_ridden < plan.n_groups
-            ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
-            if not plans.is_reading and self._drafts.are_of(frames, self.n_decoding):
+            if self._drafts.are_of(frames, self.n_decoding) and not plans.is_reading:
                 self._drafts.extend(frames, planner, self._traffic(plan, len(frames), planner))
-            n_decode = sum(len(frame.tokens) for frame in frames)
-            chunks = self._prompts.next_chunks(ride_rows, rule.for_step(n_decode), n_decode)
-            if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
-                left_rows = max(0, ride_rows - sum(len(chunk.tokens) for chunk in chunks))
-                pace.save(left_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups)
-            self._launch(envelopes, Kind.DECODE, frames, chunks, now_ns)
+            chunks = self._riding(plan, rule, frames, rows_max, now_ns) if self._prompts else []
+            self._launch(envelopes, DECODE, frames, chunks, now_ns)
         pool.note_held(now_ns)
         chunk_rows = min(plan.chunk_rows, rows_max)
         while self._prompts:
-            room = FlightRoom(chunk_rows, plan.prefill_flights, self._flights.count(Kind.PREFILL))
+            room = FlightRoom(chunk_rows, plan.prefill_flights, self._flights.count(PREFILL))
             n_rows = room.rows
             if rule.waits_for_tile(self._prompts.upcoming()):
-                n_rows = pace.flight_rows(room, is_decoding=bool(pool.streams))
+                n_rows = self._tile_pace.flight_rows(room, is_decoding=bool(pool.streams))
             chunks = self._prompts.next_chunks(n_rows, rule) if n_rows else []
             if not chunks:
                 break
-            self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
+            self._launch(envelopes, PREFILL, [], chunks, now_ns)
         self._take_guesses(plan, planner, envelopes, now_ns)
+
+    def _riding(
+        self, plan: GroupPlan, rule: TileRule, frames: Sequence[OutFrame], rows_max: int, now_ns: int
+    ) -> list[OutFrame]:
+        """Return the prompt rows that leave with a decode flight, while prompts wait."""
+        # Prompt rows that a stage leaves behind must not pile up there.
+        may_ride = self._flights.n_ridden < plan.n_groups
+        ride_rows = min(self._ride_rows(plan, len(frames), now_ns), rows_max) if may_ride else 0
+        n_decode = rows_of(frames)
+        chunks = self._prompts.next_chunks(ride_rows, rule.for_step(n_decode), n_decode)
+        if self._prompts and rule.waits_for_tile(self._prompts.upcoming()):
+            left_rows = max(0, ride_rows - rows_of(chunks))
+            self._tile_pace.save(left_rows + plan.prefill_flights * plan.chunk_rows / plan.n_groups)
+        return chunks
 
     def _is_overdue(self, plan: GroupPlan, now_ns: int) -> bool:
         """Return whether the pool's oldest row has waited as long as a flight takes. By hand there is no such limit."""
@@ -211,7 +216,7 @@ class Scheduler:
         self, plan: GroupPlan, planner: GroupPlanner, envelopes: list[list[OutFrame]], now_ns: int
     ) -> None:
         """Send guesses behind the rows under way, while stages would be idle."""
-        if plan.group_rows > 1 or self._pool or self._plans.is_reading or not self._drafts.may_follow:
+        if plan.group_rows > 1 or not self._drafts.may_follow or self._pool or self._plans.is_reading:
             return
 
         overhead_ns = planner.round_trip.of(self.n_decoding)
@@ -221,7 +226,7 @@ class Scheduler:
 
         while (frame := self._drafts.following(fits)) is not None:
             self._pool.moved(frame)
-            self._launch(envelopes, Kind.GUESS, [frame], [], now_ns)
+            self._launch(envelopes, GUESS, [frame], [], now_ns)
 
     def _traffic(self, plan: GroupPlan, n_streams: int, planner: GroupPlanner) -> Traffic:
         """Return the traffic that a flight of this many streams meets once all decoding streams are under way."""
@@ -251,10 +256,10 @@ class Scheduler:
 
     def _take_everything(self, envelopes: list[list[OutFrame]], now_ns: int) -> None:
         if self._pool:
-            self._launch(envelopes, Kind.DECODE, self._pool.take_all(), [], now_ns)
+            self._launch(envelopes, DECODE, self._pool.take_all(), [], now_ns)
         rows = min(self.config.chunk_rows or DRAIN_CHUNK_ROWS, self.planner.rows_max)
         for chunks in self._prompts.all_chunks(rows):
-            self._launch(envelopes, Kind.PREFILL, [], chunks, now_ns)
+            self._launch(envelopes, PREFILL, [], chunks, now_ns)
 
     # --- flights ------------------------------------------------------------------------------------------------------
 
@@ -267,10 +272,11 @@ class Scheduler:
         now_ns: int,
     ) -> None:
         """Send decode rows or guesses, prompt rows or both as one flight."""
-        n_rows, n_prompt_rows = (sum(len(frame.tokens) for frame in part) for part in (decode, chunks))
-        decode_tokens = mean_context(decode)
+        n_rows, n_prompt_rows = rows_of(decode), rows_of(chunks)
         if self.planner.shares_longest:
-            decode_tokens = max((frame.position for frame in decode), default=0)
+            decode_tokens = float(max((frame.position for frame in decode), default=0))
+        else:
+            decode_tokens = mean_context(decode)
         planner = self.planner.at(decode_tokens, mean_context(chunks))
         step_ns = planner.mixed_ns(n_rows, n_prompt_rows) if decode else planner.chunk_ns(n_prompt_rows)
         self._flights.launch(kind, decode, chunks, now_ns, step_ns=step_ns, way_ns=planner.way_ns(n_rows))

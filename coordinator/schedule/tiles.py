@@ -58,7 +58,8 @@ class TileRule:
     def within(self, rows_max: int) -> TileRule:
         """Return the rule for flights of at most this many prompt rows; chunks smaller than a tile never travel
         apart."""
-        return dataclasses.replace(self, is_apart=self.is_apart and rows_max >= ATTENTION_TILE_ROWS)
+        is_apart = self.is_apart and rows_max >= ATTENTION_TILE_ROWS
+        return self if is_apart == self.is_apart else dataclasses.replace(self, is_apart=is_apart)
 
     def waits_for_tile(self, session: Session) -> bool:
         """Return whether the next rows of a session go in whole tiles only, by themselves."""

@@ -315,7 +315,9 @@ class Session:
         history, request = self.history, self.request
         if self.state not in (_PREFILL, _DECODE) or position != len(history):
             return None, []
-        is_replaying = self.prefill_left > 0  # an answer from before the replay: true, but the stages lack rows
+        is_replaying = (
+            self.state is _PREFILL and len(history) > self.n_sent
+        )  # an answer from before the replay: true, but the stages lack rows
         if is_replaying and self.request.sampling.looks_back:
             return None, []  # the last stage knows the tokens before it, and will pick this one again
         if self.drafter is None and (self.acceptance is not None or self.request.prediction):

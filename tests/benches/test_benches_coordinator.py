@@ -13,6 +13,8 @@ from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 
+CALLS_MAX = 90  # of Python functions, from a stage's answer to what leaves next; 80 at the time of writing
+
 
 def test_a_token_costs_what_a_longer_answer_takes_beyond_a_short_one() -> None:
     def wave(last_ms: float) -> list[dict[str, float]]:
@@ -75,3 +77,9 @@ def test_the_best_steps_in_a_row_count(tokenizer: Tokenizer) -> None:
     loop = coordinator_parts.Loop(2, "decided", tokenizer, tokenizer.n_vocab)
     ticks = iter([at * 1_000 for at in range(20)] + [20_000 + at * 5_000 for at in range(20)])
     assert coordinator_parts.token_us(loop, 20, lambda: next(ticks)) == pytest.approx(0.5)
+
+
+def test_a_token_of_one_stream_takes_few_calls_of_functions(tokenizer: Tokenizer) -> None:
+    loop = coordinator_parts.Loop(1, "decided", tokenizer, tokenizer.n_vocab)
+    coordinator_parts.stand(loop)
+    assert coordinator_parts.calls(loop, 8) <= CALLS_MAX, "what a token needs not ask for costs 1 to 2 us a call, cold"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from benches import coordinator, coordinator_parts, sse_client
-from benches.coordinator import LABELS, Run
+from benches.coordinator import LABELS, LABELS_BY_STAGES, Run
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.launch.splits import split_for
@@ -20,17 +20,23 @@ def test_a_token_costs_what_a_longer_answer_takes_beyond_a_short_one() -> None:
     def wave(last_ms: float) -> list[dict[str, float]]:
         return [{"first_ms": 10.0 + stream, "last_ms": last_ms, "pieces": 3} for stream in range(2)]
 
-    short = [Run([wave(11.0), wave(12.0)], 4_000_000, 400_000), Run([wave(11.0), wave(12.0)], 8_000_000, 800_000)]
-    long = [Run([wave(30.0)], 4_000_000, 0), Run([wave(50.0)], 9_000_000, 0), Run([wave(40.0)], 9_000_000, 0)]
-    found = coordinator.figures(short, long, 11, 1.5)
+    prompt = [(4, 8_000_000)]  # steps of two waves, and their time
+    short = [
+        Run([wave(11.0), wave(12.0)], 4_000_000, 400_000, steps=prompt),
+        Run([wave(11.0), wave(12.0)], 8_000_000, 800_000, steps=prompt),
+        Run([wave(11.0), wave(12.0)], 8_000_000, 800_000, steps=prompt),
+    ]
+    long = [
+        Run([wave(30.0)], 4_000_000, 0, stages_ns=44_000_000, steps=[(12, 14_000_000)]),
+        Run([wave(50.0)], 9_000_000, 0, stages_ns=22_000_000, steps=[(12, 19_000_000)]),
+        Run([wave(40.0)], 9_000_000, 0, stages_ns=33_000_000, steps=[(12, 19_000_000)]),
+    ]
+    found = coordinator.figures(short, long, 11)
     assert (found["request_us"], found["worker_us"], found["token_us"]) == (1_000, 100, 100), "the least of the runs"
-    assert found["step_ms"] == pytest.approx(2.95 - 1.5), "the median of the runs, over both streams"
+    assert found["step_ms"] == pytest.approx(1.95 - 1.0), "the least of the runs, over both streams"
+    assert found["step_mid_ms"] == pytest.approx(2.95 - 1.5), "and the median"
+    assert found["stages_us"] == 1_000
     assert (found["tok_s"], found["started_ms"]) == (550, 11)
-
-
-@pytest.mark.parametrize(("rows", "wanted_ms"), [(1, 3.1), (8, 6.3), (20, 8.65), (64, 14.0), (96, 17.0)])
-def test_a_step_sleeps_as_long_as_the_slowed_stage_does(rows: int, wanted_ms: float) -> None:
-    assert coordinator.sleep_ms(coordinator.STEPS_MS, rows) == pytest.approx(wanted_ms)
 
 
 def test_processor_time_is_counted_and_processes_are_found() -> None:
@@ -52,11 +58,20 @@ def test_the_client_refuses_an_answer_without_its_end() -> None:
 
 def test_each_figure_of_another_checkout_stands_below_its_own() -> None:
     figures = dict.fromkeys(LABELS, 1.25)
-    table = coordinator.table_of([{1: figures, 8: figures}, {1: figures, 8: figures}], 96)
+    table = coordinator.table_of({1: [{1: figures, 8: figures}, {1: figures, 8: figures}]}, 96)
     ids = [row["id"] for row in table["rows"]]
     assert ids[:2] == ["token_us", "token_us_before"]
     assert len(ids) == 2 * len(LABELS)
     assert table["columns"] == ["1", "8"]
+
+
+def test_several_numbers_of_stages_stand_below_each_other() -> None:
+    figures = dict.fromkeys(LABELS_BY_STAGES, 1.25)
+    table = coordinator.table_of({1: [{1: figures}], 2: [{1: figures}]}, 96)
+    ids = [row["id"] for row in table["rows"]]
+    assert ids == [f"{name}_{n_stages}" for n_stages in (1, 2) for name in LABELS_BY_STAGES]
+    assert table["rows"][0]["label"].startswith("1 stage: ")
+    assert table["rows"][-1]["label"].startswith("2 stages: ")
 
 
 @pytest.fixture(scope="module")

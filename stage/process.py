@@ -108,8 +108,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     finally:
         await health.enter_graceful_shutdown()
         await served.end_calls()
-        await server.stop(SHUTDOWN_GRACE_S)
-        listener.close()
+        await listener.stop(SHUTDOWN_GRACE_S)
         await served.close()
         await asyncio.to_thread(telemetry.shutdown)
     if crashed.done():

@@ -79,8 +79,7 @@ async def _served(
             yield address, enrol_address
     finally:
         service.close()
-        await listener.server.stop(SHUTDOWN_GRACE_S)
-        listener.close()
+        await listener.stop(SHUTDOWN_GRACE_S)
 
 
 def make_roster(config: JoinConfig, on_member: OnMember = lambda place: None) -> JoinedRoster:

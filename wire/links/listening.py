@@ -28,6 +28,7 @@ log = logging.getLogger("relayline.security")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+HANDLERS_END_S = 2.0  # for which handlers that were cancelled are waited for
 TLS_HANDSHAKE_TIMEOUT_MS = 10_000  # a connection that never finishes its handshake is closed after this long
 SERVER_OPTIONS = (*rpc.SERVER_OPTIONS, ("grpc.server_handshake_timeout_ms", TLS_HANDSHAKE_TIMEOUT_MS))
 
@@ -43,8 +44,8 @@ _CLIENT_ANSWERS = {
 class Listener:
     """One gRPC server on one port, with its security. Event loop only.
 
-    Make it, register handlers with `server`, call `add_port`, start `server`; call `close` after it has stopped.
-    Raises UsageError for a revocation list that cannot be used.
+    Make it, register handlers with `server`, call `add_port`, start `server`; `stop` ends all of it. Raises UsageError
+    for a revocation list that cannot be used.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Listener:
         self.guard = Guard(security, coordinator)
         self._refusals = RefusalLog()
         self._n_health_calls = 0
+        self._calls: set[asyncio.Task[Any]] = set()  # gRPC's tasks of the calls under way, which gRPC bounds
         self._welcome: Callable[[tuple[str, int]], None] = lambda _: None
         self._close: Callable[[], None] = lambda: None
         self.server = grpc.aio.server(
@@ -113,6 +115,11 @@ class Listener:
         if line is not None:
             log.warning("%s", line)
 
+    def began(self, call: asyncio.Task[Any]) -> None:
+        """Take note of gRPC's task of a call, until it is done."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
     def called(self, peer: str) -> None:
         """Take note that a connection, by gRPC's name of its peer, got as far as a call."""
         self._welcome(peer_of(peer))
@@ -142,8 +149,16 @@ class Listener:
         finally:
             self._n_health_calls -= 1
 
-    def close(self) -> None:
-        """Stop watching the port."""
+    async def stop(self, grace_s: float | None) -> None:
+        """Take no more calls, and return once all have ended, cancelled after `grace_s`; None: cancelled at once.
+
+        gRPC's server has stopped as soon as every status is on its way. The handlers take a few turns of the event loop
+        more, and where the loop ends meanwhile, gRPC writes a traceback of their cancellation into the log.
+        """
+        await self.server.stop(grace_s)
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=HANDLERS_END_S)
+            await asyncio.sleep(0)  # gRPC has one task more for each call, which waits for the handler's
         self._close()
         self.guard.close()
 
@@ -163,7 +178,9 @@ class _Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
     ) -> grpc.RpcMethodHandler:
-        method = handler_call_details.method
+        method, task = handler_call_details.method, asyncio.current_task()
+        if task is not None:
+            self._listener.began(task)
         if not method.startswith(NOTE_PREFIX):
             return _guarded(await continuation(handler_call_details), method, self._listener)
         reason = reason_named(method.removeprefix(NOTE_PREFIX)) or Reason.UNKNOWN

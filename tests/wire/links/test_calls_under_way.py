@@ -17,11 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from relayline.wire.common import bounds
+from relayline.wire.common.errors import NotReadyError
 from relayline.wire.links import rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.security import PLAINTEXT
 
 MORE = 12
+N_TURNS = 100  # of the event loop
 
 
 class Held(grpc.GenericRpcHandler):
@@ -58,8 +60,7 @@ async def port_of(held: Held) -> AsyncIterator[str]:
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        await listener.server.stop(0)
-        listener.close()
+        await listener.stop(0)
 
 
 async def test_a_connection_has_a_bound_of_calls_and_the_next_ones_wait() -> None:
@@ -99,3 +100,45 @@ async def test_calls_after_health_have_a_bound_and_leave_room_to_others(monkeypa
             with contextlib.suppress(grpc.aio.AioRpcError):
                 await health_pb2_grpc.HealthStub(other).Check(request)
                 break
+
+
+class SlowEnd(grpc.GenericRpcHandler):
+    """Answers a stream with one message, ends it when its port closes, and takes some turns more for that."""
+
+    def __init__(self) -> None:
+        self.closing = asyncio.Event()
+
+    def service(self, handler_call_details: Any) -> Any:
+        async def hold(requests: Any, context: Any) -> None:
+            await context.write(b"x")
+            try:
+                await self.closing.wait()
+                await rpc.abort(context, NotReadyError("closing"))
+            finally:
+                for _ in range(N_TURNS):
+                    await asyncio.sleep(0)
+
+        return grpc.stream_stream_rpc_method_handler(hold)
+
+
+def tasks_of_calls() -> int:
+    """gRPC's tasks of the calls that are served: two of each."""
+    made_for = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
+    return sum(name in ("_schedule_rpc_coro", "_handle_exceptions") for name in made_for)
+
+
+async def test_no_task_of_a_call_is_left_when_a_port_has_stopped() -> None:
+    """gRPC logs one that the end of the event loop cancels as a fault of the handler, with a traceback."""
+    held = SlowEnd()
+    listener = Listener(PLAINTEXT, "stage 1")
+    listener.server.add_generic_rpc_handlers((held,))
+    port = listener.add_port("127.0.0.1", 0)
+    await listener.server.start()
+    async with rpc.open_channel(f"127.0.0.1:{port}") as channel:
+        make = channel.stream_stream(rpc.method("Watch"), request_serializer=None, response_deserializer=None)
+        calls = [make() for _ in range(3)]
+        assert [await call.read() for call in calls] == [b"x"] * 3
+        assert tasks_of_calls() == 6
+        held.closing.set()
+        await listener.stop(20)
+        assert tasks_of_calls() == 0

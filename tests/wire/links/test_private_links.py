@@ -127,8 +127,7 @@ async def serving(security: LinkSecurity, host: str = "127.0.0.2") -> AsyncItera
     try:
         yield server
     finally:
-        await server.listener.server.stop(None)
-        server.listener.close()
+        await server.listener.stop(None)
 
 
 async def describe(address: str, security: LinkSecurity) -> pb.DescribeResponse:

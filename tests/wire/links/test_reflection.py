@@ -64,8 +64,7 @@ async def port_of(security: LinkSecurity) -> AsyncIterator[str]:
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        await listener.server.stop(None)
-        listener.close()
+        await listener.stop(None)
 
 
 async def test_a_stage_lists_its_services_where_reflection_is_on(tmp_path: Path) -> None:
@@ -109,8 +108,7 @@ async def test_a_request_that_is_none_ends_its_call_in_one_line(data: bytes) -> 
             with pytest.raises(grpc.aio.AioRpcError, match=r"not a request|over the limit of 65536"):
                 await asked(channel, data)
     finally:
-        await listener.server.stop(None)
-        listener.close()
+        await listener.stop(None)
 
 
 async def test_with_certificates_it_takes_the_roles_of_other_calls(ids: Identities) -> None:

@@ -161,8 +161,7 @@ async def port_of(
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        await listener.server.stop(None)
-        listener.close()
+        await listener.stop(None)
 
 
 async def outcome(address: str, method: str, security: LinkSecurity, to: Identity | Role | None) -> grpc.StatusCode:
@@ -238,8 +237,7 @@ async def guarded_stage(security: LinkSecurity) -> AsyncIterator[tuple[StageUnde
         try:
             yield stage, f"127.0.0.1:{port}", listener
         finally:
-            await listener.server.stop(None)
-            listener.close()
+            await listener.stop(None)
 
 
 async def configured(

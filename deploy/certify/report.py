@@ -88,7 +88,7 @@ def print_report(report: Report, console: Console) -> None:
     config, facts, noise = report.config, report.facts, report.noise
     held = f"{config.wire} wire, {config.engine.layout_used} KV cells, {noise.again.n_rows} rows per cut"
     what = f"{facts.architecture}, {facts.n_layers} layers, {held}"
-    _say(console, f"{config.model}: {what}; differences in deviations of {noise.deviation:.3g}")
+    _say(console, f"{config.model}: {what}; differences in standard deviations of its logits ({noise.deviation:.3g})")
     table = Table(box=None, pad_edge=False)
     for heading in ("cut", "alone", "largest difference", "in logits", "mean KL", "same top token", ""):
         table.add_column(heading, justify="right")
@@ -105,7 +105,7 @@ def print_report(report: Report, console: Console) -> None:
         f"float noise of the unsplit model: run again {noise.again.max_relative:.1e}; in other batch shapes "
         f"{noise.max_relative:.1e} ({shapes}), mean KL {noise.mean_kl:.1e}",
     )
-    _say(console, f"granted: {_granted(report)}")
+    _say(console, f"allowed: {_granted(report)}")
     for result in report.results:
         if result.problem is not None:
             _say(console, f"cut {_listed(result)}: {result.problem}", "bold red")

@@ -113,7 +113,7 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
         click.echo(json.dumps({"event": "difference", "name": name, **differences, **rest}))
         return
     if not differs.layers and not differs.others and not differs.added:
-        click.echo(f"{name} already runs as the manifest says; nothing to change")
+        click.echo(f"{name} already runs with these settings; nothing to change")
     for stage in differs.added:
         click.echo(f"stages[{stage.name}] on {stage.host}: joins while the pipeline serves, and gets layers")
     for change in differs.layers:

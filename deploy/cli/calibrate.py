@@ -71,9 +71,9 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
     console.print(f"KV cells: {layout}")
     for title, curve in (("decode", curves.decode), ("prefill", curves.prefill)):
         for cliff in _cliffs(curve):
-            console.print(f"cliff: {title} steps of {cliff}")
+            console.print(f"cliff: {title} steps of {cliff}", soft_wrap=True)
     if curves.doubt:
-        console.print(f"doubtful: {curves.doubt}")
+        console.print(f"doubtful: {curves.doubt}", soft_wrap=True)
 
 
 def _cliffs(curve: CostCurve) -> list[str]:

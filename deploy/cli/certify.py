@@ -69,7 +69,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @log_options
 def certify_command(**given: Any) -> None:
-    """Run MODEL (a GGUF file, or the first of its shards) split and unsplit, and compare the results.
+    """Run MODEL (a GGUF file, any of its shards, or their directory) split and unsplit, and compare the results.
 
     The split runs as real stage processes that are connected as in a pipeline. They compute a prompt of several prefill
     chunks, decode steps, and a batch of concurrent sessions of different lengths, all of random token ids. The unsplit

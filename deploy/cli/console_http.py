@@ -112,6 +112,23 @@ def refusal(url: str, status: int, found: Any) -> str:
     return str(text or f"{url} answered {status}")
 
 
+def unanswered(url: str, error: Exception) -> StartError:
+    """Return the error of a server that gives no answer, with the cause that aiohttp or the system names."""
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        text = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"
+        return StartError(f"{url}: {text} ({error.certificate_error})")
+    # The system's message is clearer than aiohttp's sentence about it.
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
+    reason = str(error) or type(error).__name__
+    if cause is not None and cause.errno:  # below 0: of the search for a name, which has its own words
+        reason = os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or reason
+    return StartError(
+        f"{url} does not answer ({reason}); `relayline status` shows what runs here; if it runs elsewhere, give its URL"
+    )
+
+
 class Coordinator:
     """Questions to one coordinator. An async context manager."""
 
@@ -153,15 +170,7 @@ class Coordinator:
             async with self._session.request(method, f"{self.url}{path}", json=body_sent) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if isinstance(error, aiohttp.ClientConnectorCertificateError):
-                text = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"
-                raise StartError(f"{self.url}: {text} ({error.certificate_error})") from error
-            # The system's message is clearer than aiohttp's sentence about it.
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
-            reason = os.strerror(cause.errno) if cause and cause.errno else str(error) or type(error).__name__
-            raise StartError(
-                f"{self.url} does not answer ({reason}); give the coordinator's address with --url"
-            ) from error
+            raise unanswered(self.url, error) from error
         found = parsed(body)
         if response.status in KEY_STATUSES or (response.status >= 400 and found is not None):
             raise StartError(refusal(f"{self.url}{path}", response.status, found))

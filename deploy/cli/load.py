@@ -64,7 +64,7 @@ class Summary:
     tok_s: float  # tokens / wall_s, prompts included in the time
     decode_tok_s: float  # tokens after each answer's first / time from the first token of all to the last
     ttft_ms: dict[str, float]  # p50, p95
-    itl_ms: dict[str, float]  # p50, p95, p99
+    itl_ms: dict[str, float]  # mean, p50, p95, p99; 0 between tokens that came together
     error: str  # of the first request that failed
 
 
@@ -102,7 +102,8 @@ def summarise(requests: Sequence[Request]) -> Summary:
         tok_s=n_tokens / wall_s if wall_s > 0 else 0.0,
         decode_tok_s=(n_tokens - len(answered)) / decode_s if decode_s > 0 else 0.0,
         ttft_ms={f"p{share}": percentile(ttft_ms, share / 100) for share in (50, 95)},
-        itl_ms={f"p{share}": percentile(itl_ms, share / 100) for share in (50, 95, 99)},
+        itl_ms={"mean": sum(itl_ms) / len(itl_ms) if itl_ms else float("nan")}
+        | {f"p{share}": percentile(itl_ms, share / 100) for share in (50, 95, 99)},
         error=next((request.error for request in requests if request.error), ""),
     )
 

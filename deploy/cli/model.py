@@ -19,22 +19,34 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.cli.options import parse_cuts
+from relayline.deploy.launch.model_source import is_on_hub, local_model
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
+from relayline.wire.common.errors import ModelFileError
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
 
 
-MODEL = click.argument("model", type=click.Path(path_type=Path))
+def _model_here(_: click.Context, __: click.Parameter, named: str) -> Path:
+    """Return the only or first file of a model on this machine. Raises ModelFileError."""
+    if is_on_hub(named):
+        raise ModelFileError(f"{named}: no such file; `relayline pull {named}` loads it from the hub")
+    return local_model(named)
+
+
+MODEL = click.argument("model", type=click.Path(), callback=_model_here)
 
 
 @click.command("inspect", short_help="Show a model's layers, sizes and legal cuts.")
 @MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def inspect_command(model: Path, as_json: bool) -> None:
-    """Show the layers and sizes of MODEL (a GGUF file, or the first of its shards) and where it can be cut."""
+    """Show the layers and sizes of MODEL, and where it can be cut.
+
+    MODEL is a GGUF file, any of its shards, or their directory.
+    """
     facts = inspect_model(model)
     if as_json:
         click.echo(json.dumps(facts_as_json(facts), indent=2))
@@ -227,7 +239,7 @@ def _size(size_bytes: int) -> str:
 def split_command(
     model: Path, stages: int | None, cuts: tuple[int, ...] | None, out_dir: Path, experimental: bool, as_json: bool
 ) -> None:
-    """Cut MODEL (a GGUF file, or the first of its shards) into one artifact per stage."""
+    """Cut MODEL (a GGUF file, any of its shards, or their directory) into one artifact per stage."""
     if (stages is None) == (cuts is None):
         raise click.UsageError("give either --stages N or --cuts A,B,...")
     with progress_bar() as (progress, was_used):

@@ -12,12 +12,12 @@ from relayline.deploy.cli.up_changes import changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.launch.model_source import is_on_hub, resolve_model
 from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
-from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
 
 
@@ -32,11 +32,11 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
         change = json.loads(given["change"]) if given["change"] else {}
         manifest, source = at_home(with_usual_lanes(override(load_manifest(path), change))), path.absolute()
     else:
-        # Everything is looked at before a model is loaded from the hub, which may take an hour.
-        placeholder = smallest_manifest(Path("model.gguf"), given["name"])
-        check_before_work(override(placeholder, changes | http_of(given)))
+        if is_on_hub(str(target)):
+            # Everything is looked at before a model is loaded from the hub, which may take an hour.
+            check_before_work(override(_placeholder(given["name"]), changes | http_of(given)), may_run=True)
         model = resolve_model(str(target))
-        manifest, source = with_usual_lanes(smallest_manifest(model, given["name"])), model.absolute()
+        manifest, source = with_usual_lanes(smallest_manifest(model)), model.absolute()
         changes |= http_of(given)
     manifest = override(manifest, changes)
     if given["name"]:
@@ -46,3 +46,9 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     manifest = with_stage_flags(manifest, given, changed)
     is_again = given["report_fd"] is not None
     return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)
+
+
+def _placeholder(name: str) -> Manifest:
+    """Return a manifest of a model that is not here yet. Raises UsageError for an invalid name."""
+    manifest = smallest_manifest(Path("model.gguf"))
+    return named(manifest, name, "--name") if name else manifest

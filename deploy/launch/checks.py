@@ -9,13 +9,14 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.projectors import read_projector
 from relayline.coordinator.text.chat import read_template
 from relayline.deploy.launch.arrange import stage_directory
+from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.log_files import SUPERVISOR
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
-from relayline.wire.links.security import load_security
+from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -31,26 +32,52 @@ def check_names(manifest: Manifest) -> None:
         raise UsageError(f"no stage can be named {taken!r}: relayline's own logs have that name; rename the stage")
 
 
-def check_ports(manifest: Manifest) -> None:
-    """Raise StartError with every port of this machine that is wanted and not free."""
-    problems = [
-        f"{what}: {problem}"
-        for what, host, port in wanted_ports(manifest)
-        if (problem := port_problem(host, port)) is not None
-    ]
+def check_ports(manifest: Manifest, *, may_run: bool = False) -> None:
+    """Raise StartError with every port of this machine that is wanted and not free.
+
+    `may_run`: whether it may be this pipeline itself that runs here and holds them; then such ports are left out.
+    """
+    problems, places = [], "in the manifest"
+    for what, host, port in wanted_ports(manifest):
+        problem = port_problem(host, port)
+        holder = _holder(port) if problem is not None else ""
+        if problem is None or (holder and may_run):
+            continue
+        if holder:
+            ending = f"`relayline down {holder}` ends it"
+            problem = f"{address_of(host, port)} is taken by the pipeline {holder} ({ending})"
+        problems.append(f"{what}: {problem}")
+        if port == manifest.spec.coordinator.http.port:
+            places = "with --http HOST:PORT or in the manifest"
     if problems:
-        raise StartError("; ".join(problems) + "; end what holds it or name another port in the manifest")
+        raise StartError(f"{'; '.join(problems)}; end what holds it, or name another port {places}")
 
 
-def check_before_work(manifest: Manifest) -> None:
-    """Check all that can be checked before the model is known. Raises UsageError, StartError."""
+def _holder(port: int) -> str:
+    """Return the name of the pipeline of this machine that listens on a port; empty for none that is known."""
+    for pipeline in launched(None):
+        state = pipeline.state
+        if pipeline.is_running and any(place.endswith(f":{port}") for place in (state.url, state.join, state.enrol)):
+            return state.name
+    return ""
+
+
+def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
+    """Check all that can be checked before the model is known. `may_run` as in `check_ports`.
+
+    Raises UsageError, StartError.
+    """
     check_names(manifest)
-    check_ports(manifest)
+    check_ports(manifest, may_run=may_run)
     telemetry = manifest.telemetry
     TelemetryConfig(Level.named(telemetry.level), telemetry.otlp_endpoint, telemetry.sampler_ratio)
     coordinator = manifest.spec.coordinator
     if (tls := coordinator.http.tls) is not None:
         check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
+    if coordinator.api_keys_file is not None:
+        from relayline.coordinator.http.api_keys import ApiKeys  # with aiohttp, which few launches need here
+
+        ApiKeys(manifest.resolve(coordinator.api_keys_file))
     if coordinator.chat_template_file is not None:
         read_template(manifest.resolve(coordinator.chat_template_file))
     if (mmproj := manifest.serving.mmproj) and mmproj != AUTO_PROJECTOR:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import logging
 import os
 import re
 from pathlib import Path
@@ -30,7 +31,10 @@ SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.g
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REFERENCE = re.compile(r"hf://([^/@]+)/([^/@]+)/([^@]+\.gguf)(?:@(.+))?")
 _REPOSITORY = re.compile(rf"(?:hf://)?({_NAME}/{_NAME})(?::([A-Za-z0-9_.-]+))?(?:@([^@\s]+))?")
+_RETRIES_MODULE = "_http"  # of huggingface_hub, which logs every attempt
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+log = logging.getLogger("relayline.up")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +61,17 @@ def is_hub_name(text: str) -> bool:
     """Return whether a text can name a repository of the hub, as ORG/NAME[:QUANT]."""
     found = _REPOSITORY.fullmatch(text)
     return found is not None and not found[1].endswith(".gguf")
+
+
+def is_on_hub(reference: str) -> bool:
+    """Return whether a reference means a model of the hub, and nothing on this machine."""
+    return reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference))
+
+
+def check_here(reference: str) -> None:
+    """Raise ModelFileError where a reference means a model on this machine, and there is none."""
+    if not is_on_hub(reference):
+        local_model(reference)
 
 
 def is_pattern(text: str) -> bool:
@@ -88,10 +103,7 @@ def resolve_model(reference: str, sha256: str = "") -> Path:
     """
     if sha256 and not _SHA256.fullmatch(sha256.lower()):
         raise UsageError(f"sha256 {sha256!r} is not 64 hexadecimal digits")
-    if reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference)):
-        path = _from_hub(parse_reference(reference))
-    else:
-        path = local_model(reference)
+    path = _from_hub(parse_reference(reference)) if is_on_hub(reference) else local_model(reference)
     if sha256:
         _check(path, sha256.lower())
     return path
@@ -102,7 +114,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
 
     `model` is the path that `resolve_model` returned for the reference. Raises ModelFileError if there is none.
     """
-    if reference.startswith(SCHEME) or (not os.path.lexists(reference) and is_hub_name(reference)):
+    if is_on_hub(reference):
         source = parse_reference(reference)
         if not (name := projector_among(_names_of(source))):
             raise ModelFileError(f"{SCHEME}{source.repo}: it holds no projector (mmproj*.gguf); name one as a file")
@@ -118,7 +130,7 @@ def resolve_projector(reference: str, model: Path) -> Path:
 
 def projector_of(reference: str) -> str:
     """Return the name of the projector in a model's repository on the hub; empty without one, and for a path."""
-    if not reference.startswith(SCHEME) and (os.path.lexists(reference) or not is_hub_name(reference)):
+    if not is_on_hub(reference):
         return ""
     return projector_among(_names_of(parse_reference(reference)))
 
@@ -133,8 +145,12 @@ def local_model(named: str) -> Path:
         return _only_model(sorted(path.glob("*.gguf")), f"{path}", sorted(path.glob("*.safetensors")))
     if not path.exists() and is_pattern(named):
         return _only_model(sorted(map(Path, glob.glob(named))), named, [])
+    if not path.exists():
+        if named.startswith(("http://", "https://")):
+            raise ModelFileError(f"{named}: URLs are not loaded; download the file, or name hf://ORG/REPO/FILE.gguf")
+        raise ModelFileError(f"{named}: no such file")
     if not path.is_file():
-        raise ModelFileError(f"{path}: no such file")
+        raise ModelFileError(f"{path}: is not a file")
     shard = SHARD.fullmatch(path.name)
     if shard is None or int(shard[2]) == 1:
         return path
@@ -183,10 +199,33 @@ def _from_hub(model: HubFile) -> Path:
     return first
 
 
-def _set_home() -> None:
+class _HubLines(logging.Handler):
+    """Passes on what huggingface_hub logs, but says only once that it tries again: it logs two lines an attempt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._is_said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a record."""
+        if record.module != _RETRIES_MODULE:
+            log.log(record.levelno, "%s", record.getMessage())
+        elif not self._is_said:
+            self._is_said = True
+            log.warning("the hub does not answer; trying again for up to half a minute")
+
+
+def _set_up_hub() -> None:
+    """Prepare huggingface_hub: the place of its cache, before it is imported, and its log."""
     if not os.environ.get("XDG_CACHE_HOME"):
         # For a user without a home directory it keeps "~" as a plain name, a folder in the current directory.
         os.environ.setdefault("HF_HOME", str(home() / ".cache" / "huggingface"))
+    import huggingface_hub.utils.logging  # noqa: F401  # gives its log a handler, which is replaced here
+
+    hub_log = logging.getLogger("huggingface_hub")
+    if not any(isinstance(handler, _HubLines) for handler in hub_log.handlers):
+        hub_log.handlers[:] = [_HubLines()]
+        hub_log.propagate = False
 
 
 def _names_of(model: HubFile) -> list[str]:
@@ -194,7 +233,7 @@ def _names_of(model: HubFile) -> list[str]:
 
     Raises ModelFileError.
     """
-    _set_home()
+    _set_up_hub()
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -228,7 +267,7 @@ def _kept_names(model: HubFile) -> list[str]:
 
 
 def _load(model: HubFile, file: str, revision: str) -> Path:
-    _set_home()
+    _set_up_hub()
     import huggingface_hub  # here, because it is slow to import and most models are files
 
     try:

@@ -20,6 +20,7 @@ from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, SUPERVISOR, RotatedFile
 from relayline.deploy.launch.mend import Mend, later_mender, mender
+from relayline.deploy.launch.model_source import check_here
 from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.prepare import (
     Prepared,
@@ -99,6 +100,8 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
     Where hosts have to be surveyed first, the model is not split yet.
     """
     manifest = to_start.manifest
+    if manifest.model_path is not None:
+        check_here(str(manifest.model_path))
     check_before_work(manifest)
     if not all(stage.is_local for stage in manifest.members) and is_local(manifest.spec.coordinator.host):
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",

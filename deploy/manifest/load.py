@@ -16,6 +16,7 @@ from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
 from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
 from relayline.wire.common.errors import UsageError
+from relayline.wire.model_files.gguf_header import MAGIC
 
 Root = TypeVar("Root", bound=Part)
 
@@ -39,6 +40,8 @@ def load_manifest(path: Path) -> Manifest:
     """
     with path.open("rb") as file:
         data = file.read(TEXT_BYTES_MAX + 1)
+    if data.startswith(MAGIC):
+        raise ManifestError([f"{path}: is a model, not a manifest; `relayline init --model {path}` writes a manifest"])
     return parse_manifest(data, str(path)).with_directory(path.absolute().parent)
 
 

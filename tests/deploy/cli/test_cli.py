@@ -132,6 +132,20 @@ def test_unsupported_architecture_names_the_supported_ones(tmp_path: Path) -> No
     assert not (tmp_path / "out" / "pipeline.json").exists()
 
 
+def test_a_model_may_be_a_directory_and_not_a_name_of_the_hub(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "only.gguf").symlink_to(model)
+    facts = relayline("inspect", tmp_path, "--json")
+    assert json.loads(facts.stdout)["path"].endswith("only.gguf")
+    (tmp_path / "empty").mkdir()
+    refused_here(1, "inspect", tmp_path / "empty", says="empty: has no .gguf file of a model")
+    refused_here(1, "inspect", "org/repo", says="org/repo: no such file; `relayline pull org/repo` loads it")
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_cause(tmp_path: Path) -> None:
+    for command in (("bench", "http://127.0.0.1:1"), ("top", "--once", "--url", "http://127.0.0.1:1")):
+        refused_here(1, *command, says="http://127.0.0.1:1 does not answer (Connection refused); `relayline status`")
+
+
 def test_usage_errors_exit_with_2(model: Path, split: Path, tmp_path: Path) -> None:
     """The first as its own process; the others in this one, since each start takes a second."""
     refused(2, "split", model, "--cuts", str(N_LAYERS), "--out", tmp_path / "x", says=str(N_LAYERS))

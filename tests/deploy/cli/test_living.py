@@ -210,8 +210,10 @@ def test_a_context_beyond_the_models_own_is_warned_of(
     assert ("--ctx 4096 saves memory too" in caplog.text) == is_warned
 
 
-def summary(n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0, p99: float = 40.0) -> Summary:
-    itl = {"p50": p50, "p95": p50, "p99": p99}
+def summary(
+    n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0, p99: float = 40.0, mean: float | None = None
+) -> Summary:
+    itl = {"mean": p50 if mean is None else mean, "p50": p50, "p95": p50, "p99": p99}
     return Summary(4, n_complete, 64, 1.0, 60.0, decode_tok_s, {"p50": 1.0, "p95": 2.0}, itl, "")
 
 
@@ -222,6 +224,8 @@ def summary(n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0,
         ([("1", summary()), ("4", summary(n_complete=3))], "worry: not every request was answered in full with 4"),
         ([("1", summary(p50=500.0))], "with 1 streams a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(p99=900.0))], "with 4 streams one token in a hundred takes 10 times"),
+        ([("1", summary(p50=0.0, mean=2.0, p99=30.0))], "nothing to worry about: "),  # of drafts tokens come together
+        ([("1", summary(p50=0.0, mean=300.0))], "with 1 streams a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams together get fewer tokens a second than 1"),
     ],
 )

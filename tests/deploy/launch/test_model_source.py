@@ -159,6 +159,16 @@ def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in text
 
 
+@pytest.mark.slow  # as above
+def test_the_hubs_client_says_once_that_it_tries_again(tmp_path: Path) -> None:
+    program = "import sys\nsys.stderr = sys.stdout\n" + PROGRAM
+    code, text = load("http://127.0.0.1:1", tmp_path, "org/repo", program=program)
+    assert code == 3
+    again, cannot = text.splitlines()
+    assert again == "the hub does not answer; trying again for up to half a minute"
+    assert "cannot be reached" in cannot
+
+
 def test_the_content_is_checked(hub: Hub, tmp_path: Path) -> None:
     right, wrong = hashlib.sha256(WHOLE).hexdigest(), hashlib.sha256(b"else").hexdigest()
     assert load(hub.url, tmp_path, "hf://org/repo/model.gguf", right)[0] == 0

@@ -234,7 +234,7 @@ def test_logs_follow_new_lines(served: Up, home: Path) -> None:
 @pytest.mark.usefixtures("served")
 def test_up_of_a_running_pipeline_changes_nothing_or_names_changes_that_need_a_restart(home: Path) -> None:
     same = relayline("up", home / "served.yaml", "--detach")
-    assert (same.returncode, same.stdout) == (0, "served already runs as the manifest says; nothing to change\n")
+    assert (same.returncode, same.stdout) == (0, "served already runs with these settings; nothing to change\n")
     other = relayline("up", home / "served.yaml", "--lanes", "4")
     assert other.returncode == 1
     assert other.stdout == "context.lanes: 8 -> 4: needs a new start\n"
@@ -328,6 +328,10 @@ def test_flags_win_over_variables_and_these_over_the_manifest(home: Path, monkey
         (("MANIFEST", "--cuts", "99"), "99"),
         (("MANIFEST", "--cuts", "4", "--stages", "2"), "give either --stages or --cuts"),
         (("MANIFEST", "--name", "No Name"), "--name 'No Name' is not a name"),
+        ((str(DEMO), "--name", "No Name"), "--name 'No Name' is not a name"),
+        ((str(DEMO), "--http", "127.0.0.1:0", "--api-keys", "nowhere"), "nowhere does not exist"),
+        (("org/model", "--name", "No Name"), "--name 'No Name' is not a name"),
+        (("http://10.0.0.1/model.gguf",), "URLs are not loaded; download the file"),
         (("nowhere.yaml",), "nowhere.yaml"),
         (("nowhere",), "nowhere: no such file"),
     ],
@@ -338,6 +342,7 @@ def test_forms_that_do_not_go_together(arguments: tuple[str, ...], says: str, tm
     assert done.returncode in (1, 2)
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+    assert "ended" not in done.stderr, "nothing was started"
 
 
 def test_nothing_is_started_where_a_port_is_taken(served: Up, home: Path) -> None:
@@ -345,8 +350,20 @@ def test_nothing_is_started_where_a_port_is_taken(served: Up, home: Path) -> Non
     manifest = write_manifest(home, "taken")
     done = relayline("up", manifest, "--http", f"127.0.0.1:{port}")
     assert done.returncode == 1
-    assert f"127.0.0.1:{port} is taken" in done.stderr
+    assert f"127.0.0.1:{port} is taken by the pipeline served (`relayline down served` ends it)" in done.stderr
     assert not (home / "state" / "relayline" / "taken" / "state.json").exists()
+    gone = relayline("up", home / "nowhere.gguf", "--http", f"127.0.0.1:{port}")
+    assert "nowhere.gguf: no such file" in gone.stderr, "what is asked for comes before what is in its way"
+
+
+def test_up_of_a_running_model_is_no_port_that_is_taken(home: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with up(DEMO, "--name", "twice", "--http", f"127.0.0.1:{port}") as running:
+        running.ready()
+        again = relayline("up", DEMO, "--name", "twice", "--http", f"127.0.0.1:{port}")
+    assert (again.returncode, again.stdout) == (0, "twice already runs with these settings; nothing to change\n")
 
 
 async def test_a_stage_that_keeps_dying_ends_the_whole_with_the_telling_line(home: Path, tmp_path: Path) -> None:

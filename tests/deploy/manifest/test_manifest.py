@@ -261,6 +261,13 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
         load_manifest(tmp_path / "none.yaml")
 
 
+def test_a_model_in_place_of_a_manifest_is_called_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(300_000))
+    with pytest.raises(ManifestError, match=r"is a model, not a manifest; `relayline init --model"):
+        load_manifest(path)
+
+
 # --- text and values --------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import aiohttp  # a third of a second, which `up`, `logs` and `down` need not wait for
 
 TIMEOUT_S = 15.0
+EVENT_WAIT_S = 900.0  # between two events of a stream: a stage may be lost meanwhile, or a queue be long
 DEFAULT_URL = "http://127.0.0.1:8080"
 Command = Callable[..., Any]
 KEY_VARIABLE = "RELAYLINE_API_KEY"
@@ -162,6 +163,38 @@ class Coordinator:
     async def post(self, path: str, body: dict[str, Any], wanted: Collection[str] = ()) -> dict[str, Any]:
         """Post a JSON object to `path` and return the one that is answered. Raises as `get`."""
         return await self._ask("POST", path, body, wanted)
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Post a JSON object to `path` and yield the server-sent events that answer it, as they come.
+
+        Their texts are as the server sent them, and not safe for a terminal. Raises StartError where nothing answers,
+        where the answer is an error, reports one or breaks off.
+        """
+        import aiohttp
+
+        url, n_events = f"{self.url}{path}", 0
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=EVENT_WAIT_S)
+        try:
+            async with self._session.post(url, json=body, timeout=timeout) as response:
+                if response.status >= 400:
+                    raise StartError(refusal(url, response.status, parsed(await response.read())))
+                async for line in response.content:
+                    data = line.strip().removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if event.get("error"):
+                        raise StartError(refusal(url, 500, parsed(data)))
+                    n_events += 1
+                    yield event
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if n_events:
+                raise StartError(f"the answer broke off: {str(error) or type(error).__name__}") from error
+            raise unanswered(self.url, error) from error
+        except (ValueError, AttributeError) as error:  # of JSON, of a line that is too long
+            raise StartError(f"{url} does not answer with events in JSON") from error
+        if not n_events:
+            raise StartError(f"{url} does not answer with events in JSON")
 
     async def _ask(self, method: str, path: str, body_sent: Any, wanted: Collection[str]) -> dict[str, Any]:
         import aiohttp

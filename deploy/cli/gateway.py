@@ -155,7 +155,7 @@ def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_f
     plan = dataclasses.replace(plan, config=with_flags(plan.config, given, "http" in changed))
 
     def show(event: dict[str, Any]) -> None:
-        click.echo(line_of(event, as_json=given["as_json"]))
+        click.echo(line_of(event, as_json=given["as_json"], is_here=not given["detach"]))
 
     if given["report_fd"] is None and applied_gateway(
         plan, directory, is_dry=given["dry_run"], as_json=given["as_json"]

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "drain": ("relayline.deploy.cli.drain", "drain_command"),
     "uncordon": ("relayline.deploy.cli.drain", "uncordon_command"),
     "logs": ("relayline.deploy.cli.control", "logs_command"),
+    "chat": ("relayline.deploy.cli.chat", "chat_command"),
     "down": ("relayline.deploy.cli.control", "down_command"),
     "doctor": ("relayline.deploy.cli.doctor", "doctor_command"),
     "render": ("relayline.deploy.cli.render", "render_command"),
@@ -58,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 # How --help lists them; a command of no group comes last.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Run a pipeline": ("up", "demo", "init", "plan", "doctor"),
+    "Run a pipeline": ("up", "chat", "demo", "init", "plan", "doctor"),
     "Look after it": ("status", "move", "drain", "uncordon", "restart", "logs", "top", "trace", "down"),
     "Measure": ("bench", "report", "calibrate", "certify"),
     "Models": ("pull", "inspect", "split", "cache"),

@@ -42,7 +42,7 @@ def up_manifest(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple
     directory = StateDir(given["state_dir"] or state_root() / to_start.manifest.name)
 
     def show(event: dict[str, Any]) -> None:
-        click.echo(line_of(event, as_json=given["as_json"]))
+        click.echo(line_of(event, as_json=given["as_json"], is_here=True))
 
     if given["report_fd"] is None and applied(to_start, directory, is_dry=given["dry_run"], as_json=given["as_json"]):
         return

@@ -54,7 +54,7 @@ class Supervisor:
 
     Event loop only; its owner holds the lock of `directory`. `mend` checks the split before a dead stage is restarted,
     and returns whether its files are whole. `emit` gets events: `process` (one became ready), `remote` (a command to
-    run on another host), `waiting` and `fetch` (see Waiting), `ready`.
+    run on another host), `loading` (stages start here), `waiting` and `fetch` (see Waiting), `ready`.
     """
 
     def __init__(
@@ -98,6 +98,8 @@ class Supervisor:
             kept = self._kept(stage.name, self._stage_arguments(stage, join), None)
             self._stages[stage.name] = kept
             self._keep(kept)
+        if self._stages:
+            self._emit({"event": "loading", "stages": list(self._stages), "message": _loading(len(self._stages))})
         for remote in self.plan.remote:
             authority = self.plan.authority
             again = authority is not None and await asyncio.to_thread(has_joined, authority, remote.name, remote.host)
@@ -330,6 +332,11 @@ class Supervisor:
     def _gone(self, name: str) -> None:
         if self.board[name].state is not HostState.FAILED:
             self.board.set_process(name, state=HostState.STOPPED, pid=0, start_ticks=0)
+
+
+def _loading(n_stages: int) -> str:
+    what = "1 stage loads its layers" if n_stages == 1 else f"{n_stages} stages load their layers"
+    return f"{what}; the first start of a model takes longer, because stages measure their speed"
 
 
 def _records(plan: LaunchPlan) -> tuple[ProcessRecord, ...]:

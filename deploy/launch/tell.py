@@ -8,10 +8,11 @@ from typing import Any
 
 QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
 BEGINNING = "def factorial(n):\n"
+ENDING = "Ctrl-C ends it; `relayline up --detach` runs in the background"
 
 
-def line_of(event: dict[str, Any], *, as_json: bool) -> str:
-    """Return the line for one event."""
+def line_of(event: dict[str, Any], *, as_json: bool, is_here: bool = False) -> str:
+    """Return the lines for one event; `is_here`: the pipeline ends with this command."""
     if as_json:
         return json.dumps(event)
     match event["event"]:
@@ -23,27 +24,31 @@ def line_of(event: dict[str, Any], *, as_json: bool) -> str:
             where = f"on {event['host']}, unless it still runs there" if event.get("again") else f"on {event['host']}"
             return f"{where}, run{first}:\n  {event['command']}"
         case "ready":
-            return _ready_line(event)
+            return _ready_line(event) + (f"\n{ENDING}" if is_here else "")
         case _:
             return str(event.get("message", event))
 
 
 def _ready_line(event: dict[str, Any]) -> str:
-    """Return where clients connect; with stages on other hosts also whether they can from there."""
-    try_it = f"try it:\n  {curl_of(event)}"
-    reached = event.get("clients")
-    if reached is None or reached:
-        return f"ready: {reached or event['url']}/v1\n{try_it}"
-    port = event["url"].rpartition(":")[2]
-    return f"ready: {event['url']}/v1 (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)\n{try_it}"
+    """Return where clients connect and what to try; with stages on other hosts also whether they can from there."""
+    reached, note = event.get("clients"), ""
+    if reached is not None and not reached:
+        port = event["url"].rpartition(":")[2]
+        note = f" (only for this machine; `--http 0.0.0.0:{port}` lets other hosts in)"
+    lines = [f"ready: {reached or event['url']}/v1{note}", f"page:  {_address(event)}/", "try it:"]
+    if event.get("chat", True) and event.get("role") != "gateway":
+        lines.append("  relayline chat")
+    return "\n".join([*lines, f"  {curl_of(event)}"])
+
+
+def _address(event: dict[str, Any]) -> str:
+    """Return the URL to connect to, which one of every interface is not."""
+    return str(event.get("clients") or event["url"].replace("//0.0.0.0:", "//127.0.0.1:"))
 
 
 def curl_of(event: dict[str, Any]) -> str:
     """Return a command that asks a pipeline which is ready something that most models can answer."""
-    url = event.get("clients") or event["url"].replace(
-        "//0.0.0.0:", "//127.0.0.1:"
-    )  # that is not an address to connect to
-    words = ["curl", "-s", f"{url}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
+    words = ["curl", "-s", f"{_address(event)}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
     if event.get("needs_key"):
         words += ["-H", "Authorization: Bearer KEY"]
     body: dict[str, Any] = {"model": event["model"], "temperature": 0}

@@ -381,12 +381,16 @@ def test_lines_for_people() -> None:
     served = {"event": "ready", "url": "http://127.0.0.1:8080", "model": "m"}
     (first, *rest) = line_of(served, as_json=False).splitlines()
     assert first == "ready: http://127.0.0.1:8080/v1"
-    assert rest[0] == "try it:"
-    assert "http://127.0.0.1:8080/v1/chat/completions" in rest[1]
+    assert rest[:3] == ["page:  http://127.0.0.1:8080/", "try it:", "  relayline chat"]
+    assert "http://127.0.0.1:8080/v1/chat/completions" in rest[3]
+    assert line_of(served, as_json=False, is_here=True).splitlines()[-1].startswith("Ctrl-C ends it")
+    assert "relayline chat" not in line_of(served | {"chat": False}, as_json=False)
     alone = line_of(served | {"clients": ""}, as_json=False).splitlines()[0]
     assert alone.endswith("/v1 (only for this machine; `--http 0.0.0.0:8080` lets other hosts in)")
     everywhere = {"event": "ready", "url": "http://0.0.0.0:8080", "clients": "http://10.0.0.9:8080", "model": "m"}
-    assert line_of(everywhere, as_json=False).splitlines()[0] == "ready: http://10.0.0.9:8080/v1"
+    assert line_of(everywhere, as_json=False).splitlines()[:2] == [
+        "ready: http://10.0.0.9:8080/v1", "page:  http://10.0.0.9:8080/",
+    ]  # fmt: skip
     assert line_of(ready, as_json=True).startswith('{"event": "process"')
 
 

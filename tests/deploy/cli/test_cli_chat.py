@@ -1,0 +1,149 @@
+"""`relayline chat`: one question, or a talk, with a server that answers in events."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from relayline.deploy.cli import chat as chats
+from relayline.deploy.cli.chat import Answer, Chat, shown
+from relayline.deploy.testing.processes import relayline
+
+
+def event(text: str = "", finish: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]} | more
+
+
+USAGE = {"choices": [], "usage": {"completion_tokens": 5}}
+ANSWER = [event("Hel"), event("lo\n\x1b[2Jyou"), event(finish="stop"), USAGE]
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Answers each request with the next of its replies, events or an error, and keeps the bodies."""
+
+    def __init__(self, replies: list[list[dict[str, Any]] | int]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.replies, self.bodies = replies, list[Any]()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        reply = self.server.replies.pop(0)
+        if isinstance(reply, int):
+            self.send_response(reply)
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": "too long"}}).encode())
+            return
+        self.send_response(200)
+        self.end_headers()
+        for each in reply:
+            self.wfile.write(f"data: {json.dumps(each)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def serving(*replies: list[dict[str, Any]] | int) -> Iterator[Server]:
+    with Server(list(replies)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_one_question_prints_the_answer_alone() -> None:
+    with serving(ANSWER) as server:
+        done = relayline("chat", "Who?", "--url", server.url, "--system", "Be kind.", "--max-tokens", "9")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello\n\\x1b[2Jyou\n", "")
+    (body,) = server.bodies
+    assert body["messages"] == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Who?"}]
+    assert (body["max_tokens"], "temperature" in body, "model" in body) == (9, False, False)
+
+
+@pytest.mark.parametrize(
+    ("replies", "says"),
+    [
+        ([400], "too long"),
+        ([[{"error": {"message": "a stage was lost"}}]], "a stage was lost"),
+        ([[]], "does not answer with events in JSON"),
+    ],
+)
+def test_an_error_is_one_line(replies: list[Any], says: str) -> None:
+    with serving(*replies) as server:
+        done = relayline("chat", "Who?", "--url", server.url)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("relayline: error: ")
+    assert says in line
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, server: Server, *typed: str | type[BaseException]) -> None:
+    lines = iter([*typed, EOFError])
+
+    def read(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    chats._talk(Chat({}), (server.url, ""))
+
+
+def test_a_talk_remembers_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(ANSWER, [event("b")], [event("c")]) as server:
+        talk(monkeypatch, server, "one \\", "two", KeyboardInterrupt, "", "again", "/new", "afresh")
+    first, second, third = (body["messages"] for body in server.bodies)
+    assert first == [{"role": "user", "content": "one \ntwo"}]
+    answer = {"role": "assistant", "content": "Hello\n\x1b[2Jyou"}
+    assert second == [*first, answer, {"role": "user", "content": "again"}]
+    assert third == [{"role": "user", "content": "afresh"}]
+    printed = capsys.readouterr().out
+    assert "(5 tokens, " in printed
+    assert "\x1b[2J" not in printed
+
+
+def test_a_question_that_fails_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving([event("a")], 400, [event("c")]) as server:
+        talk(monkeypatch, server, "one", "far too long", "two", "/exit", "never")
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["one", "a", "two"]
+    seen = capsys.readouterr()
+    assert seen.err == "relayline: error: too long\n"
+    assert seen.out.count("/new begins another chat") == 2, "at the start, and after the failure"
+
+
+def test_figures_of_an_answer() -> None:
+    answer = Answer(began_s=10.0)
+    assert answer.figures() == "no answer"
+    assert answer.take({"choices": [{"delta": {"reasoning_content": "hm"}}]}, 10.5) == ("hm", "")
+    assert answer.take(event("a"), 11.0) == ("", "a")
+    assert answer.figures() == "stopped"
+    answer.take(event("b", "length"), 12.5)
+    answer.take(USAGE, 12.6)
+    assert answer.figures() == "5 tokens, 2.0 tok/s, the first after 500 ms, cut off: the limit of tokens is reached"
+    assert (answer.text, answer.thoughts) == ("ab", "hm")
+
+
+def test_text_of_a_model_cannot_steer_a_terminal() -> None:
+    assert shown("a\tb\n\u2600\ufe0f") == "a\tb\n\u2600\ufe0f"
+    assert shown("\x1b]0;x\x07\u202e\r") == "\\x1b]0;x\\x07\\u202e\\r"

@@ -30,7 +30,7 @@ from relayline.wire.envelopes import _rows
 from relayline.wire.envelopes.buffers import BufferPool, with_extras
 from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.envelopes.envelope import checksum, parse
-from relayline.wire.envelopes.frames import set_traces
+from relayline.wire.envelopes.frames import TRACE_BYTES
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -64,7 +64,7 @@ class Reusable:
         records["flags"] = [2] * n_rows
         records["argument"] = 0
         records["enqueued_ns"] = [7] * n_rows
-        set_traces(records, [TRACE] * n_rows)
+        records["trace"] = np.frombuffer(TRACE * n_rows, f"V{TRACE_BYTES}")
         buffer.seal(1, 1, 1)
         message = with_extras(buffer, exponents, [])
         self.pool.give_back(buffer)  # gRPC copies while a write starts, so the buffer is free once it returns

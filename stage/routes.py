@@ -27,7 +27,6 @@ UNUSED_S = 3 * bounds.HANDSHAKE_TIMEOUT_S  # a coordinator that began an epoch l
 class Listener:
     """One Return stream: messages on their way to the coordinator. None ends it."""
 
-    epoch: int
     queue: asyncio.Queue[pb.ReturnResponse | None] = dataclasses.field(
         default_factory=lambda: asyncio.Queue(RETURN_QUEUE_MAX)
     )
@@ -93,7 +92,7 @@ class Route:
 
     def listen(self) -> Listener:
         """Add a Return stream."""
-        listener = Listener(self.epoch)
+        listener = Listener()
         listener.queue.put_nowait(pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, subscribed=True))
         self._listeners.append(listener)
         return listener

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -36,8 +35,6 @@ from relayline.wire.links.guard import Guard
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
-
-log = logging.getLogger("relayline.stage")
 
 SHUTDOWN_GRACE_S = 2.0  # calls still running when an engine ends
 

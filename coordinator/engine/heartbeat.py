@@ -9,7 +9,6 @@ add to the stage's monotonic clock to get the coordinator's wall clock.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence, Sized
 
@@ -17,8 +16,6 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.clock import Clock, OffsetEstimate
 from relayline.wire.telemetry.telemetry import own_offset_ns
-
-log = logging.getLogger("relayline.coordinator")
 
 BEAT_S = 1.0  # while anything runs
 IDLE_BEAT_S = 10.0

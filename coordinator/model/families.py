@@ -259,7 +259,7 @@ def metadata_of(model: GgufModel, n_layers: int, n_vocab: int) -> Metadata:
     architecture = model.text("general.architecture")
     prefix = architecture + "."
     values = {key.removeprefix(prefix): entry.value for key, entry in model.entries.items() if entry.value is not None}
-    return Metadata(architecture, values, model.tensors.keys(), n_layers, n_vocab)
+    return Metadata(values, model.tensors.keys(), n_layers, n_vocab)
 
 
 def scale_of(family: Family, facts: Metadata) -> float:

@@ -14,7 +14,6 @@ from relayline.wire.model_files.gguf_header import Value
 class Metadata:
     """The inputs of a rule."""
 
-    architecture: str
     values: Mapping[str, Value]  # decoded entries; keys of the family's own namespace without the prefix
     tensor_names: Collection[str]
     n_layers: int  # decoded layers; prediction layers at the end are not counted

@@ -135,7 +135,7 @@ class Cycle:
     """One grouping on one instance: turns stage times into the rate of a split."""
 
     def __init__(self, costs: Costs, n_streams: int, grouping: Grouping) -> None:
-        self.costs, self.grouping = costs, grouping
+        self.costs = costs
         self.rows = grouping[1]
         self.n_full, self.rest = flights_of(n_streams, grouping)
         self.n_tokens = self.n_full * self.rows + self.rest

@@ -14,7 +14,6 @@ from relayline.coordinator.planner.instance import (
     KV_VALUE_BYTES,
     Gpu,
     Host,
-    Instance,
     Load,
     Machine,
     ModelShape,
@@ -217,12 +216,3 @@ def pools_of(host: Host) -> tuple[Pool, ...]:
 def pool_usable_bytes(pool: Pool) -> int | None:
     """Return how much of one stages may use; None if its size is unknown."""
     return machine_usable_bytes(pool) if isinstance(pool, Machine) else gpu_usable_bytes(pool)
-
-
-def total_bytes(instance: Instance) -> int:
-    """Return the memory that a split of the instance needs in all, for any cuts (the layers count once)."""
-    model, load = instance.model, instance.load
-    n_stages = len(instance.hosts)
-    whole = stage_memory(model, load, 0, model.n_layers)
-    each = compute_bytes(model, load, is_last=False) + PROCESS_BYTES + load.prefix_memory_bytes
-    return whole.total_bytes + (n_stages - 1) * each

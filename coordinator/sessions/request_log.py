@@ -273,7 +273,6 @@ class RequestLog:
     def __init__(self, requests_max: int = RING_REQUESTS_MAX) -> None:
         self._requests_max = requests_max
         self._records: collections.deque[RequestRecord] = collections.deque()
-        self.n_forgotten = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -285,7 +284,6 @@ class RequestLog:
         """Remember a request; the oldest is forgotten when the ring is full."""
         if len(self._records) >= self._requests_max:
             self._records.popleft()
-            self.n_forgotten += 1
         self._records.append(record)
 
     def find(self, wanted: str) -> RequestRecord | None:

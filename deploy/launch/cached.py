@@ -19,7 +19,6 @@ from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
 
-KINDS = ("splits", "artifacts", "downloads")
 IN_USE = "in use"  # why something is not removed
 
 

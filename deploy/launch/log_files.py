@@ -101,15 +101,6 @@ class LogReader:
             self._file = None
 
 
-def last_lines(path: Path, n_lines: int) -> list[str]:
-    """Return the last lines of a log, oldest first."""
-    reader = LogReader(path)
-    try:
-        return reader.last_lines(n_lines)
-    finally:
-        reader.close()
-
-
 def _is_still(path: Path, handle: int) -> bool:
     """Return whether the open file is the one at `path`."""
     try:

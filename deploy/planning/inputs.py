@@ -107,7 +107,6 @@ def instance_of(
     *,
     n_streams: int = 0,
     is_running: bool = False,
-    ignore_measured: bool = False,
     known: Mapping[str, KnownHost] | None = None,
     gpus: Sequence[GpuFact] | None = None,
 ) -> Instance:
@@ -118,14 +117,14 @@ def instance_of(
     are looked for. Raises UsageError for an unusable calibration file.
     """
     if known is None:
-        known = NOBODY if ignore_measured else known_hosts(manifest, facts.path)
+        known = known_hosts(manifest, facts.path)
     threads = threads_of(manifest, known)
     machines = _machines(manifest, threads, known, is_running=is_running)
     bytes_per_weight = _bytes_per_weight(facts)
     hosts = []
     places = zip(gpu_numbers(manifest), _offloads(manifest, facts, gpus), strict=True)
     for stage, n_threads, (device, offload) in zip(manifest.stages, threads, places, strict=True):
-        measured = None if ignore_measured or not stage.is_local else _measured(manifest, facts, stage, n_threads)
+        measured = None if not stage.is_local else _measured(manifest, facts, stage, n_threads)
         reported = known[stage.name].speed if stage.name in known else None
         hosts.append(
             Host(

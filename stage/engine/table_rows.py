@@ -45,7 +45,7 @@ class TableRows:
         row_bytes = n_columns // traits.block_elements * traits.block_bytes
         if not n_rows or path.stat().st_size < offset_bytes + n_rows * row_bytes:
             raise ArtifactError(f"{path}: ends before its {what} does; copy it again")
-        self.n_rows, self.n_columns = n_rows, n_columns
+        self.n_columns = n_columns
         self._to_float, self._row_bytes = traits.to_float, row_bytes
         self._rows = np.memmap(path, np.uint8, mode="r", offset=offset_bytes, shape=(n_rows, row_bytes))
         self._plain = self._rows.view(np.int32 if are_integers else np.float32) if self._to_float is None else None

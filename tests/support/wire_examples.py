@@ -11,10 +11,16 @@ import struct
 import numpy as np
 import xxhash
 
+from relayline.wire.envelopes.frames import TRACE_BYTES, Records
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 TRACE = bytes(range(25))
 BATCH_TRACE = bytes(range(100, 125))
+
+
+def set_traces(frames: Records, traces: list[bytes]) -> None:
+    """Write one trace context per record."""
+    frames["trace"] = np.frombuffer(b"".join(traces), f"V{TRACE_BYTES}")
 
 
 def frame(n_rows: int, session: int = 1, **fields: object) -> pb.Frame:

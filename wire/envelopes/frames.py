@@ -100,8 +100,3 @@ def _mask_and_constants(n_frames: int) -> tuple[int, int]:
 def read_heads(records: Any) -> list[Head]:
     """Return the columns of all records, one tuple per record; `records` are their bytes or an array of them."""
     return list(_READ.iter_unpack(records))
-
-
-def set_traces(frames: Records, traces: list[bytes]) -> None:
-    """Write one trace context (TRACE_BYTES each) per record; numpy takes 20 times longer from a list of np.void."""
-    frames["trace"] = np.frombuffer(b"".join(traces), dtype=f"V{TRACE_BYTES}")

@@ -22,7 +22,6 @@ import numpy.typing as npt
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.envelopes import _rows
 
-F16_MAX = 65_504.0
 EXPONENT_MAX = _rows.EXPONENT_MAX  # exponents of rows that travel are 0..EXPONENT_MAX
 
 _FULL = np.dtype(np.float32)

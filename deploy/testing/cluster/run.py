@@ -67,7 +67,6 @@ class Cluster:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.clock, self._rng = plan, Clock(), random.Random(f"{plan.seed}/run")
         self.excuses = audit.Excuses()
-        self.n_moves_asked = 0
         self._poison: dict[tuple[int, int], int] = {}  # (route, session) -> the stage that it crashes
         n = plan.n_stages
         shares = parts([N_LAYERS * index // n for index in range(1, n)])
@@ -248,7 +247,7 @@ class Cluster:
 
     def _move(self, mover: Mover, which: int) -> None:
         cuts = random.Random(which).sample(range(1, N_LAYERS), len(mover.moves.cuts))
-        self.n_moves_asked += mover.ask(tuple(sorted(cuts)))
+        mover.ask(tuple(sorted(cuts)))
 
     def _cut(self, which: int) -> None:
         links = [link for each in self.coordinators for link in each.links if not link.is_cut]

@@ -14,7 +14,6 @@ import numpy as np
 from relayline.wire.common.curve import LADDER, CostCurve
 
 MS = 1_000_000
-PREFILL_LADDER = (4, 8, 16, 32, 64, 128, 256, 512)
 
 # FIELD.md: 8 layers and the head of a 1B-shape llama, Q4_0, one thread. Beyond 32 rows each tile costs what it did.
 STAIRCASE_MS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.server
 import json
 import os
@@ -22,7 +23,7 @@ from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
 from relayline.deploy.launch.leftovers import end_leftovers
-from relayline.deploy.launch.log_files import LogReader, LogWriter, last_lines
+from relayline.deploy.launch.log_files import LogReader, LogWriter
 from relayline.deploy.launch.plan_file import write_plan
 from relayline.deploy.launch.process_id import ProcessId, age_s, identify, is_running, send_signal, wait_ended
 from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir
@@ -268,6 +269,11 @@ def test_state_that_cannot_be_read_hides_no_other_pipeline(
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def last_lines(path: Path, n_lines: int) -> list[str]:
+    with contextlib.closing(LogReader(path)) as reader:
+        return reader.last_lines(n_lines)
 
 
 def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from relayline.wire.common.errors import InternalError
 from relayline.wire.envelopes.buffers import Buffer, BufferPool, _writable, with_extras
 from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import HEADER_BYTES, checksum, parse
-from relayline.wire.envelopes.frames import TRACE_BYTES, set_traces
+from relayline.wire.envelopes.frames import TRACE_BYTES
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.wire_examples import TRACE, library
+from tests.support.wire_examples import TRACE, library, set_traces
 
 N_ROWS, WIDTH = 8, 4096
 PAYLOAD_BYTES = N_ROWS * WIDTH * 2

@@ -23,10 +23,10 @@ from relayline.wire.envelopes import layout
 from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.envelopes.dtypes import DTYPE_F16, DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import HEADER_BYTES, NUMPY_DTYPE, EnvelopeView, parse
-from relayline.wire.envelopes.frames import FRAME_BYTES, FRAME_DTYPE, Flag, Head, set_traces
+from relayline.wire.envelopes.frames import FRAME_BYTES, FRAME_DTYPE, Flag, Head
 from relayline.wire.envelopes.rows import RowEncoder, decode_f16
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library
+from tests.support.wire_examples import ENCODINGS, EXAMPLES, canonical, envelope, frame, library, set_traces
 
 FRAME_FIELDS = ("session_id", "epoch", "position", "n_rows", "flags", "argument", "checksum", "enqueued_ns")
 each_example = pytest.mark.parametrize("name", EXAMPLES)

@@ -18,8 +18,9 @@ from hypothesis import given
 
 from relayline.wire.common.errors import ProtocolError
 from relayline.wire.envelopes import _rows
-from relayline.wire.envelopes.rows import EXPONENT_MAX, F16_MAX, RowEncoder, decode_f16
+from relayline.wire.envelopes.rows import EXPONENT_MAX, RowEncoder, decode_f16
 
+F16_MAX = float(np.finfo(np.float16).max)
 F32_MAX = float(np.finfo(np.float32).max)
 HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 FINITE_HALVES = HALVES[np.isfinite(HALVES)]

@@ -33,7 +33,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from relayline.coordinator.schedule.cycles import (
-    CHUNK_LADDER,
     by_device,
     cost_of_each,
     joined,
@@ -107,9 +106,13 @@ class GroupPlanner:
         self.shares_host = any(stage.shares_host for stage in stages)
         """Whether stages compute on one host."""
         has_time = has_time_for_tiles((stage.prefill for stage in stages), self.rows_max)
-        has_tiles = self.is_per_lane or any(stage.context_tiled_ns > 0 for stage in stages)
-        self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time)
+        tiled = [stage for stage in stages if stage.context_tiled_ns > 0]
+        has_tiles = self.is_per_lane or bool(tiled)
+        is_avoided = has_tiles and not self.is_per_lane and all(stage.takes_lanes_apart for stage in tiled)
+        self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time and not is_avoided, is_avoided)
         """Which rows may be in one step. Lanes have cells of their own on processors alone, which may go by tiles."""
+        self.chunks: Sequence[int] = self.tile_rule.steps_tried(min(self.rows_max, self.tile_rule.prompt_rows_max(0)))
+        """How many rows a flight of prompt rows alone may have, ascending."""
         self._has_context = any(stage.context_ns for stage in stages)
         self._runs_ahead = len(stages) == 1 and stages[0].runs_ahead
         self._is_one_flight = len(self.devices) == 1 and (len(stages) > 1 or self._runs_ahead)
@@ -204,7 +207,8 @@ class GroupPlanner:
     def rides(self, rows: int) -> list[int]:
         """Return how many prompt rows may join this many decode rows: the numbers that fill tiles, ascending."""
         n_decode = 0 if self.is_per_lane else rows
-        return [total - n_decode for total in CHUNK_LADDER if n_decode < total <= self.rows_max - rows + n_decode]
+        most = min(self.rows_max - rows, self.tile_rule.prompt_rows_max(rows))
+        return [total - n_decode for total in self.tile_rule.steps_tried(n_decode + most) if total > n_decode]
 
     def draft_room(self, n_streams: int) -> int:
         """Return how many guesses may follow one row of each of n_streams."""
@@ -320,7 +324,7 @@ class GroupPlanner:
             ways_ns = (n_chunks + n_stages - 1) * self.round_trip.of(0) / (n_stages + 1)
             return train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
 
-        return min((chunk for chunk in CHUNK_LADDER if chunk <= self.rows_max), key=time_ns)
+        return min(self.chunks, key=time_ns)
 
 
 def _context_step(tokens: float) -> int:

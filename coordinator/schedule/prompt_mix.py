@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from relayline.coordinator.schedule.cycles import CHUNK_LADDER, Devices, joined, prompts_ns, turns_of
+from relayline.coordinator.schedule.cycles import Devices, joined, prompts_ns, turns_of
 from relayline.coordinator.schedule.overhead import RoundTrip
 
 BUSY = 0.9  # a stage that works this part of the time has none for another flight
@@ -39,6 +39,8 @@ class FlightCosts(Protocol):
     devices: Devices
     rows_max: int
     round_trip: RoundTrip
+    chunks: Sequence[int]
+    """How many rows a flight of prompt rows alone may have, ascending."""
 
     def step_ns(self, rows: int) -> float:
         """Predict the busiest stage's step of `rows` decode rows."""
@@ -127,9 +129,7 @@ class MixSearch:
         """Yield the choices of prompt flights that keep the bound, with decode flights that carry this ride."""
         n_groups, way_ns = groups[0], sum(decode) + self._costs.round_trip.of(groups[0] * groups[1])
         overhead_ns = self._costs.round_trip.of(0)
-        for chunk in CHUNK_LADDER:
-            if chunk > self._costs.rows_max:
-                break
+        for chunk in self._costs.chunks:
             costs = prompts_ns(self._costs.devices, chunk)
             for flights in range(1, len(self._costs.devices) + 1):
                 work_ns = max(n_groups * ours + flights * theirs for ours, theirs in zip(decode, costs, strict=True))

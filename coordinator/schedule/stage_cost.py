@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, mixed_cost_ns, price_per_lane
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, goes_by_tiles, mixed_cost_ns, price_per_lane
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StageCost:
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # per-lane KV cells: decode rows and prompt rows are computed separately
-    takes_lanes_apart: bool = False  # a step most of whose rows are decode rows costs context_ns however many they are
+    takes_lanes_apart: bool = False  # decode rows cost context_ns however many they are, see goes_by_tiles
     device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
     runs_ahead: bool = False  # it computes the next rows of its streams before they are asked for
@@ -85,8 +85,8 @@ class StageCost:
             row_tokens = decode_tokens + prompt_rows * self.prompt_tokens
             lane_tokens = decode_tokens + (self.prompt_tokens if prompt_rows else 0)
             return price_per_lane(self.context_ns, self.context_tiled_ns, row_tokens, lane_tokens)
-        is_apart = self.takes_lanes_apart and rows > prompt_rows
-        if padded_rows < ATTENTION_TILE_ROWS or not self.context_tiled_ns or is_apart:
+        is_tiled = goes_by_tiles(rows, padded_rows - rows, takes_lanes_apart=self.takes_lanes_apart)
+        if not (self.context_tiled_ns and is_tiled):
             return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
         n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0
         tile_tokens = rows * self.decode_tokens + n_tiles * self.prompt_tokens

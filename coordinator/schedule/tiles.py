@@ -14,6 +14,11 @@ would stand still for too long. Then long prompts are computed in small parts to
 differ.
 
 If each lane has its own KV cells, only rows of one lane form a tile. Otherwise all rows of a step do.
+
+Some builds have attention of our own for shared cells (deploy/kernels/attend_own_cells.cpp). It takes lanes apart: a
+step most of whose rows are decode rows goes by no tiles, however many rows it has. There no prompt is read in tiles,
+and few prompt rows ride with many decode rows. For each of its rows a tile looks at the cells of all lanes. That takes
+up to ten times as long as our attention once other lanes hold something. It gains a fifth at most while they are empty.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from relayline.coordinator.schedule.cycles import CHUNK_LADDER
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.bounds import ROWS_PER_ENVELOPE_MAX
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, TILE_ROWS, CostCurve, rows_apart
 
 LONG_PROMPT_ROWS = 512  # attention is a small part of what shorter prompts take
 TILE_STEP_MAX_NS = 500_000_000  # running streams stand still so long at most while a stage reads a tile
@@ -54,6 +60,7 @@ class TileRule:
     is_known: bool = False  # whether stages go by tiles
     is_per_lane: bool = False  # whether lanes have separate cells
     is_apart: bool = False  # whether whole tiles have separate steps while streams run, too
+    is_avoided: bool = False  # whether no step goes by tiles; of shared cells, where attention takes lanes apart
 
     def within(self, rows_max: int) -> TileRule:
         """Return the rule for flights of at most this many prompt rows; chunks smaller than a tile never travel
@@ -71,6 +78,9 @@ class TileRule:
             return 0
         if not self.is_known:
             return room_rows
+        if self.is_avoided:
+            n_before = step.n_decode + step.n_whole + step.n_other
+            return max(0, min(room_rows, rows_apart(step.n_decode) - n_before))
         n_whole = n_of_whole_tiles(session)
         if not step.n_decode:
             if n_whole:
@@ -84,18 +94,29 @@ class TileRule:
         n_before = step.n_decode + step.n_whole + step.n_other
         return max(0, min(room_rows, ATTENTION_TILE_ROWS - 1 - n_before))
 
+    def prompt_rows_max(self, n_decode: int) -> int:
+        """Return how many prompt rows a step with n_decode other rows may have, as far as that is known of all."""
+        return rows_apart(n_decode) - n_decode if self.is_avoided else ROWS_PER_ENVELOPE_MAX
+
+    def steps_tried(self, rows_max: int) -> list[int]:
+        """Return the numbers of rows that plans try for steps of at most rows_max, ascending."""
+        found = {rows for rows in CHUNK_LADDER if rows <= rows_max}
+        largest = rows_max // TILE_ROWS * TILE_ROWS  # the ladder has a step of a tile next, which would be too large
+        return sorted(found | {largest} if self.is_avoided and largest else found)
+
     def draft_room(self, n_streams: int) -> int:
-        """Return how many draft tokens each of the streams may add to its row; may exceed the room of a step."""
-        if not self.is_known or self.is_per_lane or n_streams >= ATTENTION_TILE_ROWS:
+        """Return how many draft tokens n_streams may add to their rows together; may exceed the room of a step."""
+        if not self.is_known or self.is_per_lane or (n_streams >= ATTENTION_TILE_ROWS and not self.is_avoided):
             return ROWS_PER_ENVELOPE_MAX
-        return ATTENTION_TILE_ROWS - 1 - n_streams
+        return max(0, ATTENTION_TILE_ROWS - 1 - n_streams)  # neighbouring rows of one stream are alike
 
     def for_step(self, n_decode: int) -> TileRule:
         """Return the rule for a step with n_decode rows.
 
         Where rows below a tile would leave prompts hardly any room, only whole tiles stay by themselves.
         """
-        is_narrow = not self.is_per_lane and n_decode + RIDE_ROWS_MIN >= ATTENTION_TILE_ROWS
+        has_room = self.is_per_lane or self.is_avoided
+        is_narrow = not has_room and n_decode + RIDE_ROWS_MIN >= ATTENTION_TILE_ROWS
         return dataclasses.replace(self, is_known=False) if is_narrow else self
 
 

@@ -30,6 +30,7 @@ from relayline.wire.common.curve import (
     OUTLIER,
     SMOOTHING_SHARED,
     CostCurve,
+    goes_by_tiles,
     mixed_cost_ns,
     price_per_lane,
 )
@@ -237,8 +238,9 @@ class Curves:
         return self._is_tiled(shape)
 
     def _is_tiled(self, shape: StepShape) -> bool:
-        is_apart = self.takes_lanes_apart and shape.decode_rows > shape.prefill_rows
-        return self.context_tiled_ns > 0 and shape.n_rows >= ATTENTION_TILE_ROWS and not is_apart
+        other_rows = shape.n_rows - shape.decode_rows
+        may_be = goes_by_tiles(shape.decode_rows, other_rows, takes_lanes_apart=self.takes_lanes_apart)
+        return self.context_tiled_ns > 0 and may_be
 
     def _context_ns(self, shape: StepShape) -> float:
         """Predict the cost of a step's context on top of its rows."""

@@ -19,6 +19,10 @@ LADDER = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Rows that llama.cpp's attention on CPUs takes at once (GGML_FA_TILE_Q in ggml-cpu/common.h), in steps of at least this
 # size: keys and values are read once for all of them. Fewer rows read their lanes one by one.
 ATTENTION_TILE_ROWS = 64
+# Where the build takes lanes apart, attention compares four pairs of neighbouring rows, at odd eighths of a step. It
+# goes by tiles only if two pairs are of one lane (rows_see_alike in deploy/kernels/attend_own_cells.cpp). Decode rows
+# of different lanes come first, so this part of their number may follow.
+APART_PART = 3 / 5
 TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
 PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
 PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or the noise of a flat curve would pad
@@ -139,6 +143,23 @@ def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane
     and lane_tokens are the tokens before all rows and before all frames, in the longest lane computed with each.
     """
     return context_ns * lane_tokens + further_ns * (row_tokens - lane_tokens)
+
+
+def goes_by_tiles(decode_rows: int, other_rows: int, *, takes_lanes_apart: bool) -> bool:
+    """Return whether attention goes by tiles in a step of decode rows of different lanes, and of prompts or padding.
+
+    For stages on a processor, with shared cells, where a step of a prompt's rows does so.
+    """
+    is_apart = takes_lanes_apart and other_rows <= APART_PART * decode_rows
+    return decode_rows + other_rows >= ATTENTION_TILE_ROWS and not is_apart
+
+
+def rows_apart(decode_rows: int) -> int:
+    """Return how many rows a step with so many decode rows may have, prompts' included, that does not go by tiles.
+
+    For stages that take lanes apart. The stage may pad such a step.
+    """
+    return max(ATTENTION_TILE_ROWS - 1, decode_rows + int(APART_PART * decode_rows) - PAD_SEARCH_ROWS)
 
 
 def mixed_cost_ns(decode: CostCurve, prefill: CostCurve, decode_rows: int, prompt_rows: int) -> float:

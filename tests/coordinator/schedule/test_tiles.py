@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ from relayline.coordinator.schedule.tiles import LONG_PROMPT_ROWS, RIDE_ROWS_MIN
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
-from relayline.wire.common.curve import CostCurve
+from relayline.wire.common.curve import CostCurve, goes_by_tiles
 from relayline.wire.envelopes.frames import Flag
 from tests.support.scheduling import answer, row
 
 SHARED, PER_LANE = TileRule(True, is_apart=True), TileRule(True, is_per_lane=True, is_apart=True)
-IN_PARTS = TileRule(True)
+IN_PARTS, AVOIDED = TileRule(True), TileRule(True, is_avoided=True)
 
 
 def session_of(session_id: int, n_prompt: int, n_said: int = 0) -> Session:
@@ -83,6 +84,38 @@ def test_prompts_do_not_starve_in_a_large_crowd(n_decode: int) -> None:
     assert len(read([session_of(1, 90), session_of(2, 900, 30)], IN_PARTS, 48, n_decode)) == 90 + 930
 
 
+@settings(max_examples=30)
+@given(st.lists(LENGTHS, min_size=1, max_size=9), st.integers(8, 700), st.sampled_from([0, 1, 39, 46, 63, 64, 254]))
+def test_where_lanes_are_taken_apart_no_prompt_makes_a_tile(
+    lengths: list[tuple[int, int]], rows_max: int, n_decode: int
+) -> None:
+    line, n_read = PromptLine(), 0
+    for session in (sessions := [session_of(at, *each) for at, each in enumerate(lengths)]):
+        session.start()
+        line.add(session, n_decode)
+    rule = AVOIDED.within(rows_max).for_step(n_decode)
+    while chunks := line.next_chunks(rows_max, rule, n_decode):
+        n_rows = sum(len(chunk.tokens) for chunk in chunks)
+        assert not goes_by_tiles(n_decode, n_rows, takes_lanes_apart=True)
+        assert n_rows <= min(rows_max, rule.prompt_rows_max(n_decode))
+        n_read += n_rows
+    assert n_read == sum(len(session.history) for session in sessions), "prompts starve"
+
+
+def test_more_prompt_rows_ride_with_more_decode_rows() -> None:
+    assert [AVOIDED.prompt_rows_max(n_decode) for n_decode in (0, 40, 64, 127, 254)] == [63, 23, 31, 69, 145]
+    curve = CostCurve([(1, 1e6), (512, 30e6)])
+    planner = GroupPlanner([StageCost(curve, curve, 512, context_tiled_ns=2.0, takes_lanes_apart=True)] * 2)
+    for n_decode in (1, 40, 64, 127, 254):
+        assert 0 < max(planner.rides(n_decode)) <= AVOIDED.prompt_rows_max(n_decode)
+    assert max(planner.rides(500)) == 12
+    assert max(planner.chunks) == 60
+    for n_streams in (0, 1, 70, 200):
+        plan = planner.plan(n_streams, n_prompts=40, n_prompt_rows=9_000, pressure_min=4)
+        assert plan.chunk_rows < TILE
+        assert not goes_by_tiles(plan.group_rows if n_streams else 0, plan.ride_rows, takes_lanes_apart=True)
+
+
 def test_without_tiles_all_room_is_used() -> None:
     line, sessions = PromptLine(), [session_of(at, 40, 300) for at in range(3)]
     for session in sessions:
@@ -100,8 +133,13 @@ def test_stages_are_taken_to_go_by_tiles_where_they_may() -> None:
         (StageCost(curve, curve, 64, is_per_lane=True), PER_LANE),
         (StageCost(curve, CostCurve([(64, TILE_STEP_MAX_NS + 1)]), 64, context_tiled_ns=2.0), IN_PARTS),
         (StageCost(curve, curve, TILE - 1, context_tiled_ns=2.0), IN_PARTS),
+        (StageCost(curve, curve, 64, context_tiled_ns=2.0, takes_lanes_apart=True), AVOIDED),
+        (StageCost(curve, curve, 64, takes_lanes_apart=True), TileRule()),
+        (StageCost(curve, curve, 64, is_per_lane=True, takes_lanes_apart=True), PER_LANE),
     ):
         assert GroupPlanner([StageCost(curve, curve, 64), cost]).tile_rule == rule
+    plain, apart = (StageCost(curve, curve, 64, context_tiled_ns=2.0, takes_lanes_apart=each) for each in (False, True))
+    assert GroupPlanner([plain, apart]).tile_rule == SHARED, "one stage's attention is llama.cpp's"
 
 
 @pytest.mark.parametrize(("n_streams", "room"), [(1, 32), (40, TILE - 1 - 40), (TILE - 1, 0), (TILE, 32)])
@@ -110,6 +148,8 @@ def test_guesses_make_no_step_tiled(n_streams: int, room: int) -> None:
     assert GroupPlanner([tiled]).draft_room(n_streams) == room
     assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 512)]).draft_room(n_streams) == 32
     assert GroupPlanner([StageCost(CostCurve(), CostCurve(), 64)]).draft_room(60) == 4
+    apart = GroupPlanner([dataclasses.replace(tiled, takes_lanes_apart=True)])
+    assert apart.draft_room(n_streams) == min(32, max(0, TILE - 1 - n_streams)), "a stream's guesses are alike"
 
 
 class Planned(GroupPlanner):

@@ -15,6 +15,7 @@ from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine import ggml
 from relayline.stage.engine.native import NativeEngine
+from relayline.wire.common.curve import PAD_SEARCH_ROWS, goes_by_tiles, rows_apart
 from tests.support.ggml_calls import FLOAT, INT, LONG, POINTER, function, new_context
 
 F32, F16 = 0, 1
@@ -186,6 +187,24 @@ def test_many_rows_are_computed_as_few_are_unless_they_see_the_same_cells(
     few = np.concatenate([attend(model, queries[part], cache, row_lanes[part]) for part in parts])
     assert np.array_equal(together, few) == is_same
     assert np.abs(together - few).max() < 1e-5
+
+
+@pytest.mark.parametrize("n_decode", [46, 64, 90])
+def test_the_rows_of_a_prompt_that_may_ride_with_decode_rows_are_computed_as_few_are(n_decode: int) -> None:
+    need_own_cells()
+    if not ggml.attends_lanes_apart():
+        pytest.skip("these kernels leave many rows to llama.cpp")
+    model, most = Model(4, 4, width=16), rows_apart(n_decode) + PAD_SEARCH_ROWS  # the stage may pad such a step
+    cache = cache_of(model, np.arange(6 * n_decode) % (n_decode + 1))
+    for n_rows, is_apart in ((most, True), (most + 4, False)):
+        row_lanes = np.minimum(np.arange(n_rows), n_decode)
+        n_other = n_rows - n_decode
+        assert goes_by_tiles(n_decode, n_other, takes_lanes_apart=True) != is_apart
+        queries = queries_of(model, n_rows)
+        together = attend(model, queries, cache, row_lanes)
+        parts = [slice(at, at + 7) for at in range(0, n_rows, 7)]
+        few = np.concatenate([attend(model, queries[part], cache, row_lanes[part]) for part in parts])
+        assert np.array_equal(together, few) == is_apart
 
 
 def test_a_prompt_goes_by_tiles_whatever_other_lanes_hold() -> None:

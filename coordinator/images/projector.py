@@ -19,6 +19,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from relayline.coordinator.images.cleared_rows import clearing
 from relayline.coordinator.images.segments import Grid, Segment, n_rows_in
 from relayline.wire.common.bounds import IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
@@ -64,6 +65,7 @@ class Projector:
         settings.warmup = False
         settings.n_threads = len(os.sched_getaffinity(0))
         settings.media_marker = _MARK
+        self._clearing = settings.cb_eval = clearing(mtmd_cpp._libmtmd)  # kept alive as well
         if max_tokens:
             settings.image_max_tokens = max_tokens
             if max_tokens < _USUAL_MIN_TOKENS:  # else small images would have more

@@ -1,6 +1,6 @@
 """The unsplit model with a projector, run by libmtmd's own helpers: the reference for chats with images.
 
-It shares no code with coordinator/images.
+It shares no code with coordinator/images, but for what clears rows that llama.cpp leaves as they were.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 from llama_cpp import llama_cpp as llama
 
+from relayline.coordinator.images.cleared_rows import clearing
 from relayline.deploy.testing.reference import ReferenceModel
 
 MARKER = b"<__media__>"
@@ -40,6 +41,7 @@ class WholeWithImages(ReferenceModel):
         params = mtmd_cpp.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
         params.n_threads = 1
+        self._clearing = params.cb_eval = clearing(mtmd_cpp._libmtmd)  # kept alive as well
         if max_tokens:
             params.image_min_tokens, params.image_max_tokens = 8, max_tokens
         self._encoder = mtmd_cpp.mtmd_init_from_file(bytes(projector), self._model, params)

@@ -34,6 +34,7 @@ from relayline.coordinator.engine.instructions import (
     TryLanes,
 )
 from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.schedule.grants import Grants
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.scheduler import Scheduler
@@ -99,7 +100,7 @@ class Conductor:
         admission = self.admission = Admission(1, 0, config.waiting_max, lambda new: self.prefixes.lanes_before(new))
         self.prefixes = Prefixes(config.prefix_lanes, session_ids, admission.free_lanes, admission.running)
         self.readers, self.suspects, self._turnover = Readers(), Suspects(), Turnover()
-        self.scheduler = Scheduler(config.schedule, GroupPlanner(()))
+        self.scheduler, self.grants = Scheduler(config.schedule, GroupPlanner(())), Grants(config.schedule.grant_steps)
         drafts = config.schedule.draft and config.schedule.mode != "drain"
         self._acceptance = Acceptance() if drafts else None
         self.epoch = 0  # the epoch that is connected or connecting; events of any other epoch are ignored
@@ -191,6 +192,7 @@ class Conductor:
                 self._fail(session, reason, now_ns)
         self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
         self._is_connected, self.is_held = True, False
+        self.grants.connected(self.epoch, takes_back=facts.rewinds and not facts.keeps_state)
         self.availability.enter(Phase.READY, now_ns)
         starting = self.suspects.starting(admission.running.values())
         self.scheduler.control(self.prefixes.left_behind(self.suspects.trusted(starting)))
@@ -211,6 +213,7 @@ class Conductor:
         )
         self._out.append(Log(level, text, fields))
         self._is_connected = False
+        self.grants.lost()
         self.suspects.lost(() if is_planned else running, error)
         return self._instructions()
 
@@ -251,23 +254,8 @@ class Conductor:
     def dispatch(self, now_ns: int) -> list[Instruction]:
         """All events of this moment were delivered: dispatch the frames that may go."""
         self._is_dispatching = False
-        self._send(now_ns)
+        self._take((), now_ns)
         return self._instructions()
-
-    def _send(self, now_ns: int) -> None:
-        if not self._is_connected or self.is_held:
-            return
-        try:
-            if orphans := self.scheduler.orphans():
-                self._start_all(orphans, now_ns)
-            for envelope in self.scheduler.take(now_ns):
-                self._out.append(Send(tuple([frame.leave() for frame in envelope])))
-        except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
-            self._give_in("deciding what leaves failed", error)
-
-    def _give_in(self, what: str, error: Exception) -> None:
-        self._out.append(Log(logging.ERROR, what, bug=error))
-        self._out.append(Lose(InternalError(f"{what}: {error}")))
 
     # --- answers in ---------------------------------------------------------------------------------------------------
 
@@ -281,18 +269,39 @@ class Conductor:
             if session is not None and session.state is State.PREFILL:
                 self._out += _progress(session, passed.position)
                 self._start_all(self.suspects.passed(passed.session_id, passed.position), now_ns)
-        later: list[Instruction] = []
-        try:
-            for sample in message.samples:
-                self._on_sample(sample, now_ns, later)
-            self._send(now_ns)  # dispatch frames first: stages must not wait while readers write their answers
-        except Exception as error:  # a bug of ours; deliver the tokens counted so far, a replay does not repeat them
-            self._give_in("taking an answer failed", error)
-        self._out += later
+        if message.feeds_back:
+            self.grants.feeds_back(message.epoch)
+        self._take(message.samples, now_ns)
         for fault in message.faults:
             self._on_fault(fault, now_ns)
             self._want_dispatch()
         return self._instructions()
+
+    def _take(self, samples: Sequence[pb.Sampled], now_ns: int) -> None:
+        """Take tokens and send what follows, and so on with tokens that have come before their rows were decided."""
+        later: list[Instruction] = []
+        what = "taking an answer failed"
+        try:
+            while True:
+                for sample in samples:
+                    if self.grants.takes(sample):
+                        self._on_sample(sample, now_ns, later)
+                if not self._is_connected or self.is_held:
+                    break
+                what = "deciding what leaves failed"
+                if orphans := self.scheduler.orphans():
+                    self._start_all(orphans, now_ns)
+                # Frames first: stages must not wait while readers write their answers.
+                for envelope in self.scheduler.take(now_ns):
+                    if frames := self.grants.leave(envelope, is_calm=not self.scheduler.is_reading):
+                        self._out.append(Send(frames))
+                if not (samples := self.grants.due()):
+                    break
+        except Exception as error:  # a bug of ours: the next epoch begins with a new scheduler
+            # The tokens counted so far are delivered, because a replay does not repeat them.
+            self._out.append(Log(logging.ERROR, what, bug=error))
+            self._out.append(Lose(InternalError(f"{what}: {error}")))
+        self._out += later
 
     def silent(self, session_ids: Iterable[int], n_stages: int, now_ns: int) -> list[Instruction]:
         """No stage holds these sessions any more. Each is handled as if it had failed by itself."""
@@ -358,6 +367,7 @@ class Conductor:
             self._out.append(Log(logging.INFO, "session waits for a lane" if waits else "session replayed", fields))
             self._out.append(Replayed(session.session_id, error.message))
         self.scheduler.forget(session.session_id, now_ns)
+        self.grants.forget(session.session_id)
         if waits:
             self._keep_trying()
             self.scheduler.control(session.give_way())
@@ -397,6 +407,7 @@ class Conductor:
         if session.started_ns:
             self._turnover.left(now_ns - session.started_ns)
         self.scheduler.forget(session.session_id, now_ns)
+        self.grants.forget(session.session_id)
         self.scheduler.control(frames)
         self._want_dispatch()
         for following in self.admission.leave(session):

@@ -23,6 +23,8 @@ class ScheduleConfig:
     draft: int = DRAFT_AUTO
     """Tokens that may be drafted behind a stream's next row: DRAFT_AUTO leaves it to the curves and to how often drafts
     have been right, 0 is none, and more are always so many, where there are drafts. With mode drain there are none."""
+    grant_steps: int = 0
+    """Steps that stages may continue streams by themselves, see `coordinator.schedule.grants`; 0: none."""
     itl_stretch: float = ITL_STRETCH
     """How many times longer running streams' inter-token latency may become while prompts are read; BURST_PRESSURE
     times that, at most for BURST_CYCLES tokens, while a burst of short ones is, and REPLAY_PRESSURE times that until

@@ -74,6 +74,11 @@ class Scheduler:
         """The number of streams that decode now."""
         return len(self._pool.streams)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether prompt rows wait or are under way."""
+        return self._plans.is_reading
+
     # --- events -------------------------------------------------------------------------------------------------------
 
     def control(self, frames: Iterable[OutFrame]) -> None:

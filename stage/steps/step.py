@@ -20,6 +20,7 @@ from llguidance import LLTokenizer
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.speed.curves import shape_of
+from relayline.stage.steps.grants import mark_granted
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable, LaneUsage
 from relayline.stage.steps.padding import Padding
@@ -391,7 +392,10 @@ class StepExecutor:
         pick_all(pickings)
         for picking in pickings:
             frame = picking.item.frame
-            self._output(outputs, frame.route_id).samples.extend(picking.samples)
+            output = self._output(outputs, frame.route_id)
+            output.samples.extend(picking.samples)
+            if frame.argument and frame.flags == Flag.WANTS_SAMPLE and picking.is_complete:
+                output.granted.append((frame, mark_granted(picking.samples[-1], frame.argument)))
             if picking.error is not None:
                 self._fault(outputs, frame, picking.error)
             elif not picking.is_complete:

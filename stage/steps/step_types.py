@@ -97,6 +97,8 @@ class RouteOutput:
     progress: list[pb.Progress] = dataclasses.field(default_factory=list)
     summaries: list[pb.SessionSummary] = dataclasses.field(default_factory=list)
     context: bytes = b""  # 25 bytes, of the batch's span; empty when none is recorded
+    granted: list[tuple[QueuedFrame, int]] = dataclasses.field(default_factory=list)
+    """Frames under a grant with the tokens sampled behind them, for stage 0: see stage.steps.grants."""
 
 
 @dataclasses.dataclass(slots=True)

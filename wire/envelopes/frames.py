@@ -43,6 +43,7 @@ class Flag:
     GRID = 1_024
     STORE = 4_096
     RESTORE = 8_192
+    EXTEND = 16_384
     SCORED = PREFILL | DRAFTED  # rows of a prompt, each of which scores the token that follows it
 
 
@@ -56,7 +57,17 @@ def grid_of(argument: int) -> tuple[int, int, int]:
     return argument >> 32, argument >> 16 & 0xFFFF, argument & 0xFFFF
 
 
-CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | Flag.RESTORE
+def grant_argument(number: int, limit: int) -> int:
+    """Return the argument of a decode row under a grant: the grant's number, and the position that it ends before."""
+    return number << 32 | limit
+
+
+def grant_of(argument: int) -> tuple[int, int]:
+    """Return the two numbers of `grant_argument`; the first is 0 where there is no grant."""
+    return argument >> 32, argument & 0xFFFF_FFFF
+
+
+CONTROL = Flag.OPEN | Flag.CLOSE | Flag.TRIM | Flag.COPY_PREFIX | Flag.STORE | Flag.RESTORE | Flag.EXTEND
 
 FRAME_DTYPE: np.dtype[np.void] = layout.FRAME.dtype()
 FRAME_BYTES = FRAME_DTYPE.itemsize

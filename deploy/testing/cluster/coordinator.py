@@ -145,6 +145,25 @@ class Coordinator:
                 link.cut()
             self._attempt()
 
+    def _open_back(self, first: Node, last: Node) -> None:
+        """Open the link over which the last stage sends tokens to stage 0."""
+        route_id, epoch = self.route_id, self.conductor.epoch
+        receive = functools.partial(first.receive, route_id, epoch, is_back=True)
+        error = StageLostError("the link back to stage 0 is gone")
+        gone = functools.partial(first.link_broke, route_id, epoch, error)
+        back = self._new_link(
+            lambda message: first.process.do(functools.partial(receive, message)),
+            upstream_lost=functools.partial(self._broken, last, epoch, 0),
+            downstream_lost=lambda: first.process.do(gone),
+        )
+
+        def opened() -> None:
+            route = last.routes.get(route_id)
+            if route is not None and route.epoch == epoch:
+                route.feeds_back(last.index, back)
+
+        self._clock.after(self._travel_ns(), last.process.do, opened)
+
     def _configure(self, index: int, epoch: int, instances: list[int], downstream: Link | None) -> None:
         """Order a stage into the next epoch; the stage before it follows once this one has answered."""
         node, reader = self.line[index], ReturnReader(f"stage {index}")
@@ -175,6 +194,8 @@ class Coordinator:
                 self._configure(index - 1, epoch, instances, link)
             else:
                 self._connected(link)
+                if self.is_connected and len(self.line) > 1:
+                    self._open_back(*self.line[:: len(self.line) - 1])
 
         self._clock.after(self._travel_ns(), node.process.do, lambda: node.configure(order, reply))
 
@@ -340,7 +361,7 @@ class Coordinator:
                     silent_ns = [node.process.silent_since_ns for node in self.line if not node.process.answers]
                     self.audiences.tell(session_id, event, silent_ns)
                 case Dispatch():
-                    self._clock.after(0, self._dispatch)
+                    self._clock.after(0, lambda: self.carry(self.conductor.dispatch(self._clock.now_ns)))
                 case Lose(error):
                     self.lose(error)
                 case TryLanes(after_s):
@@ -351,9 +372,6 @@ class Coordinator:
                 case _:
                     if getattr(instruction, "bug", None) is not None:
                         raise instruction.bug  # type: ignore[union-attr, misc]
-
-    def _dispatch(self) -> None:
-        self.carry(self.conductor.dispatch(self._clock.now_ns))
 
     def _try_lanes(self) -> None:
         self.carry(self.conductor.try_lanes(self._clock.now_ns))

@@ -22,6 +22,7 @@ from relayline.deploy.testing.cluster.model import (
     new_batcher,
 )
 from relayline.deploy.testing.cluster.process import Process
+from relayline.deploy.testing.cluster.route import NodeRoute
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
@@ -34,7 +35,6 @@ from relayline.wire.common.errors import HandshakeError, NotReadyError, Relaylin
 from relayline.wire.envelopes.buffers import BufferPool
 from relayline.wire.envelopes.envelope import parse
 from relayline.wire.envelopes.frames import Flag
-from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CTX_TOKENS = 128
@@ -43,33 +43,6 @@ STEP_NS, ROW_NS = 4 * MS, MS // 2
 _ENVELOPES = itertools.count(1)
 
 Reply = Callable[["dict[int, int] | RelaylineError"], None]
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class NodeRoute:
-    """One coordinator's use of a stage at one epoch."""
-
-    route_id: int
-    epoch: int
-    returns: Link
-    downstream: Link | None
-    writer: ReturnWriter = dataclasses.field(default_factory=ReturnWriter)
-    n_envelopes: int = 0
-    n_returned: int = 0
-
-    def report(self, stage_index: int, output: RouteOutput) -> None:
-        """Send the coordinator the results of a step."""
-        if output.samples or output.faults or output.progress:
-            message = pb.ReturnResponse(
-                epoch=output.epoch,
-                stage_index=stage_index,
-                samples=output.samples,
-                faults=output.faults,
-                progress=output.progress,
-            )
-            for piece in self.writer.write(message):
-                self.n_returned += 1
-                self.returns.send(piece)
 
 
 class EpochBook:
@@ -191,8 +164,9 @@ class Node:
         self.on_death()
         for route in self.routes.values():
             route.returns.cut()
-            if route.downstream is not None:
-                route.downstream.cut()
+            for link in (route.downstream, route.back):
+                if link is not None:
+                    link.cut()
         self.routes.clear()
 
     def lose_rows(self, n_envelopes: int) -> None:
@@ -271,8 +245,9 @@ class Node:
             self.batcher.drop_route(route.route_id)
             self.executor.leave_route(route.route_id)
             route.returns.cut()
-            if route.downstream is not None:
-                route.downstream.close()
+            for link in (route.downstream, route.back):
+                if link is not None:
+                    link.close()
 
     def upstream_left(self, route_id: int, epoch: int) -> None:
         """The upstream end of an epoch's link is gone: end the epoch here."""
@@ -291,19 +266,22 @@ class Node:
 
     # --- envelopes in, steps, answers out -----------------------------------------------------------------------------
 
-    def receive(self, route_id: int, epoch: int, message: bytes) -> None:
-        """Take one envelope from upstream, as stage.inbound.Inbound does."""
+    def receive(self, route_id: int, epoch: int, message: bytes, *, is_back: bool = False) -> None:
+        """Take one envelope from upstream, or from the last stage, as stage.inbound.Inbound does."""
         route = self.routes.get(route_id)
         if route is None or route.epoch != epoch:
             return  # its link has ended
-        route.n_envelopes += 1
         try:
             view = parse(message, max_rows=ROWS_MAX)
-            check_due(view, epoch, route.n_envelopes)
+            check_due(view, epoch, route.counts(is_back=is_back))
             frames = queued_frames(view, route_id, epoch, self._clock.now_ns, next(_ENVELOPES), None)
         except RelaylineError as error:
             self.link_broke(route_id, epoch, error)
             return
+        if is_back:
+            frames = route.grants.fed_back(frames)
+        elif self.index == 0:
+            frames = route.grants.came(frames)
         for frame in frames:
             if frame.flags & Flag.CLOSE:
                 self.executor.sessions.cancelled.add(frame.session_key)
@@ -354,6 +332,7 @@ class Node:
             route = self.routes.get(output.route_id)
             if route is None or route.epoch != output.epoch:
                 raise Violation(f"stage {self.index} has an output of epoch {output.epoch}, which does not stand")
+            route.send_back(output, self._clock.now_ns)
             route.report(self.index, output)
             if output.buffer is not None and route.downstream is not None:
                 route.downstream.send(bytes(bytearray(output.message)))

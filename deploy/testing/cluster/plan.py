@@ -144,7 +144,9 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
     n_coordinators = rng.choice((1, 1, 2))
     mode = rng.choice(("auto", "auto", "drain", "fixed"))
     draft = rng.choice((0, 0, -1, 2))
-    schedule = ScheduleConfig(mode, n_groups=2, group_rows=2, chunk_rows=rng.choice((0, 5, 16)), draft=draft)
+    chunk_rows = rng.choice((0, 5, 16))
+    grant_steps = random.Random(f"{seed} grants").choice((0, 2, 8))
+    schedule = ScheduleConfig(mode, 2, 2, chunk_rows, draft=draft, grant_steps=grant_steps)
     common = tuple(rng.randrange(N_VOCAB) for _ in range(PREFIX_TOKENS_MIN + 4))
     has_poison = rng.random() < 0.08
     n_wishes = rng.randint(3, 7)

@@ -259,6 +259,11 @@ class Cluster:
             coordinator.answer(coordinator.heard[which % len(coordinator.heard)])
 
 
+def truth_of(wish: Wish) -> Truth:
+    """Return the model's tokens behind a client's prompt."""
+    return Truth(wish.prompt, are_mutual=wish.image is not None and wish.image.are_mutual)
+
+
 def simulate(seed: str, kinds: Sequence[str] = KINDS) -> Outcome:
     """Play one history. Raises Violation, or the exception of a bug in the code under test."""
     return Cluster(plan_of(seed, kinds)).run()
@@ -316,8 +321,3 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-def truth_of(wish: Wish) -> Truth:
-    """Return the model's tokens behind a client's prompt."""
-    return Truth(wish.prompt, are_mutual=wish.image is not None and wish.image.are_mutual)

@@ -30,6 +30,7 @@ class FrameFlag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FRAME_FLAG_GRID: _ClassVar[FrameFlag]
     FRAME_FLAG_STORE: _ClassVar[FrameFlag]
     FRAME_FLAG_RESTORE: _ClassVar[FrameFlag]
+    FRAME_FLAG_EXTEND: _ClassVar[FrameFlag]
 
 class TelemetryLevel(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -56,6 +57,7 @@ FRAME_FLAG_MUTUAL: FrameFlag
 FRAME_FLAG_GRID: FrameFlag
 FRAME_FLAG_STORE: FrameFlag
 FRAME_FLAG_RESTORE: FrameFlag
+FRAME_FLAG_EXTEND: FrameFlag
 TELEMETRY_LEVEL_UNSPECIFIED: TelemetryLevel
 TELEMETRY_LEVEL_OFF: TelemetryLevel
 TELEMETRY_LEVEL_SUMMARY: TelemetryLevel
@@ -219,7 +221,7 @@ class CostPoint(_message.Message):
     def __init__(self, n_rows: _Optional[int] = ..., cost_ns: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "upstream_pass", "next_pass", "upstream_name", "pipeline_name", "stage_name")
+    __slots__ = ("protocol_version", "route_id", "epoch", "pipeline_id", "stage_index", "next_address", "wire_dtype", "instance_id", "upstream_pass", "next_pass", "upstream_name", "first_address", "back_pass", "pipeline_name", "stage_name", "last_name")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -231,8 +233,11 @@ class ConfigureRequest(_message.Message):
     UPSTREAM_PASS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PASS_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BACK_PASS_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_NAME_FIELD_NUMBER: _ClassVar[int]
     STAGE_NAME_FIELD_NUMBER: _ClassVar[int]
+    LAST_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     route_id: int
     epoch: int
@@ -244,9 +249,12 @@ class ConfigureRequest(_message.Message):
     upstream_pass: str
     next_pass: str
     upstream_name: str
+    first_address: str
+    back_pass: str
     pipeline_name: str
     stage_name: str
-    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., upstream_pass: _Optional[str] = ..., next_pass: _Optional[str] = ..., upstream_name: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ...) -> None: ...
+    last_name: str
+    def __init__(self, protocol_version: _Optional[int] = ..., route_id: _Optional[int] = ..., epoch: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., next_address: _Optional[str] = ..., wire_dtype: _Optional[_Union[Dtype, str]] = ..., instance_id: _Optional[str] = ..., upstream_pass: _Optional[str] = ..., next_pass: _Optional[str] = ..., upstream_name: _Optional[str] = ..., first_address: _Optional[str] = ..., back_pass: _Optional[str] = ..., pipeline_name: _Optional[str] = ..., stage_name: _Optional[str] = ..., last_name: _Optional[str] = ...) -> None: ...
 
 class ConfigureResponse(_message.Message):
     __slots__ = ("held",)
@@ -430,7 +438,7 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnResponse(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "checksum")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "feeds_back", "checksum")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +448,7 @@ class ReturnResponse(_message.Message):
     SUMMARIES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
+    FEEDS_BACK_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
@@ -450,8 +459,9 @@ class ReturnResponse(_message.Message):
     summaries: _containers.RepeatedCompositeFieldContainer[SessionSummary]
     sequence: int
     batch_trace: bytes
+    feeds_back: bool
     checksum: int
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., feeds_back: _Optional[bool] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
     __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns")
@@ -486,7 +496,7 @@ class Progress(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ...) -> None: ...
 
 class Sampled(_message.Message):
-    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "mirostat_mu", "embedding")
+    __slots__ = ("session_id", "position", "token", "logprob", "top", "logits", "mirostat_mu", "grant", "embedding")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -494,6 +504,7 @@ class Sampled(_message.Message):
     TOP_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     MIROSTAT_MU_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     position: int
@@ -502,8 +513,9 @@ class Sampled(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     logits: bytes
     mirostat_mu: float
+    grant: int
     embedding: bytes
-    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., mirostat_mu: _Optional[float] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., token: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., mirostat_mu: _Optional[float] = ..., grant: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token", "logprob")

@@ -13,7 +13,7 @@ from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.native import EngineConfig, NativeEngine
-from relayline.stage.engine.open_tier import open_tier
+from relayline.stage.engine.open_tier import held_lanes, open_tier
 from relayline.stage.engine.place import idle_gpus, place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.sampling.constraint import read_vocabulary
@@ -61,6 +61,7 @@ def _load(
             artifact_path=config.artifact,
             settings=settings,
             spare_lanes=spare_lanes,
+            held_lanes=held_lanes(settings, spare_lanes),
             max_wanted=wanted_max,
         ),
         load,

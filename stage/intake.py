@@ -50,6 +50,10 @@ class Intake:
         for frame in self.runner.push(frames):
             frame.give_credit()
 
+    def session_ids(self, route_id: int) -> set[int]:
+        """Return the sessions of a route that wait before the queue, or wait or run behind it."""
+        return self._gate.session_ids(route_id) | self.runner.session_ids(route_id)
+
     def drop_route(self, route_id: int) -> None:
         """Drop the waiting frames of a route whose epoch has ended."""
         self._gate.drop_route(route_id)

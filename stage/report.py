@@ -61,7 +61,7 @@ class StageReport:
             envelopes_out=route.link.envelopes_sent if route.link is not None else 0,
             returned=route.n_returned,
             is_sending=route.is_reporting or self._intake.is_full,
-            session_ids=self.runner.session_ids(route.route_id),
+            session_ids=self._intake.session_ids(route.route_id),
         )
 
     def gauges(self) -> Gauges:

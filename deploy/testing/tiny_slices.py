@@ -33,6 +33,7 @@ class TinyShape:
     n_ff: int = 96
     n_vocab: int = 160
     type: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32  # of every matrix
+    n_positions: int = 4_096  # that it was trained for
     seed: int = 1
     has_text: bool = False  # n_vocab tokens as in vocabulary_files, if the slice has the head
 
@@ -88,7 +89,7 @@ def _write(
     keys: Mapping[str, object],
 ) -> None:
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(4096)
+    writer.add_context_length(shape.n_positions)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(n_layers)
     writer.add_feed_forward_length(shape.n_ff)

@@ -10,9 +10,10 @@ further inputs of layers, are written over nodes too.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,9 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+_Names = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # ggml_get_name, with both as addresses
+
+
 class RowCapture:
     """Copies the rows of one tensor into `destination` during each decode, and overwrites other tensors with incoming
     rows. destination: f32 [max_rows, width], C-contiguous, owned by the caller; must outlive the llama context.
@@ -149,6 +153,34 @@ class RowCapture:
         """Set the callback in llama_context_params."""
         params.cb_eval = ctypes.cast(self._library.relayline_capture_eval, llama.ggml_backend_sched_eval_callback)
         params.cb_eval_user_data = ctypes.addressof(self._state)
+
+    @contextlib.contextmanager
+    def every_node(self, note: Callable[[int, str], None]) -> Iterator[None]:
+        """Call `note(address, name)` for every node of graphs that are computed meanwhile. Slow: it is for one step."""
+        name_of = _Names(ggml.address_of("ggml_get_name"))
+
+        def noted(tensor: int) -> int:
+            name = int(name_of(tensor))
+            note(tensor, ctypes.string_at(name).decode("utf-8", "replace"))
+            return name
+
+        callback = _Names(noted)
+        before = self._state.get_name
+        self._state.get_name = ctypes.cast(callback, ctypes.c_void_p).value
+        try:
+            yield
+        finally:
+            self._state.get_name = before
+
+    @contextlib.contextmanager
+    def stopping_at(self, node: str) -> Iterator[None]:
+        """Let graphs end at this node meanwhile; nothing behind it is computed, and no rows are captured."""
+        before = (self._state.target, self._state.stop, self._state.n_entries, self._state.capacity)
+        self._state.target, self._state.stop, self._state.n_entries, self._state.capacity = node.encode(), 1, 0, 0
+        try:
+            yield
+        finally:
+            self._state.target, self._state.stop, self._state.n_entries, self._state.capacity = before
 
     def put_in_order(self, computed: npt.NDArray[np.intp]) -> None:
         """Move the destination's rows, which stand as they were computed, to their places in the step."""

@@ -24,6 +24,20 @@ def multiplied(state: bytes, n_times: int) -> bytes | None:
 
     None for a state in another format: the format is private to llama.cpp, and cells may hold more than a position.
     """
+    reader = _read(state, n_times)
+    return None if reader is None else b"".join(reader.parts)
+
+
+def cells_of(state: bytes) -> tuple[list[bytes], bool] | None:
+    """Return the cells of a lane's state, one entry for each tensor, and whether values are stored transposed.
+
+    None for a state in another format, as `multiplied`.
+    """
+    reader = _read(state, 1)
+    return None if reader is None else (reader.cells, reader.is_transposed)
+
+
+def _read(state: bytes, n_times: int) -> _Reader | None:
     for has_values in (True, False):  # nothing in the state says which
         reader = _Reader(state, n_times, has_values=has_values)
         try:
@@ -32,7 +46,7 @@ def multiplied(state: bytes, n_times: int) -> bytes | None:
                 reader.cache()
         except (struct.error, ValueError):
             continue
-        return b"".join(reader.parts)
+        return reader
     return None
 
 
@@ -43,6 +57,8 @@ class _Reader:
         self._state, self._n_times, self._has_values = state, n_times, has_values
         self.at = 0
         self.parts: list[bytes] = []
+        self.cells: list[bytes] = []
+        self.is_transposed = False
 
     def keep(self, n_bytes: int, n_times: int = 1) -> None:
         """Copy the next bytes, the given number of times. Raises ValueError where they end before."""
@@ -69,6 +85,7 @@ class _Reader:
             raise ValueError("cells of another form")
         self.keep(n_cells * cell_bytes, self._n_times)
         is_transposed, n_layers = struct.unpack_from("<II", self._state, self.at)
+        self.is_transposed = bool(is_transposed)
         self.keep(2 * _U32.size)
         for _ in range(n_layers):
             self._rows(n_cells)
@@ -85,10 +102,12 @@ class _Reader:
     def _rows(self, n_cells: int) -> None:
         _, row_bytes = _ROWS.unpack_from(self._state, self.at)
         self.keep(_ROWS.size)
+        self.cells.append(self._state[self.at : self.at + n_cells * row_bytes])
         self.keep(n_cells * row_bytes, self._n_times)
 
     def _transposed(self, n_cells: int) -> None:
         _, value_bytes, n_rows = _TRANSPOSED.unpack_from(self._state, self.at)
         self.keep(_TRANSPOSED.size)
+        self.cells.append(self._state[self.at : self.at + n_rows * n_cells * value_bytes])
         for _ in range(n_rows):
             self.keep(n_cells * value_bytes, self._n_times)

@@ -99,10 +99,13 @@ def shape_of(state: Bytes, n_layers: int) -> Shape | None:
     return None
 
 
-def cut(shape: Shape, state: Bytes) -> list[LayerCells]:
-    """Return a lane's cells by layer. Raises NativeError for a state of another shape, or with other cells."""
+def cut(shape: Shape, state: Bytes, first: int = 0) -> list[LayerCells]:
+    """Return a lane's cells by layer, which stand for positions from `first` on.
+
+    Raises NativeError for a state of another shape, or with other cells.
+    """
     try:
-        found, cells = _read(state, has_values=len(shape.forms[0]) > 1)
+        found, cells = _read(state, has_values=len(shape.forms[0]) > 1, first=first)
     except (struct.error, ValueError) as error:
         raise NativeError(f"llama.cpp writes a lane's state in a form that is not known here: {error}") from error
     if found.head[:_MAGIC_BYTES] != shape.head[:_MAGIC_BYTES] or dataclasses.replace(found, head=shape.head) != shape:
@@ -110,9 +113,9 @@ def cut(shape: Shape, state: Bytes) -> list[LayerCells]:
     return cells
 
 
-def written(shape: Shape, layers: Sequence[LayerCells]) -> Bytes:
-    """Return the state of a lane with these cells, as llama.cpp would write it. Raises NativeError where they differ
-    from the shape.
+def written(shape: Shape, layers: Sequence[LayerCells], first: int = 0) -> Bytes:
+    """Return the state of a lane with these cells, at positions from `first` on, as llama.cpp would write it. Raises
+    NativeError where they differ from the shape.
     """
     if tuple(layer.form for layer in layers) != shape.forms:
         raise NativeError("these cells are of layers that this engine does not have, or of another form")
@@ -122,7 +125,7 @@ def written(shape: Shape, layers: Sequence[LayerCells]) -> Bytes:
         raise NativeError("a layer has cells for another number of tokens than it states")
     state = np.empty(_size(shape, n_tokens), np.uint8)
     cells = np.zeros(n_tokens, _CELL)
-    cells["position"], cells["n_owners"] = np.arange(n_tokens), 1
+    cells["position"], cells["n_owners"] = np.arange(first, first + n_tokens), 1
     cells["owner"] = struct.unpack_from("<i", shape.head, _MAGIC_BYTES)[0]
     begin = shape.head + _U32.pack(shape.n_streams) + _U32.pack(n_tokens)
     writer = _Writer(state)
@@ -167,7 +170,7 @@ class _Writer:
         self._at = end
 
 
-def _read(state: Bytes, *, has_values: bool) -> tuple[Shape, list[LayerCells]]:
+def _read(state: Bytes, *, has_values: bool, first: int = 0) -> tuple[Shape, list[LayerCells]]:
     """Raises struct.error or ValueError for bytes that are no state with one lane in one cache."""
     reader = _Reader(state)
     head = reader.take(HEAD_BYTES).tobytes()
@@ -176,7 +179,7 @@ def _read(state: Bytes, *, has_values: bool) -> tuple[Shape, list[LayerCells]]:
     while (n_cells := reader.number()) == 0:
         empty_before += 1
     cells = reader.take(n_cells * _CELL.itemsize).view(_CELL)
-    order = _order(cells)
+    order = _order(cells, first)
     transposed, n_layers = reader.number(), reader.number()
     if transposed > 1 or not 0 < n_layers <= 1 << 16:
         raise ValueError(f"{n_layers} layers, transposed {transposed}")
@@ -192,17 +195,17 @@ def _read(state: Bytes, *, has_values: bool) -> tuple[Shape, list[LayerCells]]:
     return Shape(head, n_streams, bool(transposed), forms), layers
 
 
-def _order(cells: npt.NDArray[np.void]) -> npt.NDArray[np.intp] | None:
-    """Return the order in which the cells hold the positions 0, 1, 2; None if they are in that order already."""
+def _order(cells: npt.NDArray[np.void], first: int) -> npt.NDArray[np.intp] | None:
+    """Return the order in which the cells hold `first` and the next positions; None if they are in it already."""
     positions = cells["position"]
     if (cells["n_owners"] != 1).any():
         raise ValueError("cells with several owners")
-    wanted = np.arange(len(positions))
+    wanted = np.arange(first, first + len(positions))
     if np.array_equal(positions, wanted):
         return None
     order = np.argsort(positions, kind="stable")
     if not np.array_equal(positions[order], wanted):
-        raise ValueError("cells that do not stand for the positions from 0 on")
+        raise ValueError(f"cells that do not stand for the positions from {first} on")
     return order
 
 

@@ -9,6 +9,7 @@ llama_batch points into them for good, so a step in steady state allocates nothi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ from llama_cpp import llama_cpp as llama
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact, open_artifact
 from relayline.stage.engine.capture import RowCapture, entry_name, output_name
+from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
@@ -35,6 +37,7 @@ from relayline.stage.engine.lane_state import (
 )
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import abandonable, load_model
+from relayline.stage.engine.own_cells import NodeNotes
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
@@ -54,12 +57,15 @@ class EngineConfig:
     settings: EngineSettings  # the user's settings; the engine's own copy is resolved
     flash_attn: str = "auto"  # a key of FLASH_ATTN; auto: see stage.engine.kv_cache
     spare_lanes: int = 0  # further sequences, numbered after the lanes, with a few cells: for rows of no session
+    held_lanes: int = (
+        0  # further ones, behind those and without own cells: they keep shared cells that are being copied
+    )
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
 
     @property
     def n_sequences(self) -> int:
-        """Lanes and spare lanes."""
-        return self.settings.n_lanes + self.spare_lanes
+        """Lanes, spare lanes and those that keep others' cells."""
+        return self.settings.n_lanes + self.spare_lanes + self.held_lanes
 
     def check(self) -> None:
         """Raise UsageError for values that each setting may have alone, but not with the others or in this build."""
@@ -180,6 +186,8 @@ class NativeEngine:
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
         )
+        if not self._states.exist:
+            params.n_seq_max = config.n_sequences
         self.attention = Attention(
             window=llama.llama_model_n_swa(self._model),
             has_scores=params.flash_attn_type == FLASH_ATTN["off"],
@@ -204,12 +212,20 @@ class NativeEngine:
     def _check_itself(self, load: Load) -> None:
         """Decode one row and forget it: proves that the output arrives, and touches the weights once."""
         self.input_rows[0] = 0.01
-        with abandonable(self._context, load):  # mapped weights are read from the disk here
+        notes = NodeNotes()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(abandonable(self._context, load))  # mapped weights are read from the disk here
+            if self._capture is not None:
+                stack.enter_context(self._capture.every_node(notes.note))
             self.decode(1)
         row = self.logits(0) if self.is_last else self.output_rows[0]
         if not np.isfinite(row).all():
             raise NativeError(f"{self.artifact.path}: the self-check at load gave values that are not finite")
-        self.saved.measure(0)
+        claims = None
+        if self._capture is not None and notes.first:
+            run = functools.partial(_run, self._context, is_mutual=False)
+            claims = Claims(self, self._batch, self._capture, notes.first, run)
+        self.saved.measure(0, notes, claims)
         self.clear(0)
         if self.hidden is not None and not gives_hidden(self, self.hidden):
             self.hidden = None  # its capture stays, and is never armed

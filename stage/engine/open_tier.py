@@ -6,6 +6,7 @@ import logging
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.native import LANES_MAX
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
 from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
@@ -18,6 +19,7 @@ log = logging.getLogger("relayline.stage")
 AUTO_BYTES_MAX = 8 << 30  # of host memory; as much as llama-server's prompt cache takes by itself
 KEPT_FREE_PART = 4  # one part of so many of the host's memory stays free
 AUTO_FROM_NS = 100_000_000  # a noticeable wait; shorter prefills are not worth a copy
+HELD_LANES = 2  # sequences of an engine besides its lanes
 _DIRECTORY = "prefixes"  # below relayline's cache
 
 
@@ -41,6 +43,13 @@ def open_tier(settings: EngineSettings, artifact: StageArtifact) -> Tier | None:
             return Tier(AUTO_BYTES_MAX, disk, spare_memory_bytes, store_from_ns=0 if disk is not None else AUTO_FROM_NS)
         bytes_max = 0
     return Tier(bytes_max, disk) if disk is not None or bytes_max else None
+
+
+def held_lanes(settings: EngineSettings, spare_lanes: int) -> int:
+    """Return how many lanes that share cells can be on their way into the tier at a time."""
+    if not spare_lanes or not (settings.prefix_memory_bytes or settings.prefix_disk_bytes):
+        return 0
+    return max(0, min(HELD_LANES, LANES_MAX - settings.n_lanes - spare_lanes))
 
 
 def spare_memory_bytes() -> int:

@@ -17,9 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
-from relayline.stage.engine import layer_cells
+from relayline.stage.engine import layer_cells, own_cells
+from relayline.stage.engine.cell_state import Pieces
+from relayline.stage.engine.claims import Claims
+from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces
 from relayline.stage.engine.lane_places import LanePlaces
 from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
+from relayline.stage.engine.own_cells import NodeNotes
 from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import NativeError
 
@@ -44,14 +48,19 @@ class SavedLanes:
         self._byte_ns, self._token_bytes = _BYTE_NS, 1
         self.shape: layer_cells.Shape | None = None
         """The shape of a lane's state; None where layers cannot be taken out of it, see `cells`."""
+        self.pieces: Pieces | None = None
 
     @property
     def token_ns(self) -> float:
         """Time in which one token of a lane is brought back."""
-        return self._byte_ns * self._token_bytes
+        measured_ns = self.pieces.token_ns if self.pieces is not None else 0.0
+        return measured_ns or self._byte_ns * self._token_bytes
 
-    def measure(self, lane: int) -> None:
-        """Measure how many bytes one position adds to a lane's state, from a lane that holds exactly one."""
+    def measure(self, lane: int, notes: NodeNotes, claims: Claims | None) -> None:
+        """Measure how many bytes one position adds to a lane's state, from a lane that holds exactly one.
+
+        notes: of the step that computed it. claims: where the engine's graphs can be stopped.
+        """
         n_bytes = llama.llama_state_seq_get_size(self._context, lane)
         if self._engine.keeps_state:  # that of the whole lane, however long
             n_bytes -= llama.llama_state_seq_get_size_ext(self._context, lane, llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -60,6 +69,30 @@ class SavedLanes:
         artifact = self._engine.artifact
         if state is not None and not self._engine.keeps_state and not self._engine.attention.window:
             self.shape = layer_cells.shape_of(state, artifact.layer_end - artifact.layer_start)
+        if state is not None and not self._states.has_cells:
+            self.pieces = self._pieces(state, notes, claims)
+
+    def _pieces(self, state: Saved, notes: NodeNotes, claims: Claims | None) -> Pieces | None:
+        """Return the way to copy lanes in pieces; None where there is none."""
+        engine, config = self._engine, self._engine.config
+        n_lanes = config.settings.n_lanes
+        if engine.keeps_state:
+            return None
+        if config.settings.kv_layout == "per-lane":
+            cells = own_cells.found(notes, state, config.n_sequences) if claims is not None else None
+            return (
+                OwnPieces(engine, cells, claims)
+                if claims is not None and cells is not None and claims.works()
+                else None
+            )
+        if self.shape is None or not config.held_lanes or not config.spare_lanes:
+            return None
+        held = range(n_lanes + config.spare_lanes, config.n_sequences)
+        return SharedPieces(engine, self._context, self.shape, n_lanes, held)
+
+    def pieces_of(self, lane: int) -> Pieces | None:
+        """Return the way to copy this lane in pieces; None where it is copied whole."""
+        return None if self._places.holds_images(lane) else self.pieces
 
     def forms(self) -> tuple[layer_cells.Form, ...]:
         """Return the form of each layer's cells; empty where a lane's state cannot be taken apart."""
@@ -70,7 +103,7 @@ class SavedLanes:
 
         Raises NativeError where a state cannot be taken apart: recurrent ones, sliding windows, images.
         """
-        self._settle(lane)
+        self.settle(lane)
         state = read_lane(self._context, lane)
         if state is None or self.shape is None or self._places.holds_images(lane):
             raise NativeError(f"lane {lane} cannot be taken apart by layers")
@@ -84,17 +117,21 @@ class SavedLanes:
         if self.shape is None:
             raise NativeError("this engine's lanes cannot be put together from layers")
         state = layer_cells.written(self.shape, cells)
-        self._settle(lane)
+        self.settle(lane)
         n_tokens = cells[0].n_tokens
         if not write_lane(self._context, lane, state) or self._engine.lane_tokens(lane) != n_tokens:
             self._engine.clear(lane)
             raise NativeError(f"llama.cpp does not take a state of {state.nbytes} bytes for lane {lane}")
         return n_tokens
 
+    def size(self, lane: int) -> int:
+        """Return the bytes of what `save` would return, but for a few."""
+        return int(llama.llama_state_seq_get_size(self._context, lane))
+
     def save(self, lane: int) -> Saved:
         """Return all that the lane holds. Raises NativeError where llama.cpp does not give it."""
         engine, context = self._engine, self._context
-        self._settle(lane)
+        self.settle(lane)
         n_tokens, n_bytes = engine.lane_tokens(lane), llama.llama_state_seq_get_size(context, lane)
         checkpoints = self._states.saved(lane, n_tokens)
         sizes = [(position, state.nbytes) for position, state in checkpoints]
@@ -119,7 +156,7 @@ class SavedLanes:
         """
         started_ns = time.monotonic_ns()
         n_tokens, n_bytes, sizes, images, at = _head(saved)
-        self._settle(lane)
+        self.settle(lane)
         if at + n_bytes + sum(size for _, size in sizes) != saved.nbytes:
             raise NativeError(f"{saved.nbytes} bytes are not the state of a lane")
         self._places.put_back(lane, images)
@@ -159,7 +196,7 @@ class SavedLanes:
             return False
         return copy_lane(self._context, source_lane, target_lane)
 
-    def _settle(self, lane: int) -> None:
+    def settle(self, lane: int) -> None:
         """Let copies of whole lanes be made that llama.cpp puts off until the next step: one row, forgotten again.
 
         Raises NativeError where the lane could not forget it.

@@ -64,16 +64,18 @@ class Tier:
         """Whether stored states survive a restart."""
         return self._disk is not None
 
-    def has_room(self) -> bool:
-        """Return whether some state could be kept now. If not, what was kept in memory is freed.
+    def has_room(self, n_bytes: int = 1) -> bool:
+        """Return whether a state of this size could be kept now. If none could, what was kept in memory is freed.
 
-        To take a state out of the engine holds up all streams, and would be in vain.
+        To take a state out of the engine costs time, and would be in vain.
         """
+        if self._disk is not None and self._disk.fits(n_bytes):
+            return True
         with self._lock:
-            has_room = self._disk is not None or self._bytes_max(0) > 0
-            if not has_room:
+            bytes_max = self._bytes_max(0)
+            if bytes_max <= 0:
                 self._free()
-        return has_room
+        return n_bytes <= bytes_max
 
     def store(self, key: int, n_tokens: int, state: State) -> None:
         """Keep a state, as far as the bounds allow; it replaces what had this key."""

@@ -93,6 +93,10 @@ class TierDisk:
         with self._lock:
             return {key: n_tokens for key, (n_tokens, _) in self._files.items()}
 
+    def fits(self, n_bytes: int) -> bool:
+        """Return whether a state of this size could have a file."""
+        return _HEAD.size + n_bytes <= self._bytes_max
+
     def write(self, key: int, n_tokens: int, state: State) -> None:
         """Write a state in the background, unless too many wait."""
         n_bytes = _HEAD.size + state.nbytes

@@ -1,37 +1,92 @@
-"""Lanes to the tier and back. Decode thread, but where a method says otherwise."""
+"""Lanes to the tier and back, and from lane to lane. Decode thread, but where a method says otherwise.
+
+Where the engine copies in pieces, a copy is only begun here, and goes on between steps (`stage.steps.lane_copies`).
+Other lanes are copied at once: those with recurrent states or images, and on some engines all. A copy that would hold
+up other streams for long is not made (WHOLE_BYTES_MAX).
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
-from relayline.stage.engine.tier import Tier, TierFigures
+from relayline.stage.engine.cell_state import CellState, Pieces, bytes_of, is_cells
+from relayline.stage.engine.tier import State, Tier, TierFigures
+from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.step_types import Engine, Saver
 from relayline.wire.common.errors import PositionGapError, RelaylineError
+from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+
+WHOLE_BYTES_MAX = 256 << 20  # of a lane that is copied in one go beside other streams: about 100 ms
+LONG_BYTES = 8 << 20  # of a copy whose session's rows wait for it; shorter ones are finished when the rows come
+
+_Key = tuple[int, int]  # QueuedFrame.session_key
 
 
 class LaneStates:
-    """One stage's store of lanes that others took."""
+    """One stage's store of lanes that others took, and its copies of lanes."""
 
-    def __init__(self, engine: Engine, saver: Saver | None, tier: Tier | None) -> None:
+    def __init__(self, engine: Engine, saver: Saver | None, tier: Tier | None, *, long_bytes: int = LONG_BYTES) -> None:
         """Without a tier nothing is kept."""
-        self._engine, self._saver, self._tier = engine, saver, tier
+        self._engine, self._saver, self._tier, self._long_bytes = engine, saver, tier, long_bytes
+        self.copies = LaneCopies()
+        self._lock = threading.Lock()
+        self._awaited: dict[_Key, Future[None]] = {}  # sessions whose rows wait until their lane is filled
+        self._stored: dict[int, Future[None]] = {}  # keys of states on their way into the tier
 
     @property
     def saver(self) -> Saver | None:
         """What takes lanes' states out of the engine and puts them back."""
         return self._saver
 
-    def store(self, key: int, lane: int, n_tokens: int) -> None:
-        """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it."""
-        if self._tier is not None and self._saver is not None and self._tier.has_room():
-            self._tier.store(key, n_tokens, self._saver.save(lane))
+    def _pieces(self, lane: int) -> Pieces | None:
+        return self._saver.pieces_of(lane) if self._saver is not None else None
 
-    def restore(self, key: int, lane: int, n_tokens: int) -> None:
-        """Restore the first n_tokens of a key's state into an empty lane.
+    # --- into the tier ------------------------------------------------------------------------------------------------
+
+    def store(self, key: int, lane: int, n_tokens: int, *, is_alone: bool = True) -> None:
+        """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it.
+
+        is_alone: no other stream would have to wait.
+        """
+        tier, saver = self._tier, self._saver
+        if tier is None or saver is None or self.copies.stores(key):
+            return
+        pieces = self._pieces(lane)
+        n_bytes = n_tokens * bytes_of(pieces.forms) if pieces is not None else saver.size(lane)
+        if not tier.has_room(n_bytes) or (pieces is None and n_bytes > WHOLE_BYTES_MAX and not is_alone):
+            return
+        if pieces is None:
+            tier.store(key, n_tokens, saver.save(lane))
+            return
+        saver.settle(lane)
+        with self._lock:
+            self._stored[key] = Future()
+
+        def ended(state: CellState | None) -> None:
+            if state is not None:
+                tier.store(key, n_tokens, state.data)
+            with self._lock:
+                waited = self._stored.pop(key, None)
+            if waited is not None:
+                waited.set_result(None)
+
+        self.copies.store(pieces, key, lane, n_tokens, ended)
+
+    # --- out of it ----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, key: int, lane: int, n_tokens: int, done: Callable[[bool], None], *, is_alone: bool = True
+    ) -> None:
+        """Restore the first n_tokens of a key's state into an empty lane; `done` gets whether the lane has them, at
+        once or later.
 
         Raises PositionGapError, and leaves the lane empty, where the state is missing, shorter, or cannot be rewound.
         """
+        self.copies.finish(key)
         found = self._tier.fetch(key) if self._tier is not None else None
         if found is None or self._saver is None:
             raise PositionGapError(
@@ -41,15 +96,82 @@ class LaneStates:
         if n_tokens > n_stored:
             raise PositionGapError(f"the prefix {key:x} has {n_stored} tokens, {n_tokens} are wanted")
         try:
-            if self._saver.restore(lane, state) != n_stored:
-                raise PositionGapError(f"the prefix {key:x} has other content than was stored")
-            if n_tokens < n_stored:
-                self._engine.check_rewind(lane, n_tokens)
-                self._engine.drop_from(lane, n_tokens)
+            pieces = self._pieces(lane) if is_cells(state) else None
+            if pieces is not None:
+                self.copies.fill(pieces, CellState.read(state, pieces.forms), lane, n_tokens, done)
+                return
+            self._restore_whole(key, lane, n_tokens, found, is_alone=is_alone)
         except RelaylineError as error:
             self._engine.clear(lane)
             self.forget(key)  # it would be refused again
             raise PositionGapError(f"the prefix {key:x} cannot be brought back: {error.message}") from error
+        done(True)
+
+    def _restore_whole(self, key: int, lane: int, n_tokens: int, found: tuple[int, State], *, is_alone: bool) -> None:
+        n_stored, state = found
+        assert self._saver is not None
+        if state.nbytes > WHOLE_BYTES_MAX and not is_alone:
+            raise PositionGapError(f"its {state.nbytes} bytes would hold up other streams")
+        if self._saver.restore(lane, state) != n_stored:
+            raise PositionGapError(f"the prefix {key:x} has other content than was stored")
+        if n_tokens < n_stored:
+            self._engine.check_rewind(lane, n_tokens)
+            self._engine.drop_from(lane, n_tokens)
+
+    # --- from lane to lane --------------------------------------------------------------------------------------------
+
+    def copy(self, source: int, target: int, n_tokens: int, done: Callable[[bool], None]) -> None:
+        """Let an empty lane hold the first n_tokens of another one; `done` as of `restore`. Raises as
+        `Engine.copy_prefix`.
+        """
+        pieces = self._pieces(source)
+        if pieces is None or not pieces.copies or not n_tokens:
+            self.copies.before_rows(target, self._engine.lane_tokens(source))  # they are all written at once
+            self._engine.copy_prefix(source, target, n_tokens)
+            done(True)
+            return
+        assert self._saver is not None
+        self._saver.settle(source)
+        self._engine.clear(target)
+        self.copies.copy(pieces, source, target, n_tokens, done)
+        if n_tokens * bytes_of(pieces.forms) <= self._long_bytes:
+            self.copies.settle(target)
+
+    # --- who waits ----------------------------------------------------------------------------------------------------
+
+    def hold(self, frame: QueuedFrame) -> Future[None] | None:
+        """Return what the rest of a session waits for behind this control; None: for nothing. Any thread.
+
+        The decode thread says so by `filled`.
+        """
+        pieces = self._saver.pieces if self._saver is not None else None
+        if pieces is None or frame.position * bytes_of(pieces.forms) <= self._long_bytes:
+            return None
+        if not frame.flags & Flag.RESTORE and not pieces.copies:
+            return None
+        with self._lock:
+            return self._awaited.setdefault(frame.session_key, Future())
+
+    def filled(self, key: _Key) -> None:
+        """The lane of a session is filled, or will not be."""
+        with self._lock:
+            waited = self._awaited.pop(key, None)
+        if waited is not None:
+            waited.set_result(None)
+
+    def forget_route(self, route_id: int) -> None:
+        """No session of the route waits any more."""
+        with self._lock:
+            self._awaited = {key: future for key, future in self._awaited.items() if key[0] != route_id}
+
+    def begin(self, key: int) -> Future[None] | None:
+        """Begin to read a state that is on the disk alone; None where there is nothing to wait for. Any thread."""
+        with self._lock:
+            if (stored := self._stored.get(key)) is not None:
+                return stored
+        return self._tier.begin(key) if self._tier is not None else None
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def forget(self, key: int) -> None:
         """Give a state's place to others."""
@@ -60,10 +182,6 @@ class LaneStates:
         """Free the memory of an automatic tier. Any thread."""
         if self._tier is not None:
             self._tier.give_back()
-
-    def begin(self, key: int) -> Future[None] | None:
-        """Begin to read a state that is on the disk alone; None where there is nothing to wait for. Any thread."""
-        return self._tier.begin(key) if self._tier is not None else None
 
     def tell(self, message: pb.DescribeResponse) -> None:
         """Describe the stored states, and the speed of restoring them, in a handshake. Any thread."""
@@ -85,6 +203,9 @@ class LaneStates:
         return self._tier.figures() if self._tier is not None else TierFigures()
 
     def close(self) -> None:
-        """Free everything except the disk's files."""
+        """Free everything except the disk's files; what was on its way there is finished."""
+        if self._tier is not None and self._tier.is_on_disk:
+            self.copies.finish_stores()
+        self.copies.drop_all()
         if self._tier is not None:
             self._tier.close()

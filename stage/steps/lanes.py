@@ -141,6 +141,10 @@ class LaneTable:
             self._free.append(lane.index)
         return lane
 
+    def lane_of(self, key: tuple[int, int]) -> Lane | None:
+        """Return the lane of (route id, session id), None where it has none."""
+        return self._by_session.get(key)
+
     def has(self, lane: Lane) -> bool:
         """Return whether a session still has this lane."""
         return self._by_session.get((lane.route_id, lane.session_id)) is lane

@@ -1,7 +1,9 @@
-"""Sessions whose state is on the disk alone wait until it has been read; the decode thread never does. Event loop only.
+"""Sessions wait until the lane that they continue from is there; the decode thread never does. Event loop only.
 
-Everything of such a session waits in its order behind the frame that wants the state; who copies from it waits too.
-Others go on. A close ends the wait: the state is no longer wanted.
+A state may be on the disk alone, or still on its way into the tier: then everything of the session waits in its order
+behind the frame that wants it. Or a long lane is filled in pieces, from the tier or from another lane: then that frame
+continues, and what comes behind it waits. Who copies from such a session waits too. Others go on. A close ends the
+wait.
 """
 
 from __future__ import annotations
@@ -14,18 +16,28 @@ from concurrent.futures import Future
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.envelopes.frames import Flag
 
+_FILLS = Flag.RESTORE | Flag.COPY_PREFIX
+_Key = tuple[int, int]
+
 
 class Restores:
-    """The frames that wait for the disk."""
+    """The frames that wait."""
 
-    def __init__(self, begin: Callable[[int], Future[None] | None], push: Callable[[list[QueuedFrame]], None]) -> None:
-        """`begin(key)` begins to read a state, None where nothing need be waited for; `push` takes what waited."""
-        self._begin, self._push = begin, push
-        self._waiting: dict[tuple[int, int], list[QueuedFrame]] = {}  # who copies from one another share a list
+    def __init__(
+        self,
+        begin: Callable[[int], Future[None] | None],
+        push: Callable[[list[QueuedFrame]], None],
+        fill: Callable[[QueuedFrame], Future[None] | None] = lambda _: None,
+    ) -> None:
+        """`begin(key)` begins to read a state, `fill(control)` says when a control will have filled its lane; None
+        where nothing need be waited for. `push` takes what waited.
+        """
+        self._begin, self._push, self._fill = begin, push, fill
+        self._waiting: dict[_Key, list[QueuedFrame]] = {}  # who copies from one another share a list
 
     def sift(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
-        """Return the frames that may continue now, in order; the others follow once their states have been read."""
-        if not self._waiting and not any(frame.flags & Flag.RESTORE for frame in frames if not frame.n_rows):
+        """Return the frames that may continue now, in order; the others follow once they need not wait."""
+        if not self._waiting and not any(frame.flags & _FILLS for frame in frames if not frame.n_rows):
             return frames
         going: list[QueuedFrame] = []
         for frame in frames:
@@ -39,35 +51,42 @@ class Restores:
                 if waiting is not None:
                     self._waiting[key] = waiting
             elif waiting is None and frame.flags & Flag.RESTORE:
-                waiting = self._opened(key, frame.argument)
-            if waiting is None:
-                going.append(frame)
-            else:
+                waiting = self._wait(key, self._begin(frame.argument))
+            if waiting is not None:
                 waiting.append(frame)
+                continue
+            going.append(frame)
+            if frame.flags & _FILLS and not frame.n_rows:
+                self._wait(key, self._fill(frame))
         return going
 
+    def session_ids(self, route_id: int) -> set[int]:
+        """Return the sessions of a route that wait."""
+        return {session_id for route, session_id in self._waiting if route == route_id}
+
     def drop_route(self, route_id: int) -> None:
-        """Drop the waiting restores of a route's sessions."""
+        """Drop the waiting frames of a route's sessions."""
         self._waiting = {key: frames for key, frames in self._waiting.items() if key[0] != route_id}
 
-    def _opened(self, key: tuple[int, int], argument: int) -> list[QueuedFrame] | None:
-        future = self._begin(argument)
-        if future is None:
+    def _wait(self, key: _Key, future: Future[None] | None) -> list[QueuedFrame] | None:
+        if future is None or future.done():
             return None
         frames: list[QueuedFrame] = []
         self._waiting[key] = frames
         loop = asyncio.get_running_loop()
 
-        def was_read(_: Future[None]) -> None:
+        def came(_: Future[None]) -> None:
             with contextlib.suppress(RuntimeError):  # the stage has ended meanwhile
                 loop.call_soon_threadsafe(self._release, frames)
 
-        future.add_done_callback(was_read)
+        future.add_done_callback(came)
         return frames
 
     def _release(self, frames: list[QueuedFrame]) -> None:
-        if any(waiting is frames for waiting in self._waiting.values()) and self._end(frames):
-            self._push(frames)
+        if any(waiting is frames for waiting in self._waiting.values()):
+            going = self.sift(self._end(frames))  # they may have to wait for something else
+            if going:
+                self._push(going)
 
     def _end(self, frames: list[QueuedFrame]) -> list[QueuedFrame]:
         self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting is not frames}

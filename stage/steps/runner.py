@@ -57,6 +57,7 @@ class Runner:
         """`ahead_rows`: rows of a step with rows that are computed ahead; 0: none are."""
         self._batcher, self._executor = batcher, executor
         self._ahead = RunAhead(executor, ahead_rows)
+        self._copies = executor.sessions.states.copies
         self._deliver, self._account, self._on_crash = deliver, account, on_crash
         self._loop = asyncio.get_running_loop()
         self._bell = _Bell()
@@ -157,8 +158,10 @@ class Runner:
                         self._latest.append(step)
                         self._publish(step)
                         break
-                    if self._ahead.is_due:
+                    if self._ahead.is_due or self._copies:
                         break
+                elif self._copies:
+                    break
                 self._bell.wait()
         if calls:
             self._ahead.settle()
@@ -166,9 +169,19 @@ class Runner:
                 self._answer(function, future)
         elif step is not None:
             self._work(step)
-        else:
+            if self._copies:
+                self._copy_lanes()
+        elif self._ahead.is_due:
             self._work_ahead()
+        else:
+            self._copy_lanes()
         return True
+
+    def _copy_lanes(self) -> None:
+        """Copy lanes for a moment, between two steps."""
+        if self._copies.fills_next:
+            self._ahead.settle()
+        self._copies.work(time.monotonic_ns)
 
     def _work(self, step: Step) -> None:
         """Carry out a step, and hand each of its parts over as soon as it is done."""

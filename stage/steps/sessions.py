@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from llguidance import LLMatcher, LLTokenizer
@@ -20,7 +20,7 @@ from relayline.stage.sampling.pooling import Pool
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.steps.handing import Handing
 from relayline.stage.steps.lane_states import LaneStates
-from relayline.stage.steps.lanes import LaneTable
+from relayline.stage.steps.lanes import Lane, LaneTable
 from relayline.stage.steps.step_types import Engine
 from relayline.wire.common.errors import InvalidRequestError, NotServedError, RelaylineError, SessionError
 from relayline.wire.envelopes.frames import Flag
@@ -64,41 +64,90 @@ class Sessions:
         elif frame.flags & Flag.CLOSE:
             self.close(frame.session_key)
         elif frame.flags & Flag.TRIM:
+            self._settle(frame.session_key)
             lane, drop_from = lanes.trim(frame.session_id, frame.route_id, frame.position)
             if drop_from is not None:
                 self._engine.check_rewind(lane.index, drop_from)
                 self._engine.drop_from(lane.index, drop_from)
                 lane.next_position = drop_from
         elif frame.flags & Flag.COPY_PREFIX:
-            pair = lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
-            self._engine.check_rewind(pair[0].index, frame.position)
-            self._engine.copy_prefix(pair[0].index, pair[1].index, frame.position)
-            pair[1].next_position = frame.position
+            self._copy(frame)
         elif frame.flags & Flag.STORE:
             self._store(frame)
         elif frame.flags & Flag.RESTORE:
-            lane, _ = lanes.trim(frame.session_id, frame.route_id, 0)
+            self._restore(frame)
+
+    def _copy(self, frame: QueuedFrame) -> None:
+        for session_id in (frame.argument, frame.session_id):
+            self._settle((frame.route_id, session_id))
+        try:
+            source, target = self._lanes.prefix(frame.argument, frame.session_id, frame.route_id, frame.position)
+            self._engine.check_rewind(source.index, frame.position)
+            self.states.copy(source.index, target.index, frame.position, self._filled(frame, target))
+        except RelaylineError:
+            self.states.filled(frame.session_key)
+            raise
+
+    def _restore(self, frame: QueuedFrame) -> None:
+        self._settle(frame.session_key)
+        try:
+            lane, _ = self._lanes.trim(frame.session_id, frame.route_id, 0)
             if lane.next_position:
                 raise SessionError(f"session {frame.session_id:x} already holds {lane.next_position} positions")
-            self.states.restore(frame.argument, lane.index, frame.position)
-            lane.next_position = frame.position
+            done, is_alone = self._filled(frame, lane), self._lanes.n_used <= 1
+            self.states.restore(frame.argument, lane.index, frame.position, done, is_alone=is_alone)
+        except RelaylineError:
+            self.states.filled(frame.session_key)
+            raise
+
+    def _filled(self, frame: QueuedFrame, lane: Lane) -> Callable[[bool], None]:
+        """Return what is called once the lane holds what this control asks for, or will not hold it."""
+
+        def done(is_whole: bool) -> None:
+            if self._lanes.has(lane):
+                if is_whole:
+                    lane.next_position = frame.position
+                else:
+                    self._engine.clear(lane.index)  # the session's rows do not fit then, and are refused
+            self.states.filled(frame.session_key)
+
+        return done
+
+    def make_way(self, frames: Iterable[QueuedFrame]) -> None:
+        """Rows of these frames run next: their lanes are filled now, and what still reads positions that they are
+        written to does so now."""
+        copies = self.states.copies
+        for frame in frames:
+            if (lane := self._lanes.lane_of(frame.session_key)) is not None:
+                copies.settle(lane.index)
+                copies.before_rows(lane.index, frame.position + frame.n_rows)
+
+    def _settle(self, key: tuple[int, int]) -> None:
+        if self.states.copies and (lane := self._lanes.lane_of(key)) is not None:
+            self.states.copies.settle(lane.index)
 
     def begin_restore(self, key: int) -> Future[None] | None:
         """Begin to read a state that is on the disk alone, None where there is none to wait for. Any thread."""
         return self.states.begin(key)
+
+    def begin_fill(self, frame: QueuedFrame) -> Future[None] | None:
+        """Return what the rest of a session waits for behind a control that fills its lane, None: nothing. Any
+        thread."""
+        return self.states.hold(frame)
 
     def _store(self, frame: QueuedFrame) -> None:
         """Store a lane's state. Where that fails, later restores are refused and their tokens read again."""
         if not frame.position:
             self.states.forget(frame.argument)
             return
+        self._settle(frame.session_key)
         with contextlib.suppress(RelaylineError):
             lane, drop_from = self._lanes.trim(frame.session_id, frame.route_id, frame.position)
             if drop_from is not None:
                 self._engine.check_rewind(lane.index, drop_from)
                 self._engine.drop_from(lane.index, drop_from)
                 lane.next_position = drop_from
-            self.states.store(frame.argument, lane.index, frame.position)
+            self.states.store(frame.argument, lane.index, frame.position, is_alone=self._lanes.n_used <= 1)
 
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
@@ -163,6 +212,7 @@ class Sessions:
         """Give a session's lane and sampler back; it need not be open."""
         lane = self._lanes.close(key[1], key[0])
         if lane is not None:
+            self.states.copies.cancel(lane.index)
             self._engine.clear(lane.index)
         self._forget_marks(key)
 
@@ -209,5 +259,6 @@ class Sessions:
         self._end(route_id)
 
     def _end(self, route_id: int) -> None:
+        self.states.forget_route(route_id)
         self.cancelled.clear()  # only a shortcut: closes that other routes still have queued lose nothing
         self.broken = {key for key in self.broken if key[0] != route_id}

@@ -40,6 +40,7 @@ from relayline.stage.steps.step_types import Embeddings, Engine, RouteOutput, Ro
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import (
     InternalError,
+    LaneLimitError,
     NumericError,
     PositionGapError,
     ProtocolError,
@@ -105,6 +106,8 @@ class StepExecutor:
             for frame in self._current(frames)
             if not (frame.flags & GUESSES and self._is_pointless(outputs, frame))
         ]
+        if self.sessions.states.copies:
+            self.sessions.make_way([*due, *riders])
         placed = self._place_all(outputs, [*due, *riders] if riders else due)
         riding: list[Placed] = []
         if riders:
@@ -153,11 +156,13 @@ class StepExecutor:
             meanwhile = functools.partial(prepare, [*placed, *result.riding], self.sessions.samplers, self.engine)
         result.started_ns = time.monotonic_ns()
         try:
-            frames = result.step.frames
-            if frames and frames[-1].flags & Flag.PREFILL:  # prompt rows come after all others
-                _decode_prompts(self.engine, n_rows, placed, meanwhile)
-            else:
-                self.engine.decode(n_rows, meanwhile=meanwhile)
+            try:
+                _decode_rows(self.engine, result.step.frames, n_rows, placed, meanwhile)
+            except LaneLimitError:
+                if not self.sessions.states.copies.finish_stores():
+                    raise
+                # Shared cells were kept for the tier.
+                _decode_rows(self.engine, result.step.frames, n_rows, placed, meanwhile)
         except RelaylineError as error:
             result.error = error.label
             for item in placed:
@@ -487,9 +492,17 @@ def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.
     return np.concatenate([output_rows[i.row : i.row + i.frame.n_rows] for i in placed])
 
 
-def _decode_prompts(engine: Engine, n_rows: int, placed: list[Placed], meanwhile: Callable[[], None] | None) -> None:
-    """Run the native decode of a step with prompt rows, which may be those of images."""
-    if placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
+def _decode_rows(
+    engine: Engine,
+    frames: Sequence[QueuedFrame],
+    n_rows: int,
+    placed: list[Placed],
+    meanwhile: Callable[[], None] | None,
+) -> None:
+    """Run the native decode of a step. Prompt rows, which come after all others, may be those of images."""
+    if not frames or not frames[-1].flags & Flag.PREFILL:
+        engine.decode(n_rows, meanwhile=meanwhile)
+    elif placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
         engine.decode(n_rows, is_mutual=True, meanwhile=meanwhile)
     elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
         engine.decode(n_rows, grids=grids, meanwhile=meanwhile)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.engine.cell_state import Pieces
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.queue_types import QueuedFrame, Step
@@ -69,7 +70,12 @@ class Saver(Protocol):
     """The part of the native engine that the tier uses; see stage.engine.saved_lanes.SavedLanes."""
 
     @property
+    def pieces(self) -> Pieces | None: ...  # noqa: D102
+    @property
     def token_ns(self) -> float: ...  # noqa: D102
+    def pieces_of(self, lane: int) -> Pieces | None: ...  # noqa: D102
+    def size(self, lane: int) -> int: ...  # noqa: D102
+    def settle(self, lane: int) -> None: ...  # noqa: D102
     def save(self, lane: int) -> npt.NDArray[np.uint8]: ...  # noqa: D102
     def restore(self, lane: int, saved: npt.NDArray[np.uint8]) -> int: ...  # noqa: D102
     def forms(self) -> tuple[Form, ...]: ...  # noqa: D102

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN
 from relayline.deploy.testing.cluster.clock import Violation
+from relayline.deploy.testing.cluster.pieces import CELLS, ModelPieces
 from relayline.stage.engine.checkpoints import Checkpoints
 from relayline.stage.engine.lane_places import Grid, LanePlaces
-from relayline.stage.engine.layer_cells import Form, LayerCells, Tensor
+from relayline.stage.engine.layer_cells import Form, LayerCells
 from relayline.stage.engine.tier import Tier
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import POLICIES, StepLimits
@@ -33,7 +34,6 @@ DTYPE = DTYPE_F16  # of rows between stages
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 N_LAYERS = 6  # of the whole model
-CELLS: Form = (Tensor(0, 1, 4),)
 _MODULUS = 1_021  # below 2048: up to there integers are exact in f16
 
 
@@ -99,6 +99,9 @@ class ModelEngine:
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = self.device = None
         self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
+        self.memory: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n_lanes)]
+        """What was last written to each position of a lane; emptying the lane leaves it there."""
+        self.pieces = None if keeps_state else ModelPieces(self, len(layers))
         self._checkpoints = Checkpoints() if keeps_state else None
         self._layers, self._empty = layers, (0,) * len(layers)
         self._tokens: dict[int, int] = {}
@@ -127,7 +130,7 @@ class ModelEngine:
                 raise Violation(
                     f"layers {self._layers}: lane {index} holds {len(lane)} rows, and is fed row {position}"
                 )
-            lane.append(_row(lane[-1] if lane else self._empty, int(value), self._layers))
+            self.fill(index, [_row(lane[-1] if lane else self._empty, int(value), self._layers)])
             if self.is_last:
                 self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:
@@ -183,9 +186,27 @@ class ModelEngine:
             raise Violation(f"layers {self._layers}: a copy of {n_tokens} rows, where the source has no checkpoint")
         self._places.copy(source_lane, target_lane)
         self._cut(target_lane, n_tokens)
-        self.lanes[target_lane] = self.lanes[source_lane][:n_tokens]
+        self.lanes[target_lane] = []
+        self.fill(target_lane, self.lanes[source_lane][:n_tokens])
         if self._checkpoints is not None:
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)
+
+    def fill(self, lane: int, rows: Sequence[tuple[int, ...]]) -> None:
+        """Append rows to a lane."""
+        held = self.lanes[lane]
+        self.memory[lane].update(enumerate(rows, len(held)))
+        held.extend(rows)
+
+    def pieces_of(self, lane: int) -> ModelPieces | None:
+        """Return how a lane is copied in pieces."""
+        return None if self._places.holds_images(lane) else self.pieces
+
+    def size(self, lane: int) -> int:
+        """Return about how many bytes `save` would return."""
+        return 4 * len(self.lanes[lane]) * len(self._layers)
+
+    def settle(self, lane: int) -> None:
+        """Nothing is put off here."""
 
     @property
     def token_ns(self) -> float:
@@ -214,7 +235,7 @@ class ModelEngine:
         first = numbers.index(-1, end + 1)
         self._places.put_back(lane, np.array(numbers[end + 1 : first], np.int64))
         values = numbers[first + 1 :]
-        self.lanes[lane] = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
+        self.fill(lane, [tuple(values[at : at + width]) for at in range(0, len(values), width)])
         return int(n_rows)
 
     def forms(self) -> tuple[Form, ...]:
@@ -235,7 +256,7 @@ class ModelEngine:
         if len(cells) != len(self._layers):
             raise NativeError(f"{len(cells)} layers for {self._layers}")
         columns = [np.ascontiguousarray(layer.tensors[0]).view(np.int32).ravel().tolist() for layer in cells]
-        self.lanes[lane] = list(zip(*columns, strict=True))
+        self.fill(lane, list(zip(*columns, strict=True)))
         return len(self.lanes[lane])
 
     def clear(self, lane: int) -> None:
@@ -252,6 +273,8 @@ class Memory:
     tier_bytes: int = 0
     tier_survives: bool = False
     """Whether stored prefixes survive a restart, as on a disk."""
+    is_copying: bool = False
+    """Whether a piece of a lane is copied soon, since no step runs."""
     _tiers: dict[range, Tier] = dataclasses.field(default_factory=dict)  # by their layers
 
     def tier(self, layers: range) -> Tier | None:

@@ -26,6 +26,7 @@ from relayline.deploy.testing.cluster.route import NodeRoute
 from relayline.stage.inbound import check_due, queued_frames
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.routes import check_newer
+from relayline.stage.steps.lane_copies import SLICE_NS
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.run_ahead import RunAhead
@@ -39,7 +40,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CTX_TOKENS = 128
 REJOIN_NS = 200 * MS
-STEP_NS, ROW_NS = 4 * MS, MS // 2
+STEP_NS, ROW_NS, PIECE_NS = 4 * MS, MS // 2, 20 * MS
 _ENVELOPES = itertools.count(1)
 
 Reply = Callable[["dict[int, int] | RelaylineError"], None]
@@ -132,7 +133,7 @@ class Node:
         self.engine = ModelEngine(self.layers, n_lanes, is_last=self.part.is_last, keeps_state=self.memory.keeps_state)
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
-        states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers))
+        states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers), long_bytes=0)
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
         is_whole = self.part.n_stages == 1 and not self.memory.keeps_state
         self.ahead = RunAhead(self.executor, ROWS_MAX if is_whole else 0)
@@ -141,6 +142,7 @@ class Node:
         self.step: Step | None = None
         self._is_ahead = False  # whether that step was not asked for
         self._n_to_lose = 0
+        self.memory.is_copying = False
         self._between: list[Callable[[], None]] = []  # work to be done between two steps
 
     @property
@@ -306,9 +308,27 @@ class Node:
         if self._is_ahead:
             self.step = self.ahead.next_step(self._clock.now_ns)
         if self.step is None:
+            if self.executor.sessions.states.copies and not self.memory.is_copying:
+                self.memory.is_copying = True
+                self._clock.after(PIECE_NS, self._copied, self.process.instance)
             return
         duration_ns = (STEP_NS + ROW_NS * self.step.n_rows) * self.factor * (0.5 + self._rng.random())
         self._clock.after(round(duration_ns), self._ended, self.process.instance)
+
+    def _copied(self, instance: int) -> None:
+        if instance == self.process.instance:
+            self.memory.is_copying = False
+            if self.step is None:
+                self._copy_lanes()
+                self._begin()
+
+    def _copy_lanes(self) -> None:
+        """Copy one piece of a lane, as stage.steps.runner does between two steps."""
+        copies = self.executor.sessions.states.copies
+        if copies:
+            if copies.fills_next:
+                self.ahead.settle()
+            copies.work(itertools.count(step=SLICE_NS).__next__)
 
     def _ended(self, instance: int) -> None:
         if instance == self.process.instance:  # otherwise the result is of a process that is gone
@@ -342,6 +362,7 @@ class Node:
             self.ahead.settle()
         for action in between:
             action()
+        self._copy_lanes()
         self._begin()
 
     # --- for inspection -------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from relayline.deploy.testing.cluster.run import Cluster, simulate_many
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps import step
 from relayline.stage.steps.batcher import Batcher
+from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.run_ahead import RunAhead
 from relayline.stage.steps.sessions import Sessions
@@ -192,6 +193,22 @@ def takes_lanes_of_other_layers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mover, "handed", lambda *arguments: handed(*arguments)[::-1])
 
 
+def gives_half_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """A lane counts as filled after its first piece."""
+    advance = LaneCopies._advance
+
+    def hurries(self: LaneCopies, copy: Any, end: int) -> None:
+        advance(self, copy, end)
+        self._end(copy, is_whole=True)
+
+    patch.setattr(LaneCopies, "_advance", hurries)
+
+
+def fills_lanes_of_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A lane goes on being filled after its session's end."""
+    patch.setattr(LaneCopies, "cancel", lambda self, lane: None)
+
+
 def takes_no_lane_back(patch: pytest.MonkeyPatch) -> None:
     """A lane that one stage has and another lacks belongs to no session, and stays."""
     patch.setattr(Prefixes, "left_behind", lambda self, going_on: [])
@@ -223,6 +240,8 @@ CANARIES = [
     (holds_for_ever, ("moves",)),
     (takes_lanes_of_other_layers, ("moves",)),
     (takes_no_lane_back, ("moves", "dies")),
+    (gives_half_a_copy, ANY),
+    (fills_lanes_of_nobody, ANY),
     (hands_layers_to_nobody_new, ("drains", "joins")),
     (forgets_who_prepares, ("joins", "dies", "moves")),
 ]

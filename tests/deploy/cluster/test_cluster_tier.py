@@ -13,6 +13,7 @@ from relayline.deploy.testing.cluster.clock import MS, S, Violation
 from relayline.deploy.testing.cluster.plan import CALM, Plan, Trouble, Wish
 from relayline.deploy.testing.cluster.run import Cluster
 from relayline.stage.engine.tier import Tier
+from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.lane_states import LaneStates
 
 LONG = [tuple(range(first, first + 40)) for first in (100, 200, 300)]  # three prompts that have nothing in common
@@ -35,6 +36,13 @@ def chats(*, tier_bytes: int = 1_000_000, survives: bool = False, troubles: tupl
         wishes=(*first, *later),
         troubles=troubles,
     )
+
+
+def close_together() -> Plan:
+    """The same chats, each waiting for the one before: a lane gets new rows while its last ones are still copied."""
+    first = [wish(50 * MS, prompt) for prompt in LONG]
+    later = [wish(3 * S, (*prompt, 7, 8, 9)) for prompt in LONG]
+    return dataclasses.replace(chats(), wishes=(*first, *later))
 
 
 def figures(cluster: Cluster) -> dict[str, int]:
@@ -72,6 +80,18 @@ def test_after_a_restart_of_one_stage(survives: bool) -> None:
     assert figures(cluster)["restored"] == (3 if survives else 0), "a state that one stage lost is restored by none"
 
 
+def test_a_lane_is_stored_while_the_next_stream_fills_it() -> None:
+    cluster = Cluster(close_together())
+    assert cluster.run().ends == {"length": 6}
+    assert figures(cluster)["restored"] == 3
+
+
+def test_rows_written_over_a_lane_that_is_still_stored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaneCopies, "before_rows", lambda self, lane, end: None)
+    with pytest.raises(Violation):
+        Cluster(close_together()).run()
+
+
 def test_a_stage_that_brings_back_another_lane_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch = Tier.fetch
 
@@ -84,6 +104,6 @@ def test_a_stage_that_brings_back_another_lane_is_found(monkeypatch: pytest.Monk
 
 
 def test_a_stage_that_brings_back_nothing_and_does_not_say_so_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LaneStates, "restore", lambda self, key, lane, n_tokens: None)
+    monkeypatch.setattr(LaneStates, "restore", lambda self, key, lane, n, done, **_: done(True))
     with pytest.raises(Violation):
         Cluster(chats()).run()

@@ -86,7 +86,7 @@ def test_no_state_leaves_the_engine_while_the_host_has_no_memory_for_it() -> Non
         return state(lane)
 
     tier = Tier(8_000, spare_bytes=lambda: spare_bytes[0])
-    engine: Any = SimpleNamespace(save=save)
+    engine: Any = SimpleNamespace(save=save, pieces=None, pieces_of=lambda lane: None, size=lambda lane: 1_000)
     states = LaneStates(engine, engine, tier)
     states.store(1, 1, 10)
     spare_bytes[0] = -1_000

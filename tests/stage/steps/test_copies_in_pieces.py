@@ -1,0 +1,205 @@
+"""Copies of lanes in pieces: who goes first, what is copied before rows are written over it, and what ends a copy."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import numpy as np
+import pytest
+
+from relayline.stage.engine.cell_state import CellState, Pieces
+from relayline.stage.engine.layer_cells import Tensor
+from relayline.stage.steps import lane_copies
+from relayline.stage.steps.lane_copies import COPIES_MAX, SLICE_NS, LaneCopies
+from relayline.wire.common.errors import NativeError
+
+FORMS = ((Tensor(0, 1, 1),),)
+PIECE = 4
+
+
+class FakePieces:
+    """Lanes of bytes. What is written to a position stays there until something else is."""
+
+    piece_tokens, token_ns, copies, forms = PIECE, 0.0, True, FORMS
+
+    def __init__(self) -> None:
+        self.memory = {lane: np.zeros(64, np.uint8) for lane in range(4)}
+        self.ended: list[int] = []
+        self.pieces: list[tuple[str, int, int, int]] = []  # what, lane, first, end
+        self.fails_at = -1  # the position whose piece is refused
+        self.refuses = False
+
+    def begin(self, lane: int, n_tokens: int) -> int | None:
+        return None if self.refuses else lane
+
+    def read(self, source: int, into: CellState, first: int, end: int) -> None:
+        self._note("read", source, first, end)
+        into.parts[0][0, first:end, 0] = self.memory[source][first:end]
+
+    def end(self, source: int) -> None:
+        self.ended.append(source)
+
+    def write(self, lane: int, state: CellState, first: int, end: int, total: int) -> None:
+        self._note("write", lane, first, end)
+        self.memory[lane][first:end] = state.parts[0][0, first:end, 0]
+
+    def copy(self, source: int, target: int, first: int, end: int, total: int) -> None:
+        self._note("copy", target, first, end)
+        self.memory[target][first:end] = self.memory[source][first:end]
+
+    def _note(self, what: str, lane: int, first: int, end: int) -> None:
+        if first <= self.fails_at < end:
+            raise NativeError("no more")
+        self.pieces.append((what, lane, first, end))
+
+
+class World:
+    def __init__(self) -> None:
+        self.copies, self.pieces = LaneCopies(), FakePieces()
+        self.api = cast("Pieces", self.pieces)
+        self.stored: dict[int, CellState | None] = {}
+        self.filled: dict[int, bool] = {}
+
+    def store(self, key: int, lane: int, n_tokens: int) -> None:
+        self.pieces.memory[lane][:n_tokens] = key
+        self.copies.store(self.api, key, lane, n_tokens, lambda state: self.stored.__setitem__(key, state))
+
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
+        self.copies.copy(self.api, source, target, n_tokens, lambda whole: self.filled.__setitem__(target, whole))
+
+    def fill(self, lane: int, value: int, n_tokens: int) -> None:
+        state = CellState.empty(FORMS, n_tokens)
+        state.parts[0][...] = value
+        self.copies.fill(self.api, state, lane, n_tokens, lambda whole: self.filled.__setitem__(lane, whole))
+
+    def piece(self) -> None:
+        """Work for as long as one piece takes."""
+        self.copies.work(itertools.count(step=SLICE_NS).__next__)
+
+    def values(self, key: int) -> set[int]:
+        state = self.stored[key]
+        return set() if state is None else set(state.parts[0].ravel().tolist())
+
+
+@pytest.fixture(name="world")
+def world_fixture() -> World:
+    return World()
+
+
+def test_a_lane_is_stored_piece_by_piece_and_only_whole(world: World) -> None:
+    world.store(7, lane=1, n_tokens=10)
+    for _ in range(2):
+        world.piece()
+        assert world.stored == {}
+    world.piece()
+    assert world.values(7) == {7}
+    assert world.pieces.pieces == [("read", 1, 0, 4), ("read", 1, 4, 8), ("read", 1, 8, 10)]
+    assert world.pieces.ended == [1]
+    assert not world.copies
+
+
+def test_work_ends_with_its_slice_of_time(world: World) -> None:
+    world.store(7, lane=1, n_tokens=40)
+    world.copies.work(itertools.count(step=SLICE_NS // 3).__next__)
+    assert world.pieces.pieces == [("read", 1, first, first + 4) for first in (0, 4, 8)]
+
+
+def test_a_new_stream_pays_for_no_more_than_it_writes(world: World) -> None:
+    world.store(7, lane=1, n_tokens=40)
+    world.copies.before_rows(1, 3)
+    world.pieces.memory[1][:3] = 99
+    assert world.pieces.pieces[-1][3] <= PIECE
+    world.copies.before_rows(2, 40)
+    assert len(world.pieces.pieces) == 1, "another lane's rows write over nothing"
+    world.copies.before_rows(1, 9)
+    world.pieces.memory[1][3:9] = 99
+    while world.copies:
+        world.piece()
+    assert world.values(7) == {7}
+
+
+def test_a_lane_that_is_filled_waits_for_its_former_rows_alone(world: World) -> None:
+    world.store(5, lane=0, n_tokens=8)
+    world.store(7, lane=1, n_tokens=8)
+    world.fill(1, 9, 8)
+    assert not world.copies.fills_next
+    for _ in range(4):
+        world.piece()
+    assert [piece[:2] for piece in world.pieces.pieces] == [("read", 1)] * 2 + [("write", 1)] * 2
+    assert world.values(7) == {7}
+    assert world.filled == {1: True}
+    assert world.stored.get(5) is None, "nobody waits for this one, so it comes last"
+
+
+def test_a_chain_of_copies_makes_way_link_by_link(world: World) -> None:
+    """A kept lane goes to the tier, another lane is copied there, and that one gets new rows: all at the same time."""
+    world.store(7, lane=3, n_tokens=16)
+    world.pieces.memory[0][:16] = 8
+    world.copy(0, 3, 16)
+    world.copies.before_rows(0, 5)
+    world.pieces.memory[0][:5] = 99
+    assert world.pieces.pieces == [("read", 3, 0, 4), ("copy", 3, 0, 4), ("read", 3, 4, 5), ("copy", 3, 4, 5)]
+    while world.copies:
+        world.piece()
+    assert world.values(7) == {7}
+    assert set(world.pieces.memory[3][:16].tolist()) == {8}
+
+
+def test_a_lane_that_is_needed_now_is_filled_now(world: World) -> None:
+    world.store(7, lane=1, n_tokens=8)
+    world.fill(1, 9, 8)
+    world.copies.settle(1)
+    assert world.filled == {1: True}
+    assert world.values(7) == {7}
+    assert set(world.pieces.memory[1][:8].tolist()) == {9}
+
+
+def test_the_end_of_a_session_ends_its_copy_and_no_other(world: World) -> None:
+    world.store(7, lane=1, n_tokens=8)
+    world.fill(1, 9, 8)
+    world.piece()
+    world.copies.cancel(1)
+    assert world.filled == {1: False}
+    assert not world.copies.is_filling(1)
+    world.piece()
+    assert world.values(7) == {7}
+
+
+def test_a_piece_that_fails_ends_its_copy_alone(world: World) -> None:
+    world.store(7, lane=1, n_tokens=12)
+    world.store(8, lane=2, n_tokens=12)
+    world.pieces.fails_at = 5
+    while world.copies:
+        world.piece()
+    assert world.stored == {7: None, 8: None}
+    assert world.pieces.ended == [1, 2]
+    world.pieces.fails_at = 0
+    world.fill(1, 9, 8)
+    world.copies.settle(1)
+    assert world.filled == {1: False}
+
+
+def test_only_so_many_lanes_are_stored_at_once(world: World) -> None:
+    for key in range(1, COPIES_MAX + 2):
+        world.store(key, lane=key % 4, n_tokens=8)
+    assert world.stored == {COPIES_MAX + 1: None}
+    assert world.copies.n_stores == COPIES_MAX
+    world.copies.drop_all()
+    assert set(world.stored.values()) == {None}
+    world.pieces.refuses = True
+    world.store(50, lane=1, n_tokens=8)
+    assert world.stored[50] is None
+    assert not world.copies
+
+
+def test_a_state_that_is_wanted_before_it_is_stored_is_finished(world: World) -> None:
+    world.store(7, lane=1, n_tokens=12)
+    assert world.copies.stores(7)
+    world.copies.finish(7)
+    assert world.values(7) == {7}
+    world.store(8, lane=2, n_tokens=12)
+    assert world.copies.finish_stores()
+    assert not world.copies.finish_stores()
+    assert world.values(8) == {8}
+    assert lane_copies.SLICE_NS <= 5_000_000, "no other stream's gap grows by more than a few milliseconds"

@@ -13,7 +13,7 @@ from relayline.stage.sampling.device_draws import DEVICE_ROWS
 from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
 from relayline.stage.sampling.rows import ON_DEVICE_FROM, DeviceRow, can_draw_on_device, prepare_noise, sample_on_device
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
-from tests.stage.sampling.test_rows_together import logits_of
+from tests.support.drawn_rows import FILTERS, LOGITS, logits_of
 
 N_VOCAB = BLOCKS_FROM + 3 * BLOCK
 
@@ -41,9 +41,7 @@ class FakeDevice:
 OPTIONS = st.builds(
     SamplingOptions,
     temperature=st.sampled_from([0.01, 0.7, 1.0, 3.0, 1e6]),
-    top_p=st.one_of(st.sampled_from([0.0, 0.05, 0.9, 1.0, 1.0]), st.floats(0, 1)),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
-    seed=st.integers(0, 2**64 - 1),
+    **FILTERS,
 )
 
 
@@ -51,11 +49,8 @@ OPTIONS = st.builds(
 @given(
     options=st.lists(OPTIONS, min_size=1, max_size=5),
     n_rows=st.integers(1, 40),
-    seed=st.integers(0, 10**6),
-    spread=st.sampled_from([0.0, 0.01, 1.0, 3.0, 8.0]),
-    step=st.sampled_from([0.0, 0.5, 2.0]),
-    lead=st.sampled_from([0.0, 12.0]),
     is_prepared=st.booleans(),
+    **LOGITS,
 )
 def test_any_rows_say_what_whole_rows_say(
     options: list[SamplingOptions],

@@ -16,17 +16,9 @@ from relayline.stage.sampling.rows import Ask, prepare_noise, sample_rows
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.stage.sampling.together import DrawsTogether
 from relayline.wire.common.errors import NumericError, RelaylineError
+from tests.support.drawn_rows import FILTERS, LOGITS, logits_of
 
 SMALL, WHOLE, RAGGED = 700, BLOCKS_FROM + 64, BLOCKS_FROM + 101
-
-
-def logits_of(seed: int, n_vocab: int, spread: float, step: float = 0.0, lead: float = 0.0) -> np.ndarray:
-    """A row of logits: `step` above 0 rounds them, which makes ties, and `lead` lets one token stand out."""
-    logits = (np.random.default_rng(seed).standard_normal(n_vocab) * spread).astype(np.float32)
-    if step:
-        logits = (np.round(logits / step) * step).astype(np.float32)
-    logits[seed % n_vocab] += np.float32(lead)
-    return logits
 
 
 def alone(asks: list[Ask]) -> list[object]:
@@ -48,14 +40,12 @@ OPTIONS = st.builds(
     SamplingOptions,
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0, 1e6]),
     top_k=st.sampled_from([0, 0, 0, 1, 40, 600, 5_000]),
-    top_p=st.one_of(st.sampled_from([0.0, 0.05, 0.9, 1.0, 1.0]), st.floats(0, 1)),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
-    seed=st.integers(0, 2**64 - 1),
     n_logprobs=st.sampled_from([-1, -1, 2]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     logit_bias=st.sampled_from([(), (), ((5, 9.0), (6, -100.0))]),
     numbers=st.sampled_from([{}, {}, {"typical_p": 0.8}, {"mirostat": 2, "mirostat_tau": 5.0, "mirostat_eta": 0.1}]),
     allowed_tokens=st.sampled_from([(), (), (), (3, 7, 699)]),
+    **FILTERS,
 )
 
 
@@ -64,11 +54,8 @@ OPTIONS = st.builds(
     n_vocab=st.sampled_from([SMALL, WHOLE, RAGGED]),
     options=st.lists(OPTIONS, min_size=1, max_size=6),
     n_rows=st.integers(1, 2 * ROWS + 3),
-    seed=st.integers(0, 10**6),
-    spread=st.sampled_from([0.0, 0.01, 1.0, 3.0, 8.0]),
-    step=st.sampled_from([0.0, 0.5, 2.0]),
-    lead=st.sampled_from([0.0, 12.0]),
     is_prepared=st.booleans(),
+    **LOGITS,
 )
 def test_any_rows_say_what_each_says_alone(
     n_vocab: int,

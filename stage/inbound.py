@@ -22,6 +22,7 @@ from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.parts import PartReader
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller
+from relayline.wire.links.shortcut import SWITCH, Inbox, Offer
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -40,14 +41,18 @@ class Inbound:
         max_rows: int,
         *,
         takes_rows: bool = False,
+        offer: Offer | None = None,
     ) -> None:
-        """`takes_rows`: an envelope of a link for tokens may hold rows in their place."""
+        """`takes_rows`: an envelope of a link for tokens may hold rows in their place. `offer`: what envelopes may come
+        by, besides the call.
+        """
         self.route = route
         self._max_rows = max_rows
         self._shapes = {(hello.dtype, 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd)}
         if hello.dtype == pb.DTYPE_TOKENS and takes_rows:
             self._shapes.add((pb.DTYPE_F32, hello.n_embd))
-        self._context = context
+        self._context, self._offer = context, offer
+        self._inbox: Inbox | None = None  # of the shortcut, once the neighbour uses it
         self._parts = PartReader(bytes_max_of(max(width for _, width in self._shapes)))
         self.n_envelopes = 0  # that have come; each says its number
         self._in_flight_bytes = 0  # of rows that have come, and for which no credit has been given back
@@ -70,14 +75,17 @@ class Inbound:
 
     async def accept(self) -> None:
         """Tell the neighbour that it may send, and how much."""
-        accepted = pb.LinkAccepted(credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows)
+        shortcut = self._offer.shortcut if self._offer is not None else None
+        accepted = pb.LinkAccepted(
+            credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows, shortcut=shortcut
+        )
         await self._context.write(pb.RelayResponse(accepted=accepted))
 
     async def next(self) -> EnvelopeView | None:
         """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
         envelope = None
         while envelope is None:
-            message = await self._context.read()
+            message = await self._read()
             if not isinstance(message, bytes):
                 return None
             envelope = self._parts.take(message)
@@ -88,6 +96,16 @@ class Inbound:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         self._take_credit(view.payload_bytes)
         return view
+
+    async def _read(self) -> Any:
+        if self._inbox is not None:
+            return await self._inbox.read()
+        message = await self._context.read()
+        offer = self._offer
+        if message != SWITCH or offer is None or not offer.taken.done():
+            return message
+        self._inbox = Inbox(offer.taken.result())
+        return await self._inbox.read()
 
     def _take_credit(self, size_bytes: int) -> None:
         """Check an envelope against its sender's bytes in flight, by the sender's own rule in RelayLink."""
@@ -120,6 +138,8 @@ class Inbound:
     def close(self) -> None:
         """Stop giving credit."""
         self._closed = True
+        if self._offer is not None:
+            self._offer.close()
         if self._replying is not None:
             self._replying.cancel()
 

@@ -180,7 +180,7 @@ async def _serve(
             security = config.pipeline.security
             joining = serve_joining(config.join, config.pipeline_dir, file, joined, security, mover.attach)
             address, enrol_address = await stack.enter_async_context(joining)
-            app[FACTS]["join"] = address
+            app[FACTS] |= {"join": address, "enrol": enrol_address}
             names = tuple(config.join.stages[at].name for at in config.join.holders)
             on_joinable(Joinable(address, url, names, enrol_address))
         await _drive(

@@ -231,7 +231,8 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
         f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
         f"overlap: {overlap}\n"
-        f"plan: {plan['n_groups']} decode group{'s' * (plan['n_groups'] != 1)} of {plan['group_rows']} rows\n"
+        f"plan: {plan['n_groups']} decode group{'s' * (plan['n_groups'] != 1)} of {plan['group_rows']} "
+        f"row{'s' * (plan['group_rows'] != 1)}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     names = NAME_CELLS if is_wide else NAME_CELLS_NARROW

@@ -120,7 +120,7 @@ export function chatView() {
   const log = h(".log", { role: "log", "aria-label": "Conversation" });
   const hint = h("p.empty", null, "What you write here goes to the model over this server's API, like any client's request. Watch it form batches in the Pipeline view meanwhile.");
   log.append(hint);
-  const input = h("textarea", { rows: "2", placeholder: "Message", "aria-label": "Message" });
+  const input = h("textarea", { rows: "2", placeholder: "Message; Enter sends, Shift+Enter adds a line", "aria-label": "Message" });
   const send = h("button.first", { type: "submit" }, "Send");
   const stop = h("button", { type: "button", hidden: true, onclick: () => running && running.abort() }, "Stop");
   const again = h("button", { type: "button", disabled: true, onclick: () => regenerate() }, "Regenerate");

@@ -295,6 +295,6 @@ export function pipelineView() {
 
 function linkText(state) {
   const { link, plan } = state;
-  const groups = plan && plan.n_groups ? `${plan.n_groups} group${plan.n_groups === 1 ? "" : "s"} of up to ${plan.group_rows} rows under way` : "";
+  const groups = plan && plan.n_groups ? `${plan.n_groups} group${plan.n_groups === 1 ? "" : "s"} of up to ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"} under way` : "";
   return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : ""].filter(Boolean).join(" · ");
 }

@@ -54,16 +54,21 @@ export function planView() {
   function showNext(state) {
     // What listens everywhere is reached where this page was.
     const join = (feed.facts.join || "").replace(/^(0\.0\.0\.0|\[::\]):/, `${location.hostname}:`);
-    const key = JSON.stringify([join, state.missing]);
+    const key = JSON.stringify([join, feed.facts.enrol, state.missing]);
     if (key === shown) return;
     shown = key;
     const waiting = state.missing || [];
     const lines = [];
-    if (join) {
+    const isHereAlone = /^(127\.|localhost:|\[::1\])/.test(feed.facts.join || "");
+    if (feed.facts.enrol) {
+      const soft = waiting.length ? `Waiting for: ${waiting.join(", ")}. Where relayline up runs, this prints the line for that machine:` : "Every stage has joined. Where relayline up runs, this prints the line for one more machine:";
+      lines.push(h("p.soft", null, soft), codeBlock(waiting.length ? waiting.map((name) => `relayline invite ${name}`).join("\n") : "relayline invite NAME --host ADDRESS"));
+    } else if (isHereAlone) lines.push(h("p.soft", null, "Stages join on this machine alone. For others, name their stages in a manifest; relayline up prints the line for each machine:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
+    else if (join) {
       const names = waiting.length ? waiting : ["NAME"];
       lines.push(h("p.soft", null, waiting.length ? `Waiting for: ${waiting.join(", ")}. On that machine:` : "Every stage has joined. To move a stage to another machine, end it and run there:"));
       for (const name of names) lines.push(codeBlock(`relayline stage --join ${join} --name ${name} --tls DIRECTORY`));
-      lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA; on this machine alone --token-file FILE is enough:"));
+      lines.push(h("p.soft", null, "DIRECTORY holds the stage's certificate and token, made on the machine with the CA:"));
       lines.push(codeBlock(`relayline certs issue CA-DIRECTORY HOST --stage ${names[0]}`));
     } else lines.push(h("p.soft", null, "This coordinator was started with the addresses of its stages. To let machines join by themselves, put them into a manifest and start it on the first one. It prints the line for each other machine:"), codeBlock("relayline init\nrelayline plan pipeline.yaml\nrelayline up pipeline.yaml"));
     lines.push(h("p.soft", null, "Other lanes or another context need a new start. relayline plan shows the memory that they need:"), codeBlock("relayline plan pipeline.yaml"));
@@ -89,10 +94,10 @@ export function planView() {
       facts.replaceChildren(
         fact("Model", state.model),
         fact("Lanes", count(state.lanes), `of ${count(state.ctx_tokens)} tokens`),
-        fact("Groups", count(plan.n_groups), `of ${plan.group_rows} rows`),
+        fact("Groups", count(plan.n_groups), `of ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"}`),
         fact("A token every", ms(period), "predicted"),
         fact("Overhead", ms(plan.overhead_ns / 1e6), "per round trip"),
-        fact("Prompt chunk", count(plan.chunk_rows), "rows"),
+        fact("Prompt chunk", count(plan.chunk_rows), plan.chunk_rows === 1 ? "row" : "rows"),
       );
       const unequal = state.imbalance;
       say(warning, unequal ? `${stageName(state.stages[unequal.slowest])} has slowed the pipeline down for ${unequal.for_s.toFixed(0)} s: layers ${unequal.layers.map(layers).join(", ")} would give ${percent(unequal.gain)} more tokens.` : "");

@@ -126,6 +126,8 @@ class NativeEngine:
             self._model = load_model(self.artifact, settings, load)
             self._check_model()
             self._states = RecurrentLanes(self._model, self.artifact.architecture, settings.kv_layout)
+            if self._states.exist:  # a lane with a state is copied whole, not held, and its state would take memory
+                self.config = dataclasses.replace(self.config, held_lanes=0)
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
@@ -186,8 +188,7 @@ class NativeEngine:
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
         )
-        if not self._states.exist:
-            params.n_seq_max = config.n_sequences
+        params.n_seq_max = config.n_sequences
         self.attention = Attention(
             window=llama.llama_model_n_swa(self._model),
             has_scores=params.flash_attn_type == FLASH_ATTN["off"],

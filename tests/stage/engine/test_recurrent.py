@@ -20,6 +20,7 @@ from relayline.stage.assembly import load_stage
 from relayline.stage.engine import ggml
 from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
 from relayline.stage.engine.native import NativeEngine
+from relayline.stage.speed.calibrate import fresh_curves
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, layout_refusal
 from tests.support.tiny_families import N_HEADS, N_KV_HEADS
@@ -234,6 +235,20 @@ def test_a_step_without_room_changes_nothing(few: Lanes) -> None:
 def test_kimi_linear_runs_with_shared_cells_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="kimi-linear runs with shared KV cells only; use --kv-layout unified"):
         load("kimi-linear", "per-lane", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "n_held"), [("qwen35", 0), ("llama", 2)])
+def test_no_lane_with_a_state_is_held_and_a_first_start_can_measure(name: str, n_held: int, tmp_path: Path) -> None:
+    """Measuring clears the last lane; one beyond those that llama.cpp has states for ended the stage."""
+    model = make_tiny(name, tmp_path / "model.gguf")
+    split_model(model, tmp_path / "out", cuts=balanced_cuts(inspect_model(model), 2))
+    config = engine_config(tmp_path / "out" / "stage-0.gguf", 2, 64, max_rows=8, spare_lanes=1, held_lanes=2)
+    with NativeEngine(config) as engine:
+        assert engine.config.held_lanes == n_held
+        assert engine.config.n_sequences == 3 + n_held
+        for lane in range(engine.config.n_sequences):
+            engine.clear(lane)
+        assert fresh_curves(engine).decode.points
 
 
 @pytest.mark.parametrize("name", ["qwen35", "llama"])

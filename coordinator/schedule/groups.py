@@ -89,7 +89,7 @@ class GroupPlanner:
         self._know(stages)
         self.round_trip = RoundTrip()
         """What it takes beyond the steps, see coordinator.schedule.overhead."""
-        self._cache: dict[tuple[int, int, int, tuple[int, int] | None], GroupPlan] = {}
+        self._cache: dict[tuple[int, int, tuple[int, int], tuple[int, int] | None], GroupPlan] = {}
         self._costs_ns: dict[int, tuple[float, ...]] = {}  # rows -> each stage's decode step
         self._views: dict[tuple[int, int], GroupPlanner] = {}  # by context of decode rows and of prompt rows
 
@@ -162,13 +162,17 @@ class GroupPlanner:
         """Return the plan for this many running streams and this many waiting prompts.
 
         n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
-        which they keep all stages at work. Taken in powers of two. pressure_min: at least this many prompts per running
+        which they keep all stages at work, and the more prompts, the sooner most of them should be read. Both are taken
+        in powers of two. pressure_min: at least this many prompts per running
         stream are assumed. by_hand: decode flights, and rows of the largest, chosen by a setting; only prompt rows are
         planned around them.
         """
-        train_rows = 0 if n_streams else min(TRAIN_ROWS_MAX, 1 << max(0, n_prompt_rows - 1).bit_length())
-        pressure = max(pressure_of(n_streams, n_prompts), pressure_min) if n_prompts else pressure_min
-        key = (n_streams, pressure, train_rows, by_hand)
+        if n_streams:
+            train = 0, 0
+            pressure = max(pressure_of(n_streams, n_prompts), pressure_min) if n_prompts else pressure_min
+        else:
+            train, pressure = (min(TRAIN_ROWS_MAX, _power_of_two(n_prompt_rows)), _power_of_two(n_prompts)), 0
+        key = (n_streams, pressure, train, by_hand)
         plan = self._cache.get(key)
         if plan is None:
             if len(self._cache) >= CACHE_MAX:
@@ -256,7 +260,7 @@ class GroupPlanner:
         return joined(work_ns, sum(largest) + self.round_trip.of(n_streams))
 
     def _plan(
-        self, n_streams: int, pressure: int, train_rows: int, by_hand: tuple[int, int] | None = None
+        self, n_streams: int, pressure: int, train: tuple[int, int], by_hand: tuple[int, int] | None = None
     ) -> GroupPlan:
         n_stages = len(self.devices)
         if not self.is_known:
@@ -276,7 +280,7 @@ class GroupPlanner:
             turns = turns_of(n_streams, choice.n_groups, choice.rows)
             hold_max_ns = max(period_ns, choice.latency_ns * turns)
             return GroupPlan(choice.n_groups, choice.rows, period_ns, *prompt_plan, token_max_ns / turns, hold_max_ns)
-        chunk = self._train(train_rows or TRAIN_ROWS)
+        chunk = self._train(*train) if train[0] else self._train(TRAIN_ROWS, 1)
         return GroupPlan(n_groups, rows, period_ns, 2 * n_stages, chunk, hold_max_ns=period_ns)
 
     def _best_groups(self, n_streams: int) -> tuple[int, int]:
@@ -315,16 +319,25 @@ class GroupPlanner:
         few = 1 if self._is_one_flight else min(n_streams, GROUPS_MAX_PER_STAGE * len(self.devices))
         return max(math.ceil(n_streams / self.rows_max), few)
 
-    def _train(self, n_rows: int) -> int:
-        """Return the chunk with which n_rows of a prompt pass idle stages soonest, at their average context."""
+    def _train(self, n_rows: int, n_prompts: int) -> int:
+        """Return the chunk with which n_rows of prompts pass idle stages soonest on average, at their average context.
+
+        A chunk lands as a whole, and so do the prompts that end in it.
+        """
         n_stages = len(self.stages)
 
         def time_ns(chunk: int) -> float:
             n_chunks = math.ceil(n_rows / chunk)
             ways_ns = (n_chunks + n_stages - 1) * self.round_trip.of(0) / (n_stages + 1)
-            return train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
+            all_ns = train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
+            return all_ns * (n_rows + max(min(chunk, n_rows), n_rows / n_prompts)) / (2 * n_rows)
 
         return min(self.chunks, key=time_ns)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()
 
 
 def _context_step(tokens: float) -> int:

@@ -30,7 +30,7 @@ class PlanChoice:
     ) -> None:
         self._config, self._base = config, planner
         self._pool, self._prompts, self._flights = pool, prompts, flights
-        self._train_rows = 0  # prompt rows of a train while nothing decodes
+        self._train = 0, 0  # prompt rows and prompts of a train while nothing decodes
         self._overhead, self._one_flight = Overhead(), OneFlight()
 
     @property
@@ -84,11 +84,12 @@ class PlanChoice:
 
     def keep_train(self) -> None:
         """Note the prompt rows of the train under way, before some of them leave."""
-        self._train_rows = 0 if self._pool.streams else self._count_train_rows()
+        self._train = (0, 0) if self._pool.streams else self._count_train()
 
-    def _count_train_rows(self) -> int:
-        """Return all prompt rows of the train under way, sent ones included, so that its chunks keep their size."""
-        return max(self._prompts.n_rows, self._train_rows if self._flights.count(PREFILL) else 0)
+    def _count_train(self) -> tuple[int, int]:
+        """Return all prompt rows and prompts of the train under way, sent ones included: its chunks keep their size."""
+        n_rows, n_prompts = self._train if self._flights.count(PREFILL) else (0, 0)
+        return max(self._prompts.n_rows, n_rows), max(len(self._prompts), n_prompts)
 
     def _by_hand(self, planner: GroupPlanner) -> GroupPlan:
         """Return a plan with the configured flights and rows. Any other value fits the running streams."""
@@ -116,7 +117,8 @@ class PlanChoice:
                 by_hand = (1, n_decoding)
             pressure_min = self._pressure_min(planner) if n_prompts else 0
             return planner.plan(n_decoding, n_prompts=n_prompts, pressure_min=pressure_min, by_hand=by_hand)
-        return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=self._count_train_rows())
+        n_prompt_rows, n_prompts = self._count_train()
+        return planner.plan(0, n_prompts=n_prompts, n_prompt_rows=n_prompt_rows)
 
     def _may_be_one(self, planner: GroupPlanner | None = None) -> bool:
         n_streams = len(self._pool.streams)

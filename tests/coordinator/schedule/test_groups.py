@@ -283,6 +283,18 @@ def test_a_train_waits_for_its_slowest_stage_alone() -> None:
     )
 
 
+def test_many_prompts_travel_in_smaller_chunks_where_large_ones_gain_little() -> None:
+    """Prompts that end in a chunk land with it: on the average they wait for half of the others, and half a chunk."""
+    even = CostCurve([(1, 1e6), (64, 10e6), (512, 75e6)])  # 512 rows at once save a twentieth
+    made = GroupPlanner([StageCost(even, even, 512)])
+    assert made.plan(0, n_prompts=1, n_prompt_rows=1_920).chunk_rows == 512
+    assert made.plan(0, n_prompts=2, n_prompt_rows=1_920).chunk_rows == 512, "each is longer than a chunk"
+    assert made.plan(0, n_prompts=64, n_prompt_rows=1_920).chunk_rows <= 128
+    steps = CostCurve([(1, 10e6), (512, 50e6)])
+    costly = GroupPlanner([StageCost(steps, steps, 512)])
+    assert costly.plan(0, n_prompts=64, n_prompt_rows=1_920).chunk_rows == 512, "few rows cost nearly as much"
+
+
 def test_prompt_rows_ride_where_a_step_has_room() -> None:
     """On the staircase a step of two rows costs what one of four does; on a flat curve dozens of rows are free."""
     assert planner(2).plan(2, n_prompts=1).ride_rows == 3

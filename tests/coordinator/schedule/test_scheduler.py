@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -219,6 +220,26 @@ def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_tha
     assert asked[-1] == (101, 4)
     scheduler.forget(1, 3)
     scheduler.forget(3, 3)
+    scheduler.plan()
+    assert asked[-1] == (0, 0)
+
+
+def test_a_train_of_many_prompts_is_planned_for_all_of_them_to_its_end() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Noting(Fixed):
+        def plan(self, n_streams: int, **more: Any) -> GroupPlan:
+            asked.append((more["n_prompts"], more["n_prompt_rows"]))
+            return super().plan(n_streams, **more)
+
+    scheduler = Scheduler(ScheduleConfig(), Noting(flights=1, chunk_rows=8))
+    for session_id in range(1, 5):
+        start(scheduler, new_session(session_id, n_prompt=6))
+    scheduler.take(0)
+    scheduler.plan()
+    assert asked == [(4, 24)] * 2, "some of them have left"
+    for session_id in range(1, 5):
+        scheduler.forget(session_id, 1)
     scheduler.plan()
     assert asked[-1] == (0, 0)
 

@@ -30,7 +30,7 @@ from relayline.coordinator.http.inner_form import named_frames
 from relayline.coordinator.http.messages.errors import PATH as MESSAGES_PATH
 from relayline.coordinator.http.messages.errors import messages_error
 from relayline.coordinator.http.middleware import REQUEST_ID, request_id
-from relayline.coordinator.http.sse import ClientGoneError, data_frame
+from relayline.coordinator.http.sse import PING, ClientGoneError, data_frame
 from relayline.wire.common.errors import RelaylineError, StageLostError
 
 log = logging.getLogger("relayline.gateway")
@@ -243,7 +243,7 @@ class _Answering:
     def __init__(self, forwarder: Forwarder, request: web.Request, link: Link, key: int) -> None:
         self._forwarder, self._request, self._link, self._key = forwarder, request, link, key
         self.response: web.StreamResponse | None = None
-        self._is_stream = False
+        self._is_stream = self._is_writing = False
         self._tail = b""
 
     async def run(self, answer: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
@@ -263,12 +263,23 @@ class _Answering:
         except ConnectionError as error:
             raise ClientGoneError("the client closed the connection") from error
         self.response = response
+        if self._is_stream and isinstance(self._request, Request):
+            self._request.answers_knocks(self._knock)
         while piece:
+            tail, self._is_writing = (self._tail + piece[-2:])[-2:], True
             for at in range(0, len(piece), PIECE_BYTES):
                 await self._forwarder.write(self._request, response, piece[at : at + PIECE_BYTES])
-            self._tail = (self._tail + piece[-2:])[-2:]
+            self._tail, self._is_writing = tail, False
             piece = await content.readany()
+        self._is_writing = True  # aiohttp writes the end
         return response
+
+    def _knock(self) -> None:
+        """Send a comment between two events, without waiting: a client that has gone answers it with a reset."""
+        transport = self._request.transport
+        if self._is_writing or self._tail != b"\n\n" or transport is None or transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(PING), PING) if self._request.version >= (1, 1) else PING)
 
     def _learn(self, piece: bytes) -> None:
         found = _RESPONSE_ID.search(piece[:ID_BYTES_MAX])

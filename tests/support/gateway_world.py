@@ -34,6 +34,9 @@ spec:
 """
 
 
+LIMITS = HttpLimits(ping_interval_s=3_600.0)  # no ping shows that a client has gone
+
+
 class Replica(FakeGenerator):
     """One pipeline's generator, which describes itself as far as a gateway reads it."""
 
@@ -61,7 +64,7 @@ class Pipeline:
     async def start(self) -> None:
         chat = ChatTemplate(CHATML, bos_text=self._tokenizer.bos_text, eos_text=self._tokenizer.eos_text)
         self.n_starts += 1
-        app = make_app(self.generator, self._tokenizer, chat, self.model, self.n_starts, HttpLimits())
+        app = make_app(self.generator, self._tokenizer, chat, self.model, self.n_starts, LIMITS)
         self._stack.enter_context(protect_http(app, "127.0.0.1", self._keys, protect_metrics=False))
         self._runner, self.port = await start_http(app, "127.0.0.1", self.port, shutdown_timeout_s=0.05)
 

@@ -45,6 +45,9 @@ async def asked(session: aiohttp.ClientSession, path: str, body: Any, **more: An
         return answer.status, answer.headers.get(PIPELINE_HEADER, ""), await answer.json()
 
 
+WAIT_S = 20
+
+
 def held(gate: Gate, before: bytes = b"he", after: bytes = b"llo") -> Any:
     """A script that stops in the middle of its answer."""
 
@@ -149,9 +152,30 @@ async def test_a_client_that_leaves_ends_its_stream_at_the_pipeline(tokenizer: T
         async with session.post("/v1/chat/completions", json=chat(stream=True)) as answer:
             await gate.reached.wait()
             answer.close()
-        await pipeline.generator.streams[0].closed.wait()
+        async with asyncio.timeout(WAIT_S):
+            await pipeline.generator.streams[0].closed.wait()
         async with session.get("/v1/pipeline") as answer:
             assert (await answer.json())["pipelines"][0]["running"] == 0
+
+
+async def test_a_client_that_sends_no_more_reads_on_with_a_comment_between_events(tokenizer: Tokenizer) -> None:
+    """It may have gone, which a byte sent to it reveals."""
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session, asyncio.timeout(WAIT_S):
+        gate = Gate()
+        served[0].generator.script = held(gate)
+        url, body = URL(str(session._base_url)), json.dumps(chat(stream=True))
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n{body}".encode())
+        found = await reader.readuntil(b'"e"')
+        writer.write_eof()
+        found += await reader.readuntil(b"\r\n8\r\n: ping\n\n\r\n")
+        gate.opened.set()
+        found += await reader.read()
+        writer.close()
+    events = [json.loads(line) for line in re.findall(rb"data: (\{.*)\n\n", found)]
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events) == "hello"
+    assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_a_reader_that_waits_holds_its_pipeline_back(tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.parts import PartReader
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller
-from relayline.wire.links.shortcut import SWITCH, Inbox, Offer
+from relayline.wire.links.shortcut import SWITCH, Offer, Pipe
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -52,7 +52,8 @@ class Inbound:
         if hello.dtype == pb.DTYPE_TOKENS and takes_rows:
             self._shapes.add((pb.DTYPE_F32, hello.n_embd))
         self._context, self._offer = context, offer
-        self._inbox: Inbox | None = None  # of the shortcut, once the neighbour uses it
+        self.pipe: Pipe | None = None
+        """The shortcut, once the neighbour uses it."""
         self._parts = PartReader(bytes_max_of(max(width for _, width in self._shapes)))
         self.n_envelopes = 0  # that have come; each says its number
         self._in_flight_bytes = 0  # of rows that have come, and for which no credit has been given back
@@ -82,13 +83,27 @@ class Inbound:
         await self._context.write(pb.RelayResponse(accepted=accepted))
 
     async def next(self) -> EnvelopeView | None:
-        """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
-        envelope = None
-        while envelope is None:
-            message = await self._read()
+        """Return the next envelope of the stream, None when the neighbour has closed it or goes on by a shortcut: then
+        there is a `pipe`. Raises as `take`.
+        """
+        view = None
+        while view is None:
+            message, offer = await self._context.read(), self._offer
             if not isinstance(message, bytes):
                 return None
-            envelope = self._parts.take(message)
+            if message == SWITCH and offer is not None and offer.taken.done():
+                self.pipe = offer.taken.result()
+                return None
+            view = self.take(message)
+        return view
+
+    def take(self, message: bytes) -> EnvelopeView | None:
+        """Return the envelope that a message completes, None while parts are missing. Raises ProtocolError,
+        StaleEpochError.
+        """
+        envelope = self._parts.take(message)
+        if envelope is None:
+            return None
         view = parse(envelope, max_rows=self._max_rows)
         self.n_envelopes += 1
         check_due(view, self.route.epoch, self.n_envelopes)
@@ -96,16 +111,6 @@ class Inbound:
             raise ProtocolError(f"envelope of dtype {view.dtype} and width {view.width} does not fit the handshake")
         self._take_credit(view.payload_bytes)
         return view
-
-    async def _read(self) -> Any:
-        if self._inbox is not None:
-            return await self._inbox.read()
-        message = await self._context.read()
-        offer = self._offer
-        if message != SWITCH or offer is None or not offer.taken.done():
-            return message
-        self._inbox = Inbox(offer.taken.result())
-        return await self._inbox.read()
 
     def _take_credit(self, size_bytes: int) -> None:
         """Check an envelope against its sender's bytes in flight, by the sender's own rule in RelayLink."""

@@ -52,7 +52,7 @@ class StageService:
         executor.mark = self._observer.spans.mark
         self.intake = Intake(executor.sessions, stats)
         self.epochs = Epochs(facts, executor, stats, self._observer, self.intake.drop_route)
-        self.outbound = Outbound(self.epochs, stats, self._observer, self.intake.stepped.set)
+        self.outbound = Outbound(self.epochs, stats, self._observer, self.intake.stepped)
         self.report = StageReport(self.epochs, self.intake, executor.sessions.states, stats)
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None

@@ -207,3 +207,33 @@ async def test_a_loss_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
         async with asyncio.timeout(20):
             await asyncio.wait({client._reader})
     assert [error.label for error in told] == ["internal"], "a bug of ours, and then the end of the stream"
+
+
+async def test_a_full_queue_is_not_fed_by_shortcuts_until_a_step_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served() as stage, Coordinator(stage) as one, linked(stage, one) as (link, _):
+        intake = stage.service.intake
+        monkeypatch.setattr(type(intake), "is_full", True)
+        await send(link, 1, session_id=5)
+        (sample,) = (await one.reply()).samples
+        assert sample.session_id == 5
+        (pipe,) = intake._paused
+        assert not pipe._is_reading
+        await send(link, 2, session_id=6)
+        monkeypatch.setattr(type(intake), "is_full", False)
+        intake.stepped()
+        (sample,) = (await one.reply()).samples
+        assert (sample.session_id, intake._paused) == (6, set())
+
+
+async def test_a_bug_in_taking_an_envelope_ends_its_link(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stumble(frames: object, *, opens: bool) -> None:
+        raise ZeroDivisionError
+
+    async with served() as stage, Coordinator(stage) as one, linked(stage, one) as (link, lost):
+        monkeypatch.setattr(stage.service.intake._gate, "sift", stumble)
+        await send(link, 1, session_id=5)
+        async with asyncio.timeout(20):
+            await asyncio.wait({link._reader})
+        assert len(lost) == 1

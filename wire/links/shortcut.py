@@ -18,7 +18,6 @@ there who it is; the socket ends with the stream.
 from __future__ import annotations
 
 import asyncio
-import collections
 import functools
 import secrets
 import socket
@@ -37,7 +36,6 @@ ANSWER_S = 1.0  # for the other end to take a connection; without an answer all 
 SHOW_S = 5.0  # for a connection to show its secret
 STRANGERS_MAX = 64  # connections that have not shown it; one more is closed
 READ_BYTES = 256 * 1024
-WAITING_BYTES_MAX = 8 * 1024 * 1024  # of messages that came and were not taken; then the socket is not read for now
 TAKEN = b"\1"  # the answer to a secret that is known
 SWITCH = b""  # the sender's last message on its stream: the next one comes by the socket
 
@@ -107,7 +105,7 @@ class Pipe:
 
     def receive(self, on_message: Message, on_end: Ended = lambda error: None) -> None:
         """Call `on_message` with each message that comes, and once `on_end`: with what is wrong with one, or None when
-        the other end is gone. `on_message` may raise a RelaylineError, which ends the pipe too.
+        the other end is gone. `on_message` may raise a RelaylineError, which ends the pipe too, or close it.
         """
         self._on_message, self._on_end = on_message, on_end
         self.resume()
@@ -152,7 +150,7 @@ class Pipe:
             self._on_message(data[_SIZE.size :])  # nearly always: one message, whole
             return
         self._come += data
-        while 0 < (end := self._end_of(self._come)) <= len(self._come):
+        while not self._is_closed and 0 < (end := self._end_of(self._come)) <= len(self._come):
             with memoryview(self._come) as come:
                 message = bytes(come[_SIZE.size : end])
             del self._come[:end]
@@ -181,52 +179,6 @@ class Pipe:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-
-
-class Inbox:
-    """The messages of a pipe for a task that reads them one by one. Bounded: a pipe whose messages wait is not read."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._n_bytes = 0
-        self._reader: asyncio.Future[None] | None = None
-        self._is_over = False
-        self._error: RelaylineError | None = None
-        pipe.receive(self._take, self._end)
-
-    async def read(self) -> bytes | None:
-        """Return the next message, None when the other end is gone. Raises what is wrong with it."""
-        while not self._waiting:
-            if self._is_over:
-                if self._error is not None:
-                    raise self._error
-                return None
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        message = self._waiting.popleft()
-        self._n_bytes -= len(message)
-        if self._n_bytes < WAITING_BYTES_MAX:
-            self._pipe.resume()
-        return message
-
-    def _take(self, message: bytes) -> None:
-        self._waiting.append(message)
-        self._n_bytes += len(message)
-        if self._n_bytes >= WAITING_BYTES_MAX:
-            self._pipe.pause()
-        self._wake()
-
-    def _end(self, error: RelaylineError | None) -> None:
-        self._is_over, self._error = True, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 class Offer:

@@ -216,6 +216,7 @@ async def measure(path: Path, n_tokens: int, repeats: int) -> list[Copied]:
                 engine.saved.pieces = pieces if way == "pieces" else None
                 for kind in KINDS:
                     results.append(await stage.copied(way, kind))
+                    print(results[-1], flush=True)
                 await stage.runner.call(functools.partial(stage.executor.sessions.forget_route, 1))
                 await stage.runner.stop()
     return results

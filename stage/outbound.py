@@ -28,6 +28,7 @@ class Outbound:
         self._stats, self._observer, self._on_step = stats, observer, on_step
         # Bounded by runner.OUTBOX_STEPS_MAX: the decode thread takes no step while that many are unsent.
         self._sends: asyncio.Queue[list[_Send]] = asyncio.Queue()
+        self._dropped: set[int] = set()  # keys of states, of which there are at most STORED_STATES_MAX
         self._n_unsent = 0  # steps whose envelopes have not all left
         self.runner: Runner  # set by StageService.attach, before the server starts
 
@@ -78,6 +79,17 @@ class Outbound:
         assert sent.buffer is not None
         self._stats.envelopes["out"] += 1
         self._stats.payload_bytes["out"] += sent.buffer.payload_bytes
+
+    def dropped(self, key: int) -> None:
+        """The tier does not have a state, or not any more: all coordinators are told, once for all of a moment."""
+        if not self._dropped:
+            asyncio.get_running_loop().call_soon(self._tell_dropped)
+        self._dropped.add(key)
+
+    def _tell_dropped(self) -> None:
+        keys, self._dropped = sorted(self._dropped), set()
+        for route in list(self._routes.values()):
+            route.report(RouteOutput(route.route_id, route.epoch, dropped_keys=keys))
 
     async def send_forever(self) -> None:
         """Send every step's envelopes, one step after the other: gRPC allows one write at a time per stream."""

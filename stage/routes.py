@@ -149,7 +149,7 @@ class Route:
 
     def report(self, output: RouteOutput) -> None:
         """Pass one step's samples, faults and summaries to the coordinator as one message."""
-        if not (output.samples or output.faults or output.progress or output.summaries):
+        if not (output.samples or output.faults or output.progress or output.summaries or output.dropped_keys):
             return
         message = pb.ReturnResponse(
             epoch=output.epoch,
@@ -158,6 +158,7 @@ class Route:
             faults=output.faults,
             progress=output.progress,
             summaries=output.summaries,
+            dropped_keys=output.dropped_keys,
             batch_trace=output.context,
         )
         for listener in list(self._listeners):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
@@ -54,6 +55,7 @@ class StageService:
         self.epochs = Epochs(facts, executor, stats, self._observer, self.intake.drop_route)
         self.outbound = Outbound(self.epochs, stats, self._observer, self.intake.stepped)
         self.report = StageReport(self.epochs, self.intake, executor.sessions.states, stats)
+        self._states = executor.sessions.states
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None
         self._shortcuts = Shortcuts()
@@ -66,6 +68,13 @@ class StageService:
         shortcuts that it offers.
         """
         self.runner, self._guard, self._shortcuts = runner, guard, shortcuts or self._shortcuts
+        loop = asyncio.get_running_loop()
+
+        def dropped(key: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the stage has ended meanwhile
+                loop.call_soon_threadsafe(self.outbound.dropped, key)
+
+        self._states.on_dropped = dropped
         self.intake.runner = self.epochs.runner = self.outbound.runner = self.report.runner = runner
 
     def renamed(self, facts: StageFacts) -> None:

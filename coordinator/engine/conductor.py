@@ -275,6 +275,9 @@ class Conductor:
         for fault in message.faults:
             self._on_fault(fault, now_ns)
             self._want_dispatch()
+        if message.dropped_keys:
+            self.scheduler.control(self.prefixes.lost(message.dropped_keys))
+            self._want_dispatch()
         return self._instructions()
 
     def _take(self, samples: Sequence[pb.Sampled], now_ns: int) -> None:

@@ -28,6 +28,7 @@ from relayline.wire.envelopes.frames import Flag
 
 PREFIX_TOKENS_MIN = 32  # a shorter one is read again in about the time that copying and the frames for it take
 SOURCES_MAX = 64  # running sessions that one which starts is compared with, of those that begin alike
+_NOBODYS = GenerationRequest("", (0,), 1, SamplingParams())  # of sessions that stand for no client's
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -187,6 +188,14 @@ class Prefixes:
         refused = [kept for kept in self._kept if is_full or kept.session.session_id in session_ids]
         return [frame for kept in refused for frame in self._drop(kept)]
 
+    def lost(self, keys: Iterable[int]) -> list[OutFrame]:
+        """A stage does not have these stored prefixes. Returns frames that let the others forget them."""
+        return [
+            OutFrame(Session(next(self._session_ids), _NOBODYS, lambda _: False), 0, (), Flag.STORE, key)
+            for key in keys
+            if self.tier.lost(key)
+        ]
+
     def renew(
         self,
         n_lanes: int,
@@ -217,8 +226,7 @@ class Prefixes:
         closed = [key for key, n_tokens in self._left_rows.items() if key not in wanted or not n_tokens]
         for key in closed:
             del self._left_rows[key]
-        nobodys = GenerationRequest("", (0,), 1, SamplingParams())
-        return [OutFrame(Session(key, nobodys, lambda _: False), 0, (), Flag.CLOSE) for key in closed]
+        return [OutFrame(Session(key, _NOBODYS, lambda _: False), 0, (), Flag.CLOSE) for key in closed]
 
     def _longest(
         self, session: Session, sources: Iterable[Session], *, is_held: bool = False

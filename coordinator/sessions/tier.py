@@ -2,9 +2,11 @@
 Pure.
 
 Stages keep it by a key of the tokens, each as long as its bounds allow. The coordinator remembers the keys that all of
-them have, with their tokens. It restores the prefix that a new prompt begins with. A stage that lost its copy refuses;
-then the prefix is forgotten here, and the prompt is read. In each handshake the stages list their keys. For entries of
-an earlier coordinator only the length is known, so a prompt must begin with the entire entry.
+them have, with their tokens. It restores the prefix that a new prompt begins with. A stage that loses its copy, or did
+not keep it, says so (`Tier.lost`), and the others then forget theirs. If that comes too late, or from an older release
+not at all, the stage refuses the restore; then the prefix is forgotten here, and the prompt is read. In each handshake
+the stages list their keys. For entries of an earlier coordinator only the length is known, so a prompt must begin with
+the entire entry.
 """
 
 from __future__ import annotations
@@ -173,6 +175,12 @@ class Tier:
         """A stage refused a frame of a session: what that was brought back from is not trusted any more."""
         if (key := self._restored.pop(session_id, None)) is not None:
             self._drop(key)
+
+    def lost(self, key: int) -> bool:
+        """A stage does not have a prefix, or not any more: it is offered no longer. Returns whether it was."""
+        was_offered = key in self._stored
+        self._drop(key)
+        return was_offered
 
     def figures(self) -> dict[str, int]:
         """Return the number of entries, stores and restores, for GET /v1/pipeline."""

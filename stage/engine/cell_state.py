@@ -1,8 +1,9 @@
 """A lane's KV cells as one array that is filled, and read, some cells at a time. Pure.
 
 llama.cpp gives or takes the state of a lane in one call, during which no step runs. In this form a state is a head,
-then the cells of each tensor, one tensor after the other: the keys of a layer, its values, the keys of the next one. So
-any range of positions has a fixed place in it.
+then blocks of BLOCK_TOKENS positions. In a block the cells of each tensor stand one after the other: the keys of a
+layer, its values, the keys of the next one. So any range of positions has a fixed place in it, and a state is filled
+from its start to its end, so no piece touches many new pages.
 
 It holds no more than cells. Lanes with recurrent states or images have llama.cpp's own form (see
 `stage.engine.saved_lanes`).
@@ -11,7 +12,8 @@ It holds no more than cells. Lanes with recurrent states or images have llama.cp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 CELLS = 3
 """The first number of such a state, which tells it from others."""
+BLOCK_TOKENS = 64
 _HEAD_NUMBERS = 4  # form, tokens, hash of the tensors' forms, and a spare one
 
 
@@ -34,16 +37,16 @@ class CellState:
 
     data: Bytes
     n_tokens: int
-    parts: tuple[Bytes, ...]
-    """[n_groups, n_tokens, n_bytes] of each tensor: views into `data`."""
+    tensors: tuple[Tensor, ...]
 
     @classmethod
     def empty(cls, forms: Sequence[Form], n_tokens: int) -> CellState:
         """Return one whose cells are to be filled in."""
         size = _HEAD_NUMBERS * 8 + n_tokens * bytes_of(forms)
-        data = np.empty(size, np.uint8)
+        # Small pages: numpy asks for huge ones, and a fresh huge page took up to 7 ms, a piece of small ones 1 to 2.
+        data = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         data[: _HEAD_NUMBERS * 8].view(np.int64)[:] = (CELLS, n_tokens, signature(forms), 0)
-        return cls(data, n_tokens, _parts(data, forms, n_tokens))
+        return cls(data, n_tokens, tensors_of(forms))
 
     @classmethod
     def read(cls, data: Bytes, forms: Sequence[Form]) -> CellState:
@@ -55,7 +58,25 @@ class CellState:
             raise NativeError("the cells of a lane are of another engine")
         if n_tokens <= 0 or data.nbytes != _HEAD_NUMBERS * 8 + n_tokens * bytes_of(forms):
             raise NativeError(f"{data.nbytes} bytes are not the cells of {n_tokens} tokens")
-        return cls(data, n_tokens, _parts(data, forms, n_tokens))
+        return cls(data, n_tokens, tensors_of(forms))
+
+    def spans(self, first: int, end: int) -> Iterator[tuple[int, int, list[Bytes]]]:
+        """Yield the parts of [first:end) block by block: their first position and end, and a view of each tensor's
+        cells, [n_groups, positions, n_bytes].
+        """
+        while first < end:
+            block = first - first % BLOCK_TOKENS
+            size = min(BLOCK_TOKENS, self.n_tokens - block)
+            until = min(end, block + size)
+            yield first, until, [view[:, first - block : until - block] for view in self._block(block, size)]
+            first = until
+
+    def _block(self, block: int, size: int) -> Iterator[Bytes]:
+        at = _HEAD_NUMBERS * 8 + block * sum(tensor.cell_bytes for tensor in self.tensors)
+        for tensor in self.tensors:
+            after = at + size * tensor.cell_bytes
+            yield self.data[at:after].reshape(tensor.n_groups, size, tensor.n_bytes)
+            at = after
 
 
 class Pieces(Protocol):
@@ -94,7 +115,7 @@ def is_cells(data: Bytes) -> bool:
 
 def bytes_of(forms: Sequence[Form]) -> int:
     """Return the bytes of one token in all tensors."""
-    return sum(tensor.cell_bytes for tensor in _tensors(forms))
+    return sum(tensor.cell_bytes for tensor in tensors_of(forms))
 
 
 def signature(forms: Sequence[Form]) -> int:
@@ -102,14 +123,6 @@ def signature(forms: Sequence[Form]) -> int:
     return xxhash.xxh3_64_intdigest(b"|".join(map(packed, forms))) >> 1
 
 
-def _tensors(forms: Sequence[Form]) -> list[Tensor]:
-    return [tensor for form in forms for tensor in form]
-
-
-def _parts(data: Bytes, forms: Sequence[Form], n_tokens: int) -> tuple[Bytes, ...]:
-    at, parts = _HEAD_NUMBERS * 8, []
-    for tensor in _tensors(forms):
-        end = at + n_tokens * tensor.cell_bytes
-        parts.append(data[at:end].reshape(tensor.n_groups, n_tokens, tensor.n_bytes))
-        at = end
-    return tuple(parts)
+def tensors_of(forms: Sequence[Form]) -> tuple[Tensor, ...]:
+    """Return the tensors of all layers, in order."""
+    return tuple(tensor for form in forms for tensor in form)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import layer_cells
@@ -108,10 +109,11 @@ class SharedPieces:
         if state is None:
             raise NativeError("llama.cpp does not give the state of a lane")
         cells = [tensor for layer in layer_cells.cut(self._shape, state, first) for tensor in layer.tensors]
-        for tensor, part in zip(cells, into.parts, strict=True):
-            if tensor.shape[1] != end - first:
-                raise NativeError(f"a lane has {tensor.shape[1]} cells at positions {first} to {end - 1}")
-            part[:, first:end] = tensor
+        if cells[0].shape[1] != end - first:
+            raise NativeError(f"a lane has {cells[0].shape[1]} cells at positions {first} to {end - 1}")
+        for begin, until, parts in into.spans(first, end):
+            for tensor, part in zip(cells, parts, strict=True):
+                part[...] = tensor[:, begin - first : until - first]
         llama.llama_memory_seq_rm(self._memory, source, first, end)
 
     def end(self, source: int) -> None:
@@ -126,8 +128,9 @@ class SharedPieces:
     def write(self, lane: int, state: CellState, first: int, end: int, total: int) -> None:
         """As of `Pieces`."""
         began_ns = time.monotonic_ns()
-        tensors = iter(state.parts)
-        layers = [LayerCells(form, tuple(next(tensors)[:, first:end] for _ in form)) for form in self.forms]
+        spans = [parts for _, _, parts in state.spans(first, end)]
+        tensors = iter([np.concatenate(parts, axis=1) for parts in zip(*spans, strict=True)])
+        layers = [LayerCells(form, tuple(next(tensors) for _ in form)) for form in self.forms]
         if not write_lane(self._context, self._lent, layer_cells.written(self._shape, layers, first)):
             self._engine.clear(self._lent)
             raise NativeError(f"llama.cpp does not take {end - first} cells for lane {lane}")

@@ -58,13 +58,15 @@ class OwnCells:
 
     def read(self, lane: int, into: CellState, first: int, end: int) -> None:
         """Copy a lane's cells of positions [first:end)."""
-        for view, part in zip(self._views, into.parts, strict=True):
-            part[:, first:end] = view[lane, :, first:end]
+        for begin, until, parts in into.spans(first, end):
+            for view, part in zip(self._views, parts, strict=True):
+                part[...] = view[lane, :, begin:until]
 
     def write(self, lane: int, state: CellState, first: int, end: int) -> None:
         """Fill a lane's cells of positions [first:end), which llama.cpp takes for its own already."""
-        for view, part in zip(self._views, state.parts, strict=True):
-            view[lane, :, first:end] = part[:, first:end]
+        for begin, until, parts in state.spans(first, end):
+            for view, part in zip(self._views, parts, strict=True):
+                view[lane, :, begin:until] = part
 
     def copy(self, source: int, target: int, first: int, end: int) -> None:
         """Copy a lane's cells of positions [first:end) to another lane, as `write`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 import numpy as np
@@ -50,6 +50,10 @@ class Tier:
         """
         self._memory_bytes_max, self._disk, self._spare_bytes = memory_bytes_max, disk, spare_bytes
         self.store_from_ns = store_from_ns
+        self.on_dropped: Callable[[int], None] = lambda key: None
+        """Called with the key of each state that is lost, of itself; in any thread, without a lock."""
+        if disk is not None:
+            disk.on_gone = self._gone_from_disk
         self._lock = threading.Lock()
         self._memory: collections.OrderedDict[int, tuple[int, State]] = (
             collections.OrderedDict()
@@ -73,12 +77,14 @@ class Tier:
             return True
         with self._lock:
             bytes_max = self._bytes_max(0)
-            if bytes_max <= 0:
-                self._free()
+            gone = self._free() if bytes_max <= 0 else []
+        self._tell(gone)
         return n_bytes <= bytes_max
 
     def store(self, key: int, n_tokens: int, state: State) -> None:
         """Keep a state, as far as the bounds allow; it replaces what had this key."""
+        is_on_disk = self._disk is not None and self._disk.write(key, n_tokens, state)
+        gone = [] if is_on_disk else [key]
         with self._lock:
             self._forget_memory(key)
             bytes_max = self._bytes_max(state.nbytes)
@@ -86,9 +92,20 @@ class Tier:
                 self._memory[key] = (n_tokens, state)
                 self._memory_bytes += state.nbytes
             while self._memory_bytes > bytes_max or len(self._memory) > STORED_STATES_MAX:
-                self._forget_memory(next(iter(self._memory)))
-        if self._disk is not None:
-            self._disk.write(key, n_tokens, state)
+                gone.append(first := next(iter(self._memory)))
+                self._forget_memory(first)
+        self._tell(gone)
+
+    def _tell(self, keys: Iterable[int]) -> None:
+        """Report those of the states that are nowhere any more."""
+        on_disk = self._disk.keys() if self._disk is not None else set()
+        with self._lock:
+            lost = [key for key in keys if key not in self._memory and key not in on_disk]
+        for key in lost:
+            self.on_dropped(key)
+
+    def _gone_from_disk(self, key: int) -> None:
+        self._tell([key])
 
     def _bytes_max(self, new_bytes: int) -> int:
         """Return how much memory may be used now. The new state's is in use already, though not counted here."""
@@ -100,11 +117,14 @@ class Tier:
         """Free the memory of an automatic tier."""
         if self._spare_bytes is not None:
             with self._lock:
-                self._free()
+                gone = self._free()
+            self._tell(gone)
 
-    def _free(self) -> None:
+    def _free(self) -> list[int]:
+        gone = list(self._memory)
         self._memory.clear()
         self._memory_bytes = 0
+        return gone
 
     def fetch(self, key: int) -> tuple[int, State] | None:
         """Return the tokens and the state of a key; None where it is not in memory: see `begin`."""

@@ -54,7 +54,11 @@ class TierDisk:
             raise
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[int, tuple[int, int]] = collections.OrderedDict()  # key -> tokens, bytes
-        self._n_writing, self._has_failed = 0, False
+        self._writing: set[int] = set()
+        self._has_failed = False
+        self.on_gone: Callable[[int], None] = lambda key: None
+        """Called with the key of each file that is gone unasked, or could not be written; in any thread, without a
+        lock."""
         self.n_bytes = 0
         self._take_up()
         self._writer = ThreadPoolExecutor(1, "tier-write")
@@ -78,9 +82,12 @@ class TierDisk:
             self.n_bytes += path.stat().st_size
         self._make_room()
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> list[int]:
+        gone = []
         while self.n_bytes > self._bytes_max or len(self._files) > STORED_STATES_MAX:
-            self._drop(next(iter(self._files)))
+            gone.append(next(iter(self._files)))
+            self._drop(gone[-1])
+        return gone
 
     def _drop(self, key: int) -> None:
         if (known := self._files.pop(key, None)) is not None:
@@ -97,18 +104,26 @@ class TierDisk:
         """Return whether a state of this size could have a file."""
         return _HEAD.size + n_bytes <= self._bytes_max
 
-    def write(self, key: int, n_tokens: int, state: State) -> None:
-        """Write a state in the background, unless too many wait."""
-        n_bytes = _HEAD.size + state.nbytes
+    def keys(self) -> set[int]:
+        """Return the keys of all states that have a file, or will have one."""
         with self._lock:
-            if n_bytes > self._bytes_max or self._n_writing >= STORED_WRITES_MAX or key in self._files:
-                return
-            self._n_writing += 1
+            return self._writing | self._files.keys()
+
+    def write(self, key: int, n_tokens: int, state: State) -> bool:
+        """Write a state in the background, unless too many wait; returns whether it has a file, or will have one."""
+        with self._lock:
+            if key in self._files or key in self._writing:
+                return True
+            if not self.fits(state.nbytes) or len(self._writing) >= STORED_WRITES_MAX:
+                return False
+            self._writing.add(key)
         self._writer.submit(self._write, key, n_tokens, state)
+        return True
 
     def _write(self, key: int, n_tokens: int, state: State) -> None:
         partial = self._directory / f".{key:016x}.part"
         head = _HEAD.pack(_MAGIC, key, n_tokens, state.nbytes, xxhash.xxh3_64_intdigest(state.data))
+        gone: list[int] = []
         try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(head)
@@ -118,16 +133,18 @@ class TierDisk:
                 self._drop_known(key)
                 self._files[key] = (n_tokens, _HEAD.size + state.nbytes)
                 self.n_bytes += _HEAD.size + state.nbytes
-                self._make_room()
+                gone = self._make_room()
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
             if not self._has_failed:  # each answer would tell it again
                 log.warning("prefixes cannot be kept in %s: %s", self._directory, error.strerror or error)
-            self._has_failed = True
+            self._has_failed, gone = True, [key]
         finally:
             with self._lock:
-                self._n_writing -= 1
+                self._writing.discard(key)
+            for each in gone:
+                self.on_gone(each)
 
     def _drop_known(self, key: int) -> None:
         if (known := self._files.pop(key, None)) is not None:
@@ -148,12 +165,14 @@ class TierDisk:
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error.strerror or error)
             self.forget(key)
+            self.on_gone(key)
             return
         read = _read_head(data[: _HEAD.size].tobytes())
         state = data[_HEAD.size :]
         if read is None or read[0] != key or read[2:] != (state.nbytes, xxhash.xxh3_64_intdigest(state.data)):
             self.forget(key)
             _remove_damaged(path)
+            self.on_gone(key)
             return
         with contextlib.suppress(OSError):
             os.utime(path)  # the next process takes it for the one used last

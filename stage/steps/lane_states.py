@@ -33,6 +33,10 @@ class LaneStates:
         """Without a tier nothing is kept."""
         self._engine, self._saver, self._tier, self._long_bytes = engine, saver, tier, long_bytes
         self.copies = LaneCopies()
+        self.on_dropped: Callable[[int], None] = lambda key: None
+        """Called with the key of each state that is lost, or was not kept; in any thread."""
+        if tier is not None:
+            tier.on_dropped = lambda key: self.on_dropped(key)
         self._lock = threading.Lock()
         self._awaited: dict[_Key, Future[None]] = {}  # sessions whose rows wait until their lane is filled
         self._stored: dict[int, Future[None]] = {}  # keys of states on their way into the tier
@@ -48,16 +52,23 @@ class LaneStates:
     # --- into the tier ------------------------------------------------------------------------------------------------
 
     def store(self, key: int, lane: int, n_tokens: int, *, is_alone: bool = True) -> None:
-        """Store the state of a lane with this many tokens. Raises NativeError where the engine cannot save it.
+        """Store the state of a lane with this many tokens, where there is room for it.
 
         is_alone: no other stream would have to wait.
         """
+        try:
+            self._store(key, lane, n_tokens, is_alone=is_alone)
+        except RelaylineError:  # the engine cannot save it
+            self.on_dropped(key)
+
+    def _store(self, key: int, lane: int, n_tokens: int, *, is_alone: bool) -> None:
         tier, saver = self._tier, self._saver
         if tier is None or saver is None or self.copies.stores(key):
             return
         pieces = self._pieces(lane)
         n_bytes = n_tokens * bytes_of(pieces.forms) if pieces is not None else saver.size(lane)
         if not tier.has_room(n_bytes) or (pieces is None and n_bytes > WHOLE_BYTES_MAX and not is_alone):
+            self.on_dropped(key)
             return
         if pieces is None:
             tier.store(key, n_tokens, saver.save(lane))
@@ -69,6 +80,8 @@ class LaneStates:
         def ended(state: CellState | None) -> None:
             if state is not None:
                 tier.store(key, n_tokens, state.data)
+            else:
+                self.on_dropped(key)
             with self._lock:
                 waited = self._stored.pop(key, None)
             if waited is not None:

@@ -6,7 +6,6 @@ Sessions are named by QueuedFrame.session_key: (route_id, session_id). When an e
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -136,18 +135,21 @@ class Sessions:
         return self.states.hold(frame)
 
     def _store(self, frame: QueuedFrame) -> None:
-        """Store a lane's state. Where that fails, later restores are refused and their tokens read again."""
+        """Store a lane's state. If that fails, the coordinators are told that it is not there."""
         if not frame.position:
             self.states.forget(frame.argument)
             return
         self._settle(frame.session_key)
-        with contextlib.suppress(RelaylineError):
+        try:
             lane, drop_from = self._lanes.trim(frame.session_id, frame.route_id, frame.position)
             if drop_from is not None:
                 self._engine.check_rewind(lane.index, drop_from)
                 self._engine.drop_from(lane.index, drop_from)
                 lane.next_position = drop_from
-            self.states.store(frame.argument, lane.index, frame.position, is_alone=self._lanes.n_used <= 1)
+        except RelaylineError:
+            self.states.on_dropped(frame.argument)
+            return
+        self.states.store(frame.argument, lane.index, frame.position, is_alone=self._lanes.n_used <= 1)
 
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key

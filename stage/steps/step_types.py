@@ -102,6 +102,7 @@ class RouteOutput:
     faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
     progress: list[pb.Progress] = dataclasses.field(default_factory=list)
     summaries: list[pb.SessionSummary] = dataclasses.field(default_factory=list)
+    dropped_keys: list[int] = dataclasses.field(default_factory=list)  # of states that the tier does not have
     context: bytes = b""  # 25 bytes, of the batch's span; empty when none is recorded
     granted: list[tuple[QueuedFrame, int]] = dataclasses.field(default_factory=list)
     """Frames under a grant with the tokens sampled behind them, for stage 0: see stage.steps.grants."""

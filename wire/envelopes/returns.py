@@ -21,7 +21,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 _CHECKSUM = struct.Struct("<BQ")  # tag and value of ReturnResponse.checksum
 _CHECKSUM_TAG = 0x79
-_LISTS = ("samples", "faults", "progress", "summaries")
+_LISTS = ("samples", "faults", "progress", "summaries", "dropped_keys")
 
 
 class ReturnWriter:

@@ -134,6 +134,7 @@ class Node:
         self.lanes = LaneTable(n_lanes, CTX_TOKENS)
         embeddings = None if self.index else ModelEmbeddings()
         states = LaneStates(self.engine, self.engine, self.memory.tier(self.layers), long_bytes=0)
+        states.on_dropped = self._dropped
         self.executor = StepExecutor(self.engine, self.lanes, self.index, embeddings, states=states)
         is_whole = self.part.n_stages == 1 and not self.memory.keeps_state
         self.ahead = RunAhead(self.executor, ROWS_MAX if is_whole else 0)
@@ -329,6 +330,10 @@ class Node:
             if copies.fills_next:
                 self.ahead.settle()
             copies.work(itertools.count(step=SLICE_NS).__next__)
+
+    def _dropped(self, key: int) -> None:
+        for route in self.routes.values():
+            route.report(self.index, RouteOutput(route.route_id, route.epoch, dropped_keys=[key]))
 
     def _ended(self, instance: int) -> None:
         if instance == self.process.instance:  # otherwise the result is of a process that is gone

@@ -37,16 +37,19 @@ class ModelPieces:
     def read(self, source: int, into: CellState, first: int, end: int) -> None:
         """Copy rows out of a lane's memory."""
         rows = np.array(self._rows(source, first, end), np.int32)
-        for layer, part in enumerate(into.parts):
-            part[0, first:end] = np.ascontiguousarray(rows[:, layer]).view(np.uint8).reshape(-1, 4)
+        for begin, until, parts in into.spans(first, end):
+            for layer, part in enumerate(parts):
+                values = np.ascontiguousarray(rows[begin - first : until - first, layer])
+                part[0] = values.view(np.uint8).reshape(-1, 4)
 
     def end(self, source: int) -> None:
         """Nothing is kept for it."""
 
     def write(self, lane: int, state: CellState, first: int, end: int, total: int) -> None:
         """Append rows to a lane."""
-        columns = [np.ascontiguousarray(part[0, first:end]).view(np.int32).ravel().tolist() for part in state.parts]
-        self._append(lane, first, list(zip(*columns, strict=True)))
+        for begin, _, parts in state.spans(first, end):
+            columns = [np.ascontiguousarray(part[0]).view(np.int32).ravel().tolist() for part in parts]
+            self._append(lane, begin, list(zip(*columns, strict=True)))
 
     def copy(self, source: int, target: int, first: int, end: int, total: int) -> None:
         """Append rows of one lane's memory to another lane."""

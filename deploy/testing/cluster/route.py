@@ -59,13 +59,14 @@ class NodeRoute:
 
     def report(self, stage_index: int, output: RouteOutput) -> None:
         """Send the coordinator the results of a step."""
-        if output.samples or output.faults or output.progress:
+        if output.samples or output.faults or output.progress or output.dropped_keys:
             message = pb.ReturnResponse(
                 epoch=output.epoch,
                 stage_index=stage_index,
                 samples=output.samples,
                 faults=output.faults,
                 progress=output.progress,
+                dropped_keys=output.dropped_keys,
             )
             for piece in self.writer.write(message):
                 self.n_returned += 1

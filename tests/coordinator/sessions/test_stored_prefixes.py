@@ -123,6 +123,16 @@ def test_a_prefix_that_a_stage_refused_is_forgotten() -> None:
     assert controls_of(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)]
 
 
+def test_a_prefix_that_a_stage_lost_is_offered_no_longer() -> None:
+    made = prefixes()
+    made.keep(ended(1, run_of(0, 50)))
+    key = key_of(array("i", run_of(0, 50)))
+    (frame,) = made.lost([key, 12345])
+    assert (frame.flags, frame.position, frame.argument) == (Flag.STORE, 0, key), "the other stages forget it too"
+    assert controls_of(made.start(session_of(2, run_of(0, 60)))) == [("open", 2, 0)]
+    assert made.lost([key]) == []
+
+
 def test_prefixes_that_all_stages_have_survive_an_epoch() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 50)))

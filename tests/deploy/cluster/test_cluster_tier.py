@@ -67,8 +67,32 @@ def test_without_a_tier_nothing_is_stored() -> None:
 def test_a_stage_with_less_room_has_its_prompts_read_again() -> None:
     cluster = Cluster(chats(tier_bytes=450))  # a state has 2 layers of 46 rows, 4 bytes each
     assert cluster.run().ends == {"length": 6}
+    assert figures(cluster)["restored"] < 3, "else nothing was lost here"
     misses = sum(node.executor.sessions.states.figures().n_misses for node in cluster.nodes)
-    assert misses > 0, "else nothing was lost here"
+    assert misses == 0, "stages say what they lose, so nothing is offered that one does not have"
+
+
+def test_what_one_stage_loses_is_given_up_by_all() -> None:
+    cluster = Cluster(chats())
+    lost = cluster.nodes[1].executor.sessions.states
+
+    def loses() -> None:
+        lost._tier._spare_bytes = lambda: -1_000_000  # type: ignore[union-attr]
+        lost.give_back()
+
+    cluster.clock.at(4 * S, loses)
+    assert cluster.run().ends == {"length": 6}
+    assert figures(cluster)["restored"] == 0
+    hits = [node.executor.sessions.states.figures() for node in cluster.nodes]
+    assert [(each.n_hits, each.n_misses) for each in hits] == [(0, 0)] * 3
+
+
+def test_a_stage_that_does_not_say_what_it_lost_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of an older release."""
+    monkeypatch.setattr(Tier, "_tell", lambda self, keys: None)
+    cluster = Cluster(chats(tier_bytes=450))
+    assert cluster.run().ends == {"length": 6}
+    assert sum(node.executor.sessions.states.figures().n_misses for node in cluster.nodes) > 0
 
 
 @pytest.mark.parametrize("survives", [False, True], ids=["in memory", "on disk"])

@@ -156,7 +156,8 @@ def test_pieces_are_the_cells_that_llama_cpp_has(engine: NativeEngine) -> None:
             if held[index]:
                 engine.saved.settle(index)
                 state = taken(engine, index, held[index])
-                parts = sorted(np.ascontiguousarray(part).tobytes() for part in state.parts)
+                spans = [parts for *_, parts in state.spans(0, held[index])]
+                parts = sorted(np.concatenate(tensor, axis=1).tobytes() for tensor in zip(*spans, strict=True))
                 assert parts == own_copy(engine, index)
 
 

@@ -102,6 +102,49 @@ def test_a_full_tier_and_one_with_a_disk_still_take_states(tmp_path: Path) -> No
     assert Tier(0, disk(tmp_path), spare_bytes=lambda: -1_000).has_room()
 
 
+def test_what_is_lost_unasked_is_reported_once_it_is_nowhere(tmp_path: Path) -> None:
+    spare_bytes, lost = [10_000], list[int]()
+    tier = Tier(2_500, spare_bytes=lambda: spare_bytes[0])
+    tier.on_dropped = lost.append
+    for key in (1, 2, 3):
+        tier.store(key, key, state(key))
+    assert lost == [1], "it made room"
+    tier.forget(2)
+    assert lost == [1], "the coordinator asked for that"
+    tier.store(4, 4, state(4, 3_000))
+    assert lost == [1, 4], "it does not fit"
+    spare_bytes[0] = -10_000
+    assert not tier.has_room()
+    assert lost == [1, 4, 3]
+
+    lost.clear()
+    on_disk = Tier(0, disk(tmp_path, 2_500))
+    on_disk.on_dropped = lost.append
+    for key in (1, 2):
+        on_disk.store(key, key, state(key))
+    assert lost == [], "they are on their way to the disk"
+    on_disk.store(3, 3, state(3))
+    on_disk.close()
+    assert lost == [1]
+
+
+def test_a_full_or_damaged_disk_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = list[int]()
+    tier = Tier(0, disk(tmp_path))
+    tier.on_dropped = lost.append
+    tier.store(1, 1, state(1))
+    tier._disk._writer.submit(lambda: None).result(10)  # type: ignore[union-attr]
+    (path,) = tmp_path.glob("*/*.state")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert brought_back(tier, 1) is None
+    assert lost == [1]
+    path.parent.rename(tmp_path / "gone")
+    tier.store(2, 2, state(2))
+    tier.close()
+    assert lost == [1, 2]
+    assert len(caplog.records) == 2, "a line for each"
+
+
 def test_by_default_a_tier_takes_spare_memory_for_long_prompts(tmp_path: Path) -> None:
     unasked = open_tier(EngineSettings(), ARTIFACT)
     assert unasked is not None

@@ -35,14 +35,16 @@ class FakePieces:
 
     def read(self, source: int, into: CellState, first: int, end: int) -> None:
         self._note("read", source, first, end)
-        into.parts[0][0, first:end, 0] = self.memory[source][first:end]
+        for begin, until, (part,) in into.spans(first, end):
+            part[0, :, 0] = self.memory[source][begin:until]
 
     def end(self, source: int) -> None:
         self.ended.append(source)
 
     def write(self, lane: int, state: CellState, first: int, end: int, total: int) -> None:
         self._note("write", lane, first, end)
-        self.memory[lane][first:end] = state.parts[0][0, first:end, 0]
+        for begin, until, (part,) in state.spans(first, end):
+            self.memory[lane][begin:until] = part[0, :, 0]
 
     def copy(self, source: int, target: int, first: int, end: int, total: int) -> None:
         self._note("copy", target, first, end)
@@ -70,7 +72,8 @@ class World:
 
     def fill(self, lane: int, value: int, n_tokens: int) -> None:
         state = CellState.empty(FORMS, n_tokens)
-        state.parts[0][...] = value
+        for _, _, (part,) in state.spans(0, n_tokens):
+            part[...] = value
         self.copies.fill(self.api, state, lane, n_tokens, lambda whole: self.filled.__setitem__(lane, whole))
 
     def piece(self) -> None:
@@ -79,7 +82,11 @@ class World:
 
     def values(self, key: int) -> set[int]:
         state = self.stored[key]
-        return set() if state is None else set(state.parts[0].ravel().tolist())
+        return (
+            set()
+            if state is None
+            else {int(value) for *_, (part,) in state.spans(0, state.n_tokens) for value in part.flat}
+        )
 
 
 @pytest.fixture(name="world")

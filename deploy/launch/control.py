@@ -73,7 +73,8 @@ def name_of(given: str) -> str:
 
 
 def find(given: str | None, state_dir: Path | None) -> Launched | None:
-    """Return the pipeline that is meant; without a name the one that runs, None if none does.
+    """Return the pipeline that is meant; without a name the one that runs, None if none does. A gateway's pipelines do
+    not count beside it.
 
     Raises UsageError for a name that was never launched here or whose state cannot be read, and where several run and
     none is named.
@@ -81,7 +82,7 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     name = None if given is None else name_of(given)
     found = launched(state_dir, name or "")
     if name is None:
-        running = [pipeline for pipeline in found if pipeline.is_running]
+        running = _outermost([pipeline for pipeline in found if pipeline.is_running])
         if len(running) > 1:
             names = ", ".join(pipeline.state.name for pipeline in running)
             raise UsageError(f"several pipelines run here; name one of {names}")
@@ -97,6 +98,12 @@ def find(given: str | None, state_dir: Path | None) -> Launched | None:
     raise UsageError(
         f"no pipeline {name!r} was launched here (known: {known}); state is kept in {state_dir or state_root()}"
     )
+
+
+def _outermost(running: list[Launched]) -> list[Launched]:
+    """Leave out the pipelines that a gateway among them has started."""
+    behind = {record.name for each in running for record in each.state.processes if record.role == "pipeline"}
+    return [each for each in running if each.state.name not in behind]
 
 
 def describe(pipeline: Launched) -> dict[str, Any]:

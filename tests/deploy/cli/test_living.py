@@ -31,12 +31,20 @@ from relayline.deploy.launch.checks import warn_of_context
 from relayline.deploy.launch.control import find, launched
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.splits import split_for, split_place
-from relayline.deploy.launch.state import ELSEWHERE, STATE_VERSION, LaunchState, StateDir, register, state_root
+from relayline.deploy.launch.state import (
+    ELSEWHERE,
+    STATE_VERSION,
+    LaunchState,
+    ProcessRecord,
+    StateDir,
+    register,
+    state_root,
+)
 from relayline.deploy.launch.tell import curl_of
 from relayline.deploy.planning import compare
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.phase import Phase
+from relayline.wire.common.phase import HostState, Phase
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +55,19 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def running_here(name: str, path: Path | None = None, url: str = "http://127.0.0.1:7", pid: int = 0) -> StateDir:
+def running_here(
+    name: str, path: Path | None = None, url: str = "http://127.0.0.1:7", pid: int = 0, behind: tuple[str, ...] = ()
+) -> StateDir:
     """Note a pipeline whose supervisor is this process, or one of another start time for `pid`."""
     directory = StateDir(path or state_root() / name)
     me = identify(os.getpid())
     assert me is not None
     with directory.locked(name):
         ticks = me.start_ticks if not pid else me.start_ticks - 1
-        state = LaunchState(STATE_VERSION, name, f"/{name}.yaml", Phase.READY, me.pid, ticks, url=url)
+        records = tuple(ProcessRecord(each, "pipeline", "localhost", HostState.READY) for each in behind)
+        state = LaunchState(
+            STATE_VERSION, name, f"/{name}.yaml", Phase.READY, me.pid, ticks, url=url, processes=records
+        )
         directory.store(state)
         register(directory.path)
     return directory
@@ -84,6 +97,18 @@ def test_of_two_with_one_name_the_one_that_runs_is_meant(tmp_path: Path) -> None
     running_here("same", tmp_path / "third")
     with pytest.raises(UsageError, match=r"several pipelines named 'same' run here; name one's --state-dir: .*third"):
         find("same", None)
+
+
+def test_a_gateway_stands_for_the_pipelines_that_it_started() -> None:
+    running_here("house", behind=("house-a", "house-b"))
+    for name in ("house-a", "house-b"):
+        running_here(name)
+    found = find(None, None)
+    assert found is not None
+    assert found.state.name == "house"
+    running_here("other")
+    with pytest.raises(UsageError, match="several pipelines run here; name one of house, other"):
+        find(None, None)
 
 
 def looked_at(*arguments: str) -> str:

@@ -18,6 +18,7 @@ there who it is; the socket ends with the stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import secrets
 import socket
@@ -212,14 +213,15 @@ class Shortcuts:
         """Make offers from now on, on streams to this port. Only Linux has abstract names; elsewhere none is made."""
         if sys.platform != "linux" or not port:
             return
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._name = f"relayline-{secrets.token_hex(NAME_BYTES)}"
-        try:
-            listening.bind(f"\0{self._name}")
-            listening.listen(STRANGERS_MAX)
-        except OSError:  # where a sandbox forbids it
-            listening.close()
-            return
+        with contextlib.ExitStack() as stack:
+            try:
+                listening = stack.enter_context(_new_socket())
+                listening.bind(f"\0{self._name}")
+                listening.listen(STRANGERS_MAX)
+            except OSError:  # where a sandbox forbids it
+                return
+            stack.pop_all()
         self._listening, self._port = listening, port
         asyncio.get_running_loop().add_reader(listening, self._accept)
 
@@ -295,16 +297,19 @@ async def take(shortcut: pb.Shortcut, address: str, bytes_max: int = bounds.MESS
     if sys.platform != "linux" or not shortcut.name or port != str(shortcut.port) or not is_loopback(host):
         return None
     loop = asyncio.get_running_loop()
-    connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            await loop.sock_connect(connecting, f"\0{shortcut.name}")
-            await loop.sock_sendall(connecting, shortcut.secret)
-            if await loop.sock_recv(connecting, len(TAKEN)) != TAKEN:
-                raise ConnectionRefusedError
-    except BaseException as error:
-        connecting.close()
-        if isinstance(error, OSError | TimeoutError | ValueError):
+    with contextlib.ExitStack() as stack:
+        try:
+            connecting = stack.enter_context(_new_socket())
+            async with asyncio.timeout(ANSWER_S):
+                await loop.sock_connect(connecting, f"\0{shortcut.name}")
+                await loop.sock_sendall(connecting, shortcut.secret)
+                if await loop.sock_recv(connecting, len(TAKEN)) != TAKEN:
+                    return None
+        except (OSError, ValueError):  # of times that are over, too
             return None
-        raise
+        stack.pop_all()
     return Pipe(connecting, bytes_max)
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

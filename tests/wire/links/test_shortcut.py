@@ -247,6 +247,20 @@ async def test_without_an_answer_all_goes_by_the_stream(monkeypatch: pytest.Monk
     assert await take(pb.Shortcut(), HERE) is None
 
 
+async def test_where_a_sandbox_forbids_sockets_all_goes_by_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> socket.socket:
+        raise PermissionError
+
+    with listening() as shortcuts:
+        offer = shortcuts.offer(PEER)
+        assert offer is not None
+        monkeypatch.setattr(shortcut, "_new_socket", forbidden)
+        assert await take(offer.shortcut, HERE) is None
+        offer.close()
+    with listening() as shortcuts:
+        assert shortcuts.offer(PEER) is None
+
+
 async def test_connections_that_show_nothing_are_bounded_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shortcut, "STRANGERS_MAX", 2)
     monkeypatch.setattr(shortcut, "SHOW_S", 0.0)

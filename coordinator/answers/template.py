@@ -123,7 +123,7 @@ class Conversation:
         try:
             lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         except RecursionError:
-            raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+            raise InvalidRequestError.of_field("tools", "a schema is nested too deeply") from None
         words = _INTRODUCTION.format(tools=lines, call=write_calls(style.syntax, [_EXAMPLE]))
         try:
             return self._tool_template.render(_with_words(messages, words, "system"), variables, style.form)
@@ -230,7 +230,7 @@ def _in_words(message: Message) -> Message:
     try:
         texts = [text for text in (_text(message), write_calls(HERMES, calls)) if text]
     except RecursionError:
-        raise InvalidRequestError("messages: arguments are nested too deeply", param="messages") from None
+        raise InvalidRequestError.of_field("messages", "arguments are nested too deeply") from None
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join(texts)}
 

@@ -35,7 +35,7 @@ class TelemetryControl:
             text = f"level: {level[:40]!r} is unknown; choose one of {', '.join(LEVEL_NAMES)}"
             raise InvalidRequestError(text, param="level")
         if sample_ratio is not None and not 0.0 <= sample_ratio <= 1.0:
-            raise InvalidRequestError(f"sample_ratio: {sample_ratio} is outside 0..1", param="sample_ratio")
+            raise InvalidRequestError.of_field("sample_ratio", f"{sample_ratio} is outside 0..1")
         if sample_ratio is not None:
             self.observer.tracing.sampler_ratio = sample_ratio
         if level is None:

@@ -287,9 +287,9 @@ def _field_error(text: str) -> InvalidRequestError:
     missing = _MISSING.search(what)
     if missing:
         path = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidRequestError(f"{path}: required field is missing", param=path)
+        return InvalidRequestError.of_field(path, "required field is missing")
     what = what.replace("`", "")
     what = what[:1].lower() + what[1:]
     if not path:
         return InvalidRequestError(f"the body: {what}")
-    return InvalidRequestError(f"{path}: {what}", param=path)
+    return InvalidRequestError.of_field(path, what)

@@ -268,7 +268,7 @@ def _too_much(asked: Asked, phase: Phase | None) -> RelaylineError:
     if phase == "tokens":
         param = {"chat": "messages", "template": "messages", "tokenize": "content"}.get(asked.route, "prompt")
         text = "it takes too much time or memory to tokenise; a word of many kilobytes may be the reason"
-        return InvalidRequestError(f"{param}: {text}", param=param)
+        return InvalidRequestError.of_field(param, text)
     return InvalidRequestError("the body takes too much time or memory to read; it has too many values")
 
 

@@ -63,7 +63,7 @@ def chat_grammar(plan: Plan, form: ChatForm) -> str:
     try:
         return _chat_grammar(plan, form)
     except RecursionError:
-        raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+        raise InvalidRequestError.of_field("tools", "a schema is nested too deeply") from None
 
 
 def _chat_grammar(plan: Plan, form: ChatForm) -> str:
@@ -72,7 +72,7 @@ def _chat_grammar(plan: Plan, form: ChatForm) -> str:
     if offered is not None and (offered.needs_grammar or answer):
         if plan.shape and plan.shape.is_json and not conversation.style.syntax.trigger:
             text = "this model writes calls as plain JSON, which looks like such an answer; send only one of the two"
-            raise InvalidRequestError(f"{plan.shape.param}: not together with tools: {text}", plan.shape.param)
+            raise InvalidRequestError.of_field(plan.shape.param, f"not together with tools: {text}")
         return _tool_grammar(offered, form, answer)
     if plan.shape and conversation.is_harmony:
         answer = harmony_answer_grammar(answer, conversation.marks, is_thinking=form.is_thinking)
@@ -96,14 +96,14 @@ def _tool_grammar(offered: Offered, form: ChatForm, answer: str) -> str:
     size_bytes = len(grammar.encode())
     if size_bytes > GRAMMAR_BYTES_MAX:
         text = f"their grammar has {size_bytes} bytes, over the limit of {GRAMMAR_BYTES_MAX}"
-        raise InvalidRequestError(f"tools: {text}; send fewer tools, or fewer strict ones", param="tools")
+        raise InvalidRequestError.of_field("tools", f"{text}; send fewer tools, or fewer strict ones")
     fault = fault_of(grammar)
     if fault:
         schemas = {name: _followed(name, schema, offered) for name, schema in schemas.items()}
         grammar = _grammar(schemas, offered, form, answer)
         fault = fault_of(grammar)
     if fault:
-        raise InvalidRequestError(f"tools: cannot be used: {in_a_line(fault)}", param="tools")
+        raise InvalidRequestError.of_field("tools", f"cannot be used: {in_a_line(fault)}")
     return grammar
 
 
@@ -133,5 +133,5 @@ def _followed(name: str, schema: Schema, offered: Offered) -> Schema:
         fault = fault or found
     if is_strict:
         text = f"the parameters of {name!r} are not a JSON schema that can be used: {in_a_line(fault)}"
-        raise InvalidRequestError(f"tools: {text}", param="tools")
+        raise InvalidRequestError.of_field("tools", text)
     return _ANY_ARGUMENTS

@@ -105,7 +105,7 @@ class Images:
         try:
             return await asyncio.shield(task)
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"{picture.param}: {error.message}", picture.param) from None
+            raise InvalidRequestError.of_field(picture.param, error.message) from None
 
     async def _encode(self, ticket: Ticket, picture: Picture, rows_max: int) -> Encoded | None:
         loop = asyncio.get_running_loop()

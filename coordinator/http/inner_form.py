@@ -102,7 +102,7 @@ def each_checked(items: list[Any], param: str, take: Callable[[Mapping[str, Any]
     for at, item in enumerate(items):
         where = f"{param}[{at}]"
         if not isinstance(item, Mapping):
-            raise InvalidRequestError(f"{where}: must be an object", where)
+            raise InvalidRequestError.of_field(where, "must be an object")
         taken.append(take(item, where))
     return taken
 
@@ -113,7 +113,7 @@ def text_in(item: Mapping[str, Any], key: str, where: str, *, default: str | Non
     if value is None and default is not None:
         return default
     if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{key}: must be text", f"{where}.{key}")
+        raise InvalidRequestError.of_field(f"{where}.{key}", "must be text")
     return value
 
 
@@ -121,8 +121,7 @@ def one_of(item: Mapping[str, Any], key: str, allowed: tuple[str, ...], where: s
     """Return a field of an object that must be one of a few words. Raises InvalidRequestError naming it."""
     value = item.get(key)
     if not isinstance(value, str) or value not in allowed:
-        text = f"must be one of {', '.join(allowed)}"
-        raise InvalidRequestError(f"{where}.{key}: {text}", f"{where}.{key}")
+        raise InvalidRequestError.of_field(f"{where}.{key}", f"must be one of {', '.join(allowed)}")
     return value
 
 

@@ -140,5 +140,5 @@ def _rows_max(status: pb.StatusResponse) -> int:
 def _look_number(text: str) -> int:
     """Return the look that a page saw last. Raises InvalidRequestError."""
     if not (text.isascii() and text.isdigit() and len(text) <= NUMBER_DIGITS_MAX):
-        raise InvalidRequestError("after: must be the `look` of an earlier answer, or left out", param="after")
+        raise InvalidRequestError.of_field("after", "must be the `look` of an earlier answer, or left out")
     return int(text)

@@ -319,7 +319,7 @@ class Shop:
         start_ns = time.monotonic_ns()
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)
         if plan.scores_prompt and marked.pictures:
-            raise InvalidRequestError("prompt_logprobs: not for prompts with images", param="prompt_logprobs")
+            raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images")
         prediction = self._prediction(plan, ctx_tokens)
         texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
         offered = plan.offered
@@ -391,20 +391,19 @@ class Shop:
         held_back = tuple(sorted({*(self._ends or ()), *plan.stop_tokens})) if plan.min_tokens else ()
         if len(held_back) > SAMPLER_TOKENS_MAX:
             text = f"with min_tokens, and the model's own end tokens, at most {SAMPLER_TOKENS_MAX}"
-            raise InvalidRequestError(f"stop_token_ids: {text}", param="stop_token_ids")
+            raise InvalidRequestError.of_field("stop_token_ids", text)
         biases = dict(sampling.logit_bias)
         for text, bias in plan.bias_texts:
             biases |= dict.fromkeys(self._plain(text, "logit_bias"), bias)
         if len(biases) > LOGIT_BIAS_MAX:
-            text = f"at most {LOGIT_BIAS_MAX} tokens, got {len(biases)}"
-            raise InvalidRequestError(f"logit_bias: {text}", param="logit_bias")
+            raise InvalidRequestError.of_field("logit_bias", f"at most {LOGIT_BIAS_MAX} tokens, got {len(biases)}")
         words = dict.fromkeys(
             tuple(self._plain(before + word.lstrip(), "bad_words")) for word in plan.bad_words for before in ("", " ")
         )
         n_tokens = sum(map(len, words))
         if n_tokens > SAMPLER_TOKENS_MAX:
             text = f"their tokens are {n_tokens}, at most {SAMPLER_TOKENS_MAX}"
-            raise InvalidRequestError(f"bad_words: {text}", param="bad_words")
+            raise InvalidRequestError.of_field("bad_words", text)
         sampling = dataclasses.replace(
             sampling,
             logit_bias=tuple(sorted(biases.items())),
@@ -420,7 +419,7 @@ class Shop:
 
     def _check_shape(self, plan: Plan) -> None:
         if plan.shape is not None and not self._tokenizer.has_text:
-            raise InvalidRequestError(f"{plan.shape.param}: this model has no tokenizer", param=plan.shape.param)
+            raise InvalidRequestError.of_field(plan.shape.param, "this model has no tokenizer")
 
     def _prediction(self, plan: Plan, ctx_tokens: int) -> Sequence[int]:
         """Return the token ids of the client's predicted output, as many as a stream may hold.
@@ -435,7 +434,7 @@ class Shop:
             validation.check_tokens(text, tokenizer.n_vocab, "prediction")
             return text[:ctx_tokens]
         if not tokenizer.has_text:
-            raise InvalidRequestError("prediction: this model has no tokenizer", param="prediction")
+            raise InvalidRequestError.of_field("prediction", "this model has no tokenizer")
         # Of a longer one only the beginning could be generated.
         text = text[: ctx_tokens * tokenizer.longest_piece_bytes] if len(text) > ctx_tokens else text
         n_max = max(ctx_tokens, len(text.encode(errors="replace")))
@@ -451,7 +450,7 @@ class Shop:
     def _tokenized(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
         body, tokenizer = decode_body(raw, TokenizeBody), self._tokenizer
         if [body.content, body.prompt, body.messages].count(None) != 2:
-            raise InvalidRequestError("content: send one of content, prompt and messages", param="content")
+            raise InvalidRequestError.of_field("content", "send one of content, prompt and messages")
         if body.messages is not None:
             chat = decode_body(raw, ChatBody)  # the prompt is made as a chat's is
             plan = validation.plan_chat(chat, self._setting.limits, 0)
@@ -533,7 +532,7 @@ def _up_to_mark(rendered: str) -> str:
     prompt, mark, _ = rendered.rpartition(_GOES_ON)
     if not mark:
         text = "the model's chat template does not end an assistant's turn"
-        raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
+        raise InvalidRequestError.of_field("continue_final_message", text)
     return prompt
 
 
@@ -555,7 +554,7 @@ def _task(plan: Plan, is_thinking: bool | None) -> bytes:
     try:
         return pickle.dumps((plan, is_thinking))
     except RecursionError:
-        raise InvalidRequestError("tools: a schema is nested too deeply", param="tools") from None
+        raise InvalidRequestError.of_field("tools", "a schema is nested too deeply") from None
 
 
 def _lean(plan: Plan) -> Plan:

@@ -79,8 +79,8 @@ def grammar_of(shape: Shape) -> str:
             break
         reason = reason or fault
     else:
-        raise InvalidRequestError(
-            f"{shape.param}: not a {_NAMES[shape.kind]} that can be used: {in_a_line(reason)}", shape.param
+        raise InvalidRequestError.of_field(
+            shape.param, f"not a {_NAMES[shape.kind]} that can be used: {in_a_line(reason)}"
         )
     check_size(len(grammar.encode()), shape.param)
     return grammar
@@ -90,7 +90,7 @@ def check_size(size_bytes: int, param: str) -> None:
     """Raise InvalidRequestError for a grammar that is too long for stages."""
     if size_bytes > GRAMMAR_BYTES_MAX:
         text = f"its grammar has {size_bytes} bytes, over the limit of {GRAMMAR_BYTES_MAX}"
-        raise InvalidRequestError(f"{param}: {text}", param)
+        raise InvalidRequestError.of_field(param, text)
 
 
 def fault_of(grammar: str) -> str:
@@ -126,7 +126,7 @@ def _checked(shape: Shape) -> tuple[str, str]:
         check_size(len(grammar.encode()), shape.param)
         return checker.check(grammar, is_gbnf=shape.kind == "grammar")
     except RecursionError:
-        raise InvalidRequestError(f"{shape.param}: nested too deeply", param=shape.param) from None
+        raise InvalidRequestError.of_field(shape.param, "nested too deeply") from None
     except ValueError as error:  # llguidance's for JSON
         return "", str(error) or type(error).__name__
 
@@ -161,11 +161,11 @@ def _response_format(body: GenerationBody) -> Shape | None:
         return _json(f"{param}.schema", wanted.for_object) or Shape(param, "json", (ANY_OBJECT,))
     if wanted.type != "json_schema":
         text = 'type must be "text", "json_object" or "json_schema"'
-        raise InvalidRequestError(f"{param}: {text}, not {wanted.type[:40]!r}", param=param)
+        raise InvalidRequestError.of_field(param, f"{text}, not {wanted.type[:40]!r}")
     param = f"{param}.json_schema"
     schema = _json(f"{param}.schema", wanted.json_schema.json_schema) if wanted.json_schema else None
     if schema is None:
-        raise InvalidRequestError(f"{param}: needs a schema", param=param)
+        raise InvalidRequestError.of_field(param, "needs a schema")
     is_strict = bool(wanted.json_schema and wanted.json_schema.strict)
     return dataclasses.replace(schema, is_strict=is_strict)
 
@@ -175,7 +175,7 @@ def _json(param: str, sent: Json) -> Shape | None:
     try:
         text = bytes(sent).decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{param}: is not UTF-8", param=param) from error
+        raise InvalidRequestError.of_field(param, "is not UTF-8") from error
     if text in ("", "null", '""'):
         return None
     return Shape(param, "json", (json.loads(text) if text.startswith('"') else text,))

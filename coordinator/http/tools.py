@@ -38,11 +38,11 @@ class Offered:
 def offered_by(body: ChatBody) -> Offered | None:
     """Return a body's tools, None for none or where none may be called. Raises InvalidRequestError."""
     if len(body.tools or ()) > TOOLS_MAX:
-        raise InvalidRequestError(f"tools: at most {TOOLS_MAX}, got {len(body.tools or ())}", param="tools")
+        raise InvalidRequestError.of_field("tools", f"at most {TOOLS_MAX}, got {len(body.tools or ())}")
     tools = [_function(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     by_name = {tool["name"]: tool for tool in tools}
     if len(by_name) < len(tools):
-        raise InvalidRequestError("tools: two have the same name", param="tools")
+        raise InvalidRequestError.of_field("tools", "two have the same name")
     mode, names = _choice(body.tool_choice, by_name)
     if not tools or mode == "none":
         return None
@@ -66,7 +66,7 @@ def check_calls(messages: Sequence[MessageBody]) -> None:
             param = f"messages[{index}].tool_calls[{at}]"
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise InvalidRequestError(f"{param}: needs a function with a name", param=param)
+                raise InvalidRequestError.of_field(param, "needs a function with a name")
             if not isinstance(function.get("arguments", ""), str | Mapping):
                 raise InvalidRequestError(f"{param}.function.arguments: must be JSON text", param=param)
 
@@ -74,12 +74,12 @@ def check_calls(messages: Sequence[MessageBody]) -> None:
 def _function(tool: Any, param: str) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        raise InvalidRequestError(f'{param}: only tools of type "function" are supported', param=param)
+        raise InvalidRequestError.of_field(param, 'only tools of type "function" are supported')
     function: Mapping[str, Any] | None = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
         text = "needs a function whose name has 1 to 64 letters, digits, and any of _ . : / -"
-        raise InvalidRequestError(f"{param}: {text}", param=param)
+        raise InvalidRequestError.of_field(param, text)
     parameters = function.get("parameters") or {}
     is_schema = isinstance(parameters, Mapping) and isinstance(parameters.get("properties", {}), Mapping)
     if not is_schema or not all(isinstance(key, str) for key in _list(parameters, "required")):
@@ -110,12 +110,11 @@ def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[st
         mode = "auto" if isinstance(allowed, Mapping) and allowed.get("mode") == "auto" else "required"
         names = [_name_of(tool) for tool in _list(allowed, "tools")] if isinstance(allowed, Mapping) else []
     elif choice != "required":
-        text = 'must be "none", "auto", "required", or name a function'
-        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+        raise InvalidRequestError.of_field("tool_choice", 'must be "none", "auto", "required", or name a function')
     unknown = [name for name in names if name not in by_name]
     if unknown or not names:
         text = f"{unknown[0][:64]!r} is not one of the tools" if unknown else "needs tools"
-        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+        raise InvalidRequestError.of_field("tool_choice", text)
     return mode, list(dict.fromkeys(names))
 
 
@@ -123,7 +122,7 @@ def _name_of(named: Any) -> str:
     function = named.get("function", named) if isinstance(named, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
-        raise InvalidRequestError("tool_choice: each function needs a name", param="tool_choice")
+        raise InvalidRequestError.of_field("tool_choice", "each function needs a name")
     return name
 
 

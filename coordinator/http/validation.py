@@ -16,7 +16,7 @@ from relayline.coordinator.http.tools import Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from relayline.wire.common.sampler_fields import HTTP_FIELDS
+from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
@@ -121,10 +121,10 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
     if body.best_of not in (None, 1, n):
         raise _unsupported("best_of", "only 1 or the value of n")
     if body.suffix and (body.echo or not isinstance(body.prompt, str)):
-        raise InvalidRequestError("suffix: only with one prompt of text, and without echo", param="suffix")
+        raise InvalidRequestError.of_field("suffix", "only with one prompt of text, and without echo")
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     if body.echo and n_logprobs >= 0 and body.stream:
-        raise InvalidRequestError("stream: not together with echo and logprobs", param="stream")
+        raise InvalidRequestError.of_field("stream", "not together with echo and logprobs")
     return _plan(body, limits, n, body.max_tokens, COMPLETION_TOKENS_DEFAULT, n_logprobs, random_seed)
 
 
@@ -137,29 +137,29 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
     if body.modalities and set(body.modalities) != {"text"}:
         raise _unsupported("modalities", 'only ["text"]')
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequestError.of_field("top_logprobs", "needs logprobs to be true")
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     last = body.messages[-1]
     if body.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
         text = "the last message must be the assistant's, with text and without calls"
-        raise InvalidRequestError(f"continue_final_message: {text}", param="continue_final_message")
+        raise InvalidRequestError.of_field("continue_final_message", text)
     if body.continue_final_message and body.add_generation_prompt:
         text = "not together with continue_final_message, which begins no new turn; send one of them"
-        raise InvalidRequestError(f"add_generation_prompt: {text}", param="add_generation_prompt")
+        raise InvalidRequestError.of_field("add_generation_prompt", text)
     if body.reasoning_format not in (None, *REASONING_FORMATS):
         names = ", ".join(REASONING_FORMATS)
-        raise InvalidRequestError(f"reasoning_format: must be one of {names}", param="reasoning_format")
+        raise InvalidRequestError.of_field("reasoning_format", f"must be one of {names}")
     check_messages(body.messages)
     max_tokens = body.max_completion_tokens or body.max_tokens
     plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
     offered = offered_by(body)
     if offered and offered.is_required and plan.shape:
         text = f"the answer is a call of a tool; send no {plan.shape.param}, or tool_choice auto"
-        raise InvalidRequestError(f"tool_choice: {text}", param="tool_choice")
+        raise InvalidRequestError.of_field("tool_choice", text)
     if offered and offered.needs_grammar:
         _check_lists(body, "tools")
     if offered and plan.ignore_eos:
-        raise InvalidRequestError("ignore_eos: not together with tools, whose calls end the answer", param="ignore_eos")
+        raise InvalidRequestError.of_field("ignore_eos", "not together with tools, whose calls end the answer")
     return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
 
 
@@ -169,7 +169,7 @@ def check_messages(messages: Sequence[MessageBody]) -> None:
     for index, message in enumerate(messages):
         if message.content is None and message.role in ("user", "system", "developer", "tool"):
             param = f"messages[{index}].content"
-            raise InvalidRequestError(f"{param}: required field is missing", param=param)
+            raise InvalidRequestError.of_field(param, "required field is missing")
 
 
 def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
@@ -180,14 +180,13 @@ def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list
     if ids and len(ids) == len(prompt):
         return [ids]
     if not prompt or ids:
-        raise InvalidRequestError("prompt: must be text, token ids, a list of texts or of token id lists", "prompt")
+        raise InvalidRequestError.of_field("prompt", "must be text, token ids, a list of texts or of token id lists")
     several = [item if isinstance(item, str) else [*item] for item in prompt if not isinstance(item, int)]
     if len({type(item) for item in several}) > 1:
-        raise InvalidRequestError("prompt: texts and token id lists cannot be mixed", "prompt")
+        raise InvalidRequestError.of_field("prompt", "texts and token id lists cannot be mixed")
     if len(several) * n > limits.choices_max:
-        raise InvalidRequestError(
-            f"prompt: {len(several)} prompts with n={n} are {len(several) * n} choices; at most {limits.choices_max}",
-            param="prompt",
+        raise InvalidRequestError.of_field(
+            "prompt", f"{len(several)} prompts with n={n} are {len(several) * n} choices; at most {limits.choices_max}"
         )
     return several
 
@@ -198,7 +197,7 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
         return
     for at, token in enumerate(tokens):
         if not 0 <= token < n_vocab:
-            raise InvalidRequestError(f"{param}: token {token} at index {at} is not in [0, {n_vocab})", param=param)
+            raise InvalidRequestError.of_field(param, f"token {token} at index {at} is not in [0, {n_vocab})")
 
 
 def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool = False) -> int:
@@ -208,7 +207,7 @@ def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_str
     Raises InvalidRequestError for an empty prompt, ContextLengthError for a request that cannot fit.
     """
     if n_prompt < 1:
-        raise InvalidRequestError(f"{param}: the prompt has no tokens", param=param)
+        raise InvalidRequestError.of_field(param, "the prompt has no tokens")
     room = ctx_tokens - n_prompt
     grammar_of = plan.shape.param if plan.shape else "tools" if plan.sampling.grammar else ""
     limit = min(room, GRAMMAR_TOKENS_MAX) if grammar_of else room
@@ -219,7 +218,7 @@ def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_str
         wanted = min(limit, wanted)
     elif grammar_of and wanted > GRAMMAR_TOKENS_MAX:
         text = f"at most {GRAMMAR_TOKENS_MAX} with {grammar_of}, got {wanted}"
-        raise InvalidRequestError(f"max_tokens: {text}", "max_tokens")
+        raise InvalidRequestError.of_field("max_tokens", text)
     wanted = max(wanted, 1)
     if wanted > room:
         raise ContextLengthError.of_request(ctx_tokens, n_prompt, wanted, param)
@@ -230,7 +229,7 @@ def nanoseconds(text: str, param: str) -> int:
     """Return a moment of the coordinator's clock as given in a query; raises InvalidRequestError naming `param`."""
     is_number = text.isascii() and text.isdigit() and len(text) < len(str(_U64))
     if not is_number:
-        raise InvalidRequestError(f"{param}: must be whole nanoseconds, like now_ns of an earlier answer", param=param)
+        raise InvalidRequestError.of_field(param, "must be whole nanoseconds, like now_ns of an earlier answer")
     return int(text)
 
 
@@ -260,16 +259,8 @@ def _plan(
     _check_lists(body, shape.param if shape else "")
     if max_tokens is None and body.n_predict not in (None, -1, -2, 0):
         max_tokens = body.n_predict
-    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
-        raise InvalidRequestError(f"min_tokens: more than max_tokens, which is {max_tokens}", param="min_tokens")
+    _check_together(body, shape, max_tokens)
     biases, bias_texts = _biases(body.logit_bias or {})
-    if shape and body.ignore_eos:
-        text = f"ignore_eos: not together with {shape.param}, whose end ends the answer"
-        raise InvalidRequestError(text, param="ignore_eos")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequestError("stream: not together with prompt_logprobs", param="stream")
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequestError("stream_options: only together with stream", param="stream_options")
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -303,9 +294,7 @@ def _plan(
         shows_stop=bool(body.include_stop_str_in_output),
         bad_words=tuple(body.bad_words or ()),
         bias_texts=bias_texts,
-        dry_texts=tuple(DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
-        if any(name == "dry_multiplier" for name, _ in sampling.numbers)
-        else (),
+        dry_texts=_dry_texts(body) if "dry_multiplier" in dict(sampling.numbers) else (),
         n_logprobs=n_logprobs,
         n_prompt_logprobs=n_prompt_logprobs,
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
@@ -314,10 +303,26 @@ def _plan(
     )
 
 
+def _check_together(body: GenerationBody, shape: Shape | None, max_tokens: int | None) -> None:
+    """Refuse fields that contradict each other."""
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequestError.of_field("min_tokens", f"more than max_tokens, which is {max_tokens}")
+    if shape and body.ignore_eos:
+        raise InvalidRequestError.of_field("ignore_eos", f"not together with {shape.param}, whose end ends the answer")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError.of_field("stream", "not together with prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError.of_field("stream_options", "only together with stream")
+
+
+def _dry_texts(body: GenerationBody) -> tuple[str, ...]:
+    return tuple(DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
+
+
 def _choices(body: GenerationBody, limits: HttpLimits) -> int:
     n = body.n or 1
     if n > limits.choices_per_prompt_max:
-        raise InvalidRequestError(f"n: at most {limits.choices_per_prompt_max} choices, got {n}", param="n")
+        raise InvalidRequestError.of_field("n", f"at most {limits.choices_per_prompt_max} choices, got {n}")
     return n
 
 
@@ -329,12 +334,12 @@ def _biases(
         for token in sent:
             is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
             if not is_number or str(int(token)) != token:  # 007 would be 7 a second time
-                raise InvalidRequestError(f"logit_bias: {token[:40]!r} is not a token id", param="logit_bias")
+                raise InvalidRequestError.of_field("logit_bias", f"{token[:40]!r} is not a token id")
         return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
     biases = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
     tokens = {key: bias for key, bias in biases if isinstance(key, int)}
     if min(tokens, default=0) < 0:
-        raise InvalidRequestError(f"logit_bias: {min(tokens)} is not a token id", param="logit_bias")
+        raise InvalidRequestError.of_field("logit_bias", f"{min(tokens)} is not a token id")
     texts = tuple((key, bias) for key, bias in biases if isinstance(key, str) and key and bias)
     return tuple(sorted((token, bias) for token, bias in tokens.items() if bias)), texts
 
@@ -342,10 +347,10 @@ def _biases(
 def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > limits.stops_max:
-        raise InvalidRequestError(f"stop: at most {limits.stops_max} strings, got {len(stops)}", param="stop")
+        raise InvalidRequestError.of_field("stop", f"at most {limits.stops_max} strings, got {len(stops)}")
     for text in stops:
         if not 1 <= len(text) <= limits.stop_chars_max:
-            raise InvalidRequestError(f"stop: each string has 1 to {limits.stop_chars_max} characters", param="stop")
+            raise InvalidRequestError.of_field("stop", f"each string has 1 to {limits.stop_chars_max} characters")
     return stops
 
 
@@ -374,7 +379,7 @@ def _prediction(sent: Any, limits: HttpLimits) -> str | tuple[int, ...]:
 
 
 def _bad_prediction(text: str) -> InvalidRequestError:
-    return InvalidRequestError(f"prediction: {text}", param="prediction")
+    return InvalidRequestError.of_field("prediction", text)
 
 
 def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]]) -> None:
@@ -401,23 +406,14 @@ def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
         if not field.low <= value <= field.high or (field.is_whole and value != int(value)):
             kind = "a whole number" if field.is_whole else "a number"
             text = f"must be {kind} between {field.low:g} and {field.high:g}, got {value:g}"
-            raise InvalidRequestError(f"{param}: {text}", param=param)
+            raise InvalidRequestError.of_field(param, text)
         if value != field.neutral:
             found[field.name] = value
-    if "repetition_penalty" not in found:
-        found.pop("repeat_last_n", None)
-    elif body.repeat_penalty is not None and body.repeat_last_n is None:
+    found = {name: value for name, value in found.items() if BY_NAME[name].only_with in ("", *found)}
+    if "repetition_penalty" in found and body.repeat_penalty is not None and body.repeat_last_n is None:
         found["repeat_last_n"] = REPEAT_LAST_DEFAULT
-    if "dry_multiplier" not in found:
-        for name in ("dry_base", "dry_allowed_length", "dry_penalty_last_n"):
-            found.pop(name, None)
-    elif body.dry_penalty_last_n is None:
+    if "dry_multiplier" in found and body.dry_penalty_last_n is None:
         found["dry_penalty_last_n"] = REPEAT_LAST_DEFAULT
-    if "mirostat" not in found:
-        found.pop("mirostat_tau", None)
-        found.pop("mirostat_eta", None)
-    if "xtc_probability" not in found:
-        found.pop("xtc_threshold", None)
     return tuple(sorted(found.items()))
 
 
@@ -426,10 +422,10 @@ def _check_lists(body: GenerationBody, shape_param: str) -> None:
     for param in ("min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"):
         if shape_param and getattr(body, param):
             text = f"not together with {shape_param}, which defines the answer's form and its end"
-            raise InvalidRequestError(f"{param}: {text}", param=param)
+            raise InvalidRequestError.of_field(param, text)
     if not all(word.strip() for word in body.bad_words or ()):
-        raise InvalidRequestError("bad_words: each word must have at least one character", param="bad_words")
+        raise InvalidRequestError.of_field("bad_words", "each word must have at least one character")
 
 
 def _unsupported(param: str, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: not supported by this server yet; {allowed}", param=param)
+    return InvalidRequestError.of_field(param, f"not supported by this server yet; {allowed}")

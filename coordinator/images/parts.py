@@ -49,7 +49,7 @@ class Marked(Struct):
         texts, numbers = found[::2], [int(number) for number in found[1::2]]
         if sorted(numbers) != list(range(len(self.pictures))):
             text = "the model's chat template does not write each image of this chat once"
-            raise InvalidRequestError(f"messages: {text}", "messages")
+            raise InvalidRequestError.of_field("messages", text)
         return texts, numbers
 
     def shown(self, rendered: str) -> str:
@@ -80,13 +80,13 @@ def _text_of(parts: Sequence[Any], param: str, marked: Marked) -> str:
         if _is_image(part):
             place = place_of(part) or f"{where}.image_url"
             if len(marked.pictures) == IMAGES_PER_REQUEST_MAX:
-                raise InvalidRequestError(f"{place}: a request has at most {IMAGES_PER_REQUEST_MAX} images", place)
+                raise InvalidRequestError.of_field(place, f"a request has at most {IMAGES_PER_REQUEST_MAX} images")
             text += f"<{marked.mark}-{len(marked.pictures)}>"
             marked.pictures.append(_picture(part, place))
             is_after_text = False
             continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where}: only parts of type text and image_url are supported", where)
+            raise InvalidRequestError.of_field(where, "only parts of type text and image_url are supported")
         text += "\n" + part["text"] if is_after_text else part["text"]
         is_after_text = True
     return text
@@ -96,17 +96,17 @@ def _picture(part: Mapping[str, Any], param: str) -> Picture:
     image_url = part.get("image_url")
     url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
     if not isinstance(url, str):
-        raise InvalidRequestError(f"{param}: must be text", param)
+        raise InvalidRequestError.of_field(param, "must be text")
     if (head := _HEAD.match(url)) is None:
         text = "an image is sent itself, as data:image/png;base64,...; this server fetches none from elsewhere"
-        raise InvalidRequestError(f"{param}: {text}", param)
+        raise InvalidRequestError.of_field(param, text)
     if len(url) > head.end() + IMAGE_BYTES_MAX * 4 // 3 + 4:
-        raise InvalidRequestError(f"{param}: an image has at most {IMAGE_BYTES_MAX} bytes", param)
+        raise InvalidRequestError.of_field(param, f"an image has at most {IMAGE_BYTES_MAX} bytes")
     try:
         data = base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidRequestError(f"{param}: it is not base64", param) from None
+        raise InvalidRequestError.of_field(param, "it is not base64") from None
     is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     if not (is_webp or data.startswith(_FORMATS)):
-        raise InvalidRequestError(f"{param}: it is no PNG, JPEG, WebP or GIF", param)
+        raise InvalidRequestError.of_field(param, "it is no PNG, JPEG, WebP or GIF")
     return Picture(data, hashlib.sha256(data).digest(), param)

@@ -288,32 +288,44 @@ class _Planner:
 
         A placeholder has the type and shape rules of the source's tensor, so the loader accepts it too.
         """
-        planned = []
-        is_first, is_last = start == 0, end == self.facts.n_layers
+        tensors = [tensor for tensor in self.model.tensors.values() if not BLOCK_NAME.match(tensor.name)]
+        planned = (self._global_tensor(tensor, start, end) for tensor in tensors)
+        return [each for each in planned if each is not None]
+
+    def _global_tensor(self, tensor: Tensor, start: int, end: int) -> PlannedTensor | None:
+        """Return a tensor outside the blocks as the stage of these layers has it; None where it has none."""
         n_inputs = self.facts.sidebands.layer_inputs * (end - start)
+        is_last = end == self.facts.n_layers
+        if n_inputs and tensor.name == LAYER_TOKENS:
+            return _zeros_of(
+                tensor.name, (n_inputs, self.facts.n_vocab if is_last else DUMMY_TOKENS), PLACEHOLDER_TYPES
+            )
+        if n_inputs and tensor.name == LAYER_PRODUCT:
+            return _zeros_of(tensor.name, (self.facts.n_embd, n_inputs), ZERO_TYPES)
+        if start > 0 and tensor.name in self.family.entry_tables:
+            return _nothing(tensor)
+        return self._tensor_of_last(tensor) if is_last else self._tensor_before_last(tensor)
+
+    def _tensor_before_last(self, tensor: Tensor) -> PlannedTensor:
+        """Return a tensor outside the blocks as a stage has it that reads no tokens and makes no logits."""
+        if tensor.name in (EMBEDDING, HEAD):
+            return _zeros(tensor.name, F16_ID, (self.facts.n_embd, DUMMY_TOKENS))
+        if tensor.name == "output.bias":
+            return _zeros(tensor.name, F32_ID, (DUMMY_TOKENS,))
+        return _kept(tensor, tensor.name)
+
+    def _tensor_of_last(self, tensor: Tensor) -> PlannedTensor | None:
+        """Return a tensor outside the blocks as the last stage has it.
+
+        It reads no tokens: where the loader makes the head of the embedding's tensor, the head itself stands there.
+        """
         head = self.model.tensors.get(HEAD)
-        moves_head = head is not None and not self.family.head_required and "output.scale" not in self.model.tensors
-        for tensor in self.model.tensors.values():
-            if BLOCK_NAME.match(tensor.name):
-                continue
-            if n_inputs and tensor.name == LAYER_TOKENS:
-                dims = (n_inputs, self.facts.n_vocab if is_last else DUMMY_TOKENS)
-                planned.append(_zeros_of(tensor.name, dims, PLACEHOLDER_TYPES))
-            elif n_inputs and tensor.name == LAYER_PRODUCT:
-                planned.append(_zeros_of(tensor.name, (self.facts.n_embd, n_inputs), ZERO_TYPES))
-            elif not is_first and tensor.name in self.family.entry_tables:
-                planned.append(_nothing(tensor))
-            elif not is_last and tensor.name in (EMBEDDING, HEAD):
-                planned.append(_zeros(tensor.name, F16_ID, (self.facts.n_embd, DUMMY_TOKENS)))
-            elif not is_last and tensor.name == "output.bias":
-                planned.append(_zeros(tensor.name, F32_ID, (DUMMY_TOKENS,)))
-            elif is_last and tensor.name == HEAD and moves_head:
-                continue
-            elif is_last and tensor.name == EMBEDDING and head is not None:
-                planned.append(_kept(head, EMBEDDING) if moves_head else _placeholder(tensor))
-            else:
-                planned.append(_kept(tensor, tensor.name))
-        return planned
+        if head is None or tensor.name not in (EMBEDDING, HEAD):
+            return _kept(tensor, tensor.name)
+        is_moved = not self.family.head_required and "output.scale" not in self.model.tensors
+        if tensor.name == HEAD:
+            return None if is_moved else _kept(tensor, HEAD)
+        return _kept(head, EMBEDDING) if is_moved else _placeholder(tensor)
 
 
 def _encoded(key: str, type_id: int, value: Value) -> bytes:

@@ -190,7 +190,7 @@ class ChatTemplate:
         role = plain.get("role")
         if role not in ROLES and str(role) not in (self.source or ""):
             text = f"{str(role)[:40]!r} is not a role; use one of {', '.join(ROLES)}"
-            raise InvalidRequestError(f"messages[{index}].role: {text}", f"messages[{index}].role")
+            raise InvalidRequestError.of_field(f"messages[{index}].role", text)
         if role == "developer" and not self._knows_developer:
             plain["role"] = "system"
         plain["content"] = content_text(plain.get("content"), f"messages[{index}].content")
@@ -264,7 +264,7 @@ def content_text(content: Any, param: str) -> str:
             is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
             text = "only text parts are supported" + (": this model is served without a projector" if is_image else "")
             place = place_of(part) or f"{param}[{at}]"
-            raise InvalidRequestError(f"{place}: {text}", place)
+            raise InvalidRequestError.of_field(place, text)
         texts.append(part["text"])
     return "\n".join(texts)
 

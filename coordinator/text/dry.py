@@ -56,4 +56,4 @@ def _tails(tokenizer: Tokenizer, word: bytes, raw: bytes) -> list[list[int]]:
 
 
 def _too_many(text: str) -> InvalidRequestError:
-    return InvalidRequestError(f"dry_sequence_breakers: {text}", param="dry_sequence_breakers")
+    return InvalidRequestError.of_field("dry_sequence_breakers", text)

@@ -57,24 +57,28 @@ class Sessions:
 
     def control(self, frame: QueuedFrame) -> None:
         """Apply a control. Raises RelaylineError, without any change, where it cannot be applied."""
-        lanes = self._lanes
         if frame.flags & Flag.OPEN:
             self._open(frame)
         elif frame.flags & Flag.CLOSE:
             self.close(frame.session_key)
         elif frame.flags & Flag.TRIM:
-            self._settle(frame.session_key)
-            lane, drop_from = lanes.trim(frame.session_id, frame.route_id, frame.position)
-            if drop_from is not None:
-                self._engine.check_rewind(lane.index, drop_from)
-                self._engine.drop_from(lane.index, drop_from)
-                lane.next_position = drop_from
+            self._trim(frame)
         elif frame.flags & Flag.COPY_PREFIX:
             self._copy(frame)
         elif frame.flags & Flag.STORE:
             self._store(frame)
         elif frame.flags & Flag.RESTORE:
             self._restore(frame)
+
+    def _trim(self, frame: QueuedFrame) -> Lane:
+        """Drop what the frame's lane holds from the frame's position on; return the lane. Raises RelaylineError."""
+        self._settle(frame.session_key)
+        lane, drop_from = self._lanes.trim(frame.session_id, frame.route_id, frame.position)
+        if drop_from is not None:
+            self._engine.check_rewind(lane.index, drop_from)
+            self._engine.drop_from(lane.index, drop_from)
+            lane.next_position = drop_from
+        return lane
 
     def _copy(self, frame: QueuedFrame) -> None:
         for session_id in (frame.argument, frame.session_id):
@@ -139,13 +143,8 @@ class Sessions:
         if not frame.position:
             self.states.forget(frame.argument)
             return
-        self._settle(frame.session_key)
         try:
-            lane, drop_from = self._lanes.trim(frame.session_id, frame.route_id, frame.position)
-            if drop_from is not None:
-                self._engine.check_rewind(lane.index, drop_from)
-                self._engine.drop_from(lane.index, drop_from)
-                lane.next_position = drop_from
+            lane = self._trim(frame)
         except RelaylineError:
             self.states.on_dropped(frame.argument)
             return

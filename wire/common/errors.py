@@ -96,6 +96,11 @@ class InvalidRequestError(RelaylineError):
         super().__init__(message)
         self.param = param
 
+    @classmethod
+    def of_field(cls, param: str, problem: str) -> Self:
+        """Return the error of a field: its name stands before the problem."""
+        return cls(f"{param}: {problem}", param)
+
 
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested tokens do not fit the tokens that one stream may hold.

@@ -34,6 +34,8 @@ class SamplerField:
     """Whether each value means another kind: then one above `high` is refused, and not taken as `high`."""
     is_public: bool = True
     """Whether it is an HTTP field; else the coordinator works it out."""
+    only_with: str = ""
+    """The field without which it changes nothing, and is not sent to the stage."""
 
 
 FIELDS = (
@@ -43,17 +45,29 @@ FIELDS = (
     ),
     # How many of the latest tokens the repetition penalty looks at.
     SamplerField(
-        name="repeat_last_n", neutral=PENALTY_TOKENS_MAX, low=0, high=PENALTY_TOKENS_MAX, off=(-1.0,), is_whole=True
+        name="repeat_last_n",
+        neutral=PENALTY_TOKENS_MAX,
+        low=0,
+        high=PENALTY_TOKENS_MAX,
+        off=(-1.0,),
+        is_whole=True,
+        only_with="repetition_penalty",
     ),
     SamplerField(name="top_n_sigma", neutral=0.0, low=0.0, high=1e6, off=(-1.0,)),
     SamplerField(name="typical_p", neutral=1.0, low=1e-9, high=1.0, aliases=("typ_p",), off=(0.0, -1.0)),
     SamplerField(name="xtc_probability", neutral=0.0, low=0.0, high=1.0),
-    SamplerField(name="xtc_threshold", neutral=0.1, low=0.0, high=1.0),
-    # Tokens that are held back are not picked before this position.
+    SamplerField(name="xtc_threshold", neutral=0.1, low=0.0, high=1.0, only_with="xtc_probability"),
     # What repeats costs dry_multiplier x dry_base ^ (its length - dry_allowed_length); see stage.sampling.dry.
     SamplerField(name="dry_multiplier", neutral=0.0, low=0.0, high=100.0),
-    SamplerField(name="dry_base", neutral=1.75, low=1.0, high=100.0),
-    SamplerField(name="dry_allowed_length", neutral=2, low=0, high=PENALTY_TOKENS_MAX, is_whole=True),
+    SamplerField(name="dry_base", neutral=1.75, low=1.0, high=100.0, only_with="dry_multiplier"),
+    SamplerField(
+        name="dry_allowed_length",
+        neutral=2,
+        low=0,
+        high=PENALTY_TOKENS_MAX,
+        is_whole=True,
+        only_with="dry_multiplier",
+    ),
     # How many of the latest tokens it looks at.
     SamplerField(
         name="dry_penalty_last_n",
@@ -62,15 +76,17 @@ FIELDS = (
         high=PENALTY_TOKENS_MAX,
         off=(-1.0,),
         is_whole=True,
+        only_with="dry_multiplier",
     ),
     # Version 1 or 2, in place of the filters and penalties; see stage.sampling.mirostat.
     SamplerField(name="mirostat", neutral=0, low=0, high=2, aliases=("mirostat_mode",), is_whole=True, is_kind=True),
-    SamplerField(name="mirostat_tau", neutral=5.0, low=0.0, high=100.0),
-    SamplerField(name="mirostat_eta", neutral=0.1, low=0.0, high=1.0),
+    SamplerField(name="mirostat_tau", neutral=5.0, low=0.0, high=100.0, only_with="mirostat"),
+    SamplerField(name="mirostat_eta", neutral=0.1, low=0.0, high=1.0, only_with="mirostat"),
     # Where the session stands, as its last sample said; not given before the first.
     SamplerField(name="mirostat_mu", neutral=0.0, low=-1e6, high=1e6, is_public=False),
     # Nothing is sampled: a prompt's hidden rows become one embedding. See `POOLINGS`.
     SamplerField(name="pooling", neutral=0, low=0, high=3, is_whole=True, is_public=False),
+    # Tokens that are held back are not picked before this position.
     SamplerField(name="held_back_until", neutral=0, low=0, high=1 << 32, is_whole=True, is_public=False),
 )
 POOLINGS = {"mean": 1, "cls": 2, "last": 3}  # llama.cpp's numbers

@@ -40,7 +40,7 @@ def read(raw: bytes | bytearray) -> EmbeddingsBody:
     """Return a body. Raises InvalidRequestError."""
     body = decode_body(raw, EmbeddingsBody)
     if (body.input is None) == (body.content is None):
-        raise InvalidRequestError("input: required field is missing, or content was sent too", param="input")
+        raise InvalidRequestError.of_field("input", "required field is missing, or content was sent too")
     return body
 
 
@@ -57,7 +57,7 @@ def inputs_of(body: EmbeddingsBody, tokenizer: Tokenizer, ctx_tokens: int) -> li
     is_one = not isinstance(sent, list) or (sent and all(type(part) is int for part in sent))
     several = [sent] if is_one else sent
     if not 0 < len(several) <= INPUTS_MAX:
-        raise InvalidRequestError(f"{name}: a list has 1 to {INPUTS_MAX} inputs, got {len(several)}", param=name)
+        raise InvalidRequestError.of_field(name, f"a list has 1 to {INPUTS_MAX} inputs, got {len(several)}")
     n_kept = body.truncate_prompt_tokens
     found = []
     for at, part in enumerate(several):
@@ -69,8 +69,8 @@ def inputs_of(body: EmbeddingsBody, tokenizer: Tokenizer, ctx_tokens: int) -> li
         elif isinstance(part, list) and part and all(type(token) is int for token in part):
             ids = part
         else:
-            raise InvalidRequestError(f"{where}: must be text, or a list of token ids that is not empty", param=where)
+            raise InvalidRequestError.of_field(where, "must be text, or a list of token ids that is not empty")
         if not ids:
-            raise InvalidRequestError(f"{where}: the input has no tokens", param=where)
+            raise InvalidRequestError.of_field(where, "the input has no tokens")
         found.append(ids[-n_kept:] if n_kept else ids)
     return found

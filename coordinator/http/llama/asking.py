@@ -115,7 +115,7 @@ def read(raw: bytes | bytearray, tokenizer: Tokenizer, limits: HttpLimits) -> Re
     """Return the body of /completion. Raises InvalidRequestError."""
     sent = decode_body(raw, LlamaBody)
     if sent.prompt is None:
-        raise InvalidRequestError("prompt: required field is missing", param="prompt")
+        raise InvalidRequestError.of_field("prompt", "required field is missing")
     body = _with_defaults(sent)
     prompts = [_prompt(each, tokenizer) for each in _prompts(sent.prompt)]
     _check_count(prompts, body.n or 1, limits)
@@ -174,7 +174,7 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
         value = getattr(sent, name)
         if value and value not in neutral:
             allowed = f"only {neutral[0]}" if neutral else "send none"
-            raise InvalidRequestError(f"{name}: not supported by this server yet; {allowed}", param=name)
+            raise InvalidRequestError.of_field(name, f"not supported by this server yet; {allowed}")
     fields = {name: getattr(sent, name) for name in CompletionBody.__struct_fields__}
     for name, value in DEFAULTS.items():
         if fields[name] is None:
@@ -198,7 +198,7 @@ def _of_letters(letters: str) -> list[str]:
     unknown = next((letter for letter in letters if letter not in SAMPLER_LETTERS), None)
     if unknown is not None:
         text = f"{unknown!r} is not a sampler's letter; use {''.join(SAMPLER_LETTERS)}"
-        raise InvalidRequestError(f"samplers: {text}", param="samplers")
+        raise InvalidRequestError.of_field("samplers", text)
     return [SAMPLER_LETTERS[letter] for letter in letters]
 
 
@@ -206,7 +206,7 @@ def _without(samplers: list[str]) -> dict[str, Any]:
     """Return the fields that turn off what `samplers` leaves out. Raises InvalidRequestError for another order."""
     order = [SAMPLERS.index(name) if name in SAMPLERS else -1 for name in samplers]
     if -1 in order or order != sorted(set(order)):
-        raise InvalidRequestError(f"samplers: only some of {', '.join(SAMPLERS)}, in this order", param="samplers")
+        raise InvalidRequestError.of_field("samplers", f"only some of {', '.join(SAMPLERS)}, in this order")
     return {field: off for name in SAMPLERS if name not in samplers for field, off in _OFF[name].items()}
 
 
@@ -215,14 +215,14 @@ def _prompts(sent: Any) -> list[Any]:
     if not isinstance(sent, list) or any(isinstance(part, int) for part in sent):
         return [sent]
     if not 0 < len(sent) <= PROMPTS_MAX:
-        raise InvalidRequestError(f"prompt: a list has 1 to {PROMPTS_MAX} prompts", param="prompt")
+        raise InvalidRequestError.of_field("prompt", f"a list has 1 to {PROMPTS_MAX} prompts")
     return sent
 
 
 def _prompt(sent: Any, tokenizer: Tokenizer) -> str | list[int]:
     if isinstance(sent, dict):
         if sent.get("multimodal_data"):
-            raise InvalidRequestError("prompt: multimodal_data is not supported; send text", param="prompt")
+            raise InvalidRequestError.of_field("prompt", "multimodal_data is not supported; send text")
         sent = sent.get("prompt_string")
     if isinstance(sent, str):
         return sent
@@ -238,13 +238,13 @@ def _prompt(sent: Any, tokenizer: Tokenizer) -> str | list[int]:
         else:
             return ids
     text = "must be text, token ids, a mixture of both, an object with prompt_string, or a list of these"
-    raise InvalidRequestError(f"prompt: {text}", param="prompt")
+    raise InvalidRequestError.of_field("prompt", text)
 
 
 def _check_count(prompts: Sequence[str | list[int]], n: int, limits: HttpLimits) -> None:
     if len(prompts) * n > limits.choices_max:
         text = f"{len(prompts)} prompts with n_cmpl={n} are {len(prompts) * n} answers; at most {limits.choices_max}"
-        raise InvalidRequestError(f"prompt: {text}", param="prompt")
+        raise InvalidRequestError.of_field("prompt", text)
 
 
 def _extra(chunks: Sequence[Chunk], tokenizer: Tokenizer, fill_in: FillIn) -> list[int]:

@@ -83,7 +83,7 @@ def read(raw: bytes | bytearray, n_context: int = 0) -> Inner:
     """Return a body as a chat. Raises InvalidRequestError."""
     body = decode_body(raw, MessagesBody)
     if body.max_tokens is None:
-        raise InvalidRequestError("max_tokens: required field is missing", "max_tokens")
+        raise InvalidRequestError.of_field("max_tokens", "required field is missing")
     return _read(body, raw)
 
 
@@ -99,9 +99,9 @@ def rename(error: InvalidRequestError) -> InvalidRequestError:
 
 def _read(body: MessagesBody, raw: bytes | bytearray) -> Inner:
     if body.container:
-        raise InvalidRequestError("container: not supported by this server; send none", "container")
+        raise InvalidRequestError.of_field("container", "not supported by this server; send none")
     if body.mcp_servers:
-        raise InvalidRequestError("mcp_servers: not supported by this server; send none", "mcp_servers")
+        raise InvalidRequestError.of_field("mcp_servers", "not supported by this server; send none")
     system = body.system or ""
     texts = [system] if isinstance(system, str) else [_text(system, "system")]
     messages = [message for at, turn in enumerate(body.messages) for message in _turn(turn, f"messages[{at}]")]
@@ -109,7 +109,7 @@ def _read(body: MessagesBody, raw: bytes | bytearray) -> Inner:
     if body.messages[-1].role == "assistant":
         if _CONTINUE not in ChatBody.__struct_fields__:
             text = "this server does not continue an assistant's turn; end with a turn of the user"
-            raise InvalidRequestError(f"messages: {text}", "messages")
+            raise InvalidRequestError.of_field("messages", text)
         fields[_CONTINUE] = True
     try:
         return Inner(chat_of(fields, read_object(raw)))
@@ -154,7 +154,7 @@ def _tool(tool: Mapping[str, Any], where: str) -> Fields:
     kind = tool.get("type") or "custom"
     if kind != "custom":
         text = f"only tools with an input_schema are served here, not {str(kind)[:40]!r}; leave it out"
-        raise InvalidRequestError(f"{where}: {text}", where)
+        raise InvalidRequestError.of_field(where, text)
     function = {"name": text_in(tool, "name", where), "parameters": tool.get("input_schema")}
     more = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": function | more}
@@ -170,7 +170,7 @@ def _choice(choice: Mapping[str, Any]) -> Any:
 def _turn(turn: Turn, where: str) -> list[Fields]:
     """Return one message as those of a chat: results of tools become separate messages, before the user's text."""
     if turn.role not in ("user", "assistant", "system"):
-        raise InvalidRequestError(f"{where}.role: must be one of user, assistant, system", f"{where}.role")
+        raise InvalidRequestError.of_field(f"{where}.role", "must be one of user, assistant, system")
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     blocks = each_checked(turn.content, f"{where}.content", lambda block, at: _block(block, at, turn.role))
@@ -196,7 +196,7 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
         return {"result": {"role": "tool", "tool_call_id": text_in(block, "tool_use_id", where), "content": content}}
     if kind == "tool_use" and role == "assistant":
         if not isinstance(block.get("input", {}), Mapping):
-            raise InvalidRequestError(f"{where}.input: must be an object", f"{where}.input")
+            raise InvalidRequestError.of_field(f"{where}.input", "must be an object")
         function = {"name": text_in(block, "name", where), "arguments": as_json(block.get("input", {}))}
         return {"call": {"id": text_in(block, "id", where), "type": "function", "function": function}}
     if kind == "thinking" and role == "assistant":
@@ -210,7 +210,7 @@ def _block(block: Mapping[str, Any], where: str, role: str) -> Fields:
         if isinstance(source, Mapping) and source.get("type") == "text":
             return {"text": text_in(source, "data", f"{where}.source")}
     text = f"blocks of type {str(kind)[:40]!r} are not served here in a turn of the {role}; send text"
-    raise InvalidRequestError(f"{where}: {text}", where)
+    raise InvalidRequestError.of_field(where, text)
 
 
 def _joined(blocks: Sequence[Fields]) -> str | list[Fields]:
@@ -248,7 +248,7 @@ def _image(block: Mapping[str, Any], where: str) -> str:
     """Return an image as a chat names it: by an address that holds it."""
     source = block.get("source")
     if not isinstance(source, Mapping):
-        raise InvalidRequestError(f"{where}.source: must be an object", f"{where}.source")
+        raise InvalidRequestError.of_field(f"{where}.source", "must be an object")
     if one_of(source, "type", ("base64", "url"), f"{where}.source") == "url":
         return text_in(source, "url", f"{where}.source")
     kind = text_in(source, "media_type", f"{where}.source")
@@ -257,12 +257,12 @@ def _image(block: Mapping[str, Any], where: str) -> str:
 
 def _text(blocks: Sequence[Any] | Any, where: str) -> str:
     if not isinstance(blocks, list):
-        raise InvalidRequestError(f"{where}: must be text, or a list of blocks", where)
+        raise InvalidRequestError.of_field(where, "must be text, or a list of blocks")
 
     def text_of(block: Mapping[str, Any], at: str) -> str:
         if block.get("type") != "text":
             kind = str(block.get("type"))[:40]
-            raise InvalidRequestError(f"{at}: blocks of type {kind!r} are not served here; send text", at)
+            raise InvalidRequestError.of_field(at, f"blocks of type {kind!r} are not served here; send text")
         return text_in(block, "text", at)
 
     return "\n".join(each_checked(blocks, where, text_of))

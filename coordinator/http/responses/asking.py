@@ -75,7 +75,9 @@ def references(raw: bytes | bytearray) -> bytes:
     items = sent.input if isinstance(sent.input, list) else []
     ids = [item.get("id") for item in items if isinstance(item, Mapping) and item.get("type") == "item_reference"]
     if len(ids) > REFERENCES_MAX:
-        raise InvalidRequestError(f"input: {len(ids)} item references, at most {REFERENCES_MAX} are looked up", "input")
+        raise InvalidRequestError.of_field(
+            "input", f"{len(ids)} item references, at most {REFERENCES_MAX} are looked up"
+        )
     found = References(sent.previous_response_id, [each for each in ids if isinstance(each, str)])
     return msgspec.msgpack.encode(found)
 
@@ -87,12 +89,12 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
     body = decode_body(raw, ResponsesBody)
     check_served(body)
     if body.previous_response_id is not None and not n_context:
-        raise InvalidRequestError("previous_response_id: write this key without escapes", "previous_response_id")
+        raise InvalidRequestError.of_field("previous_response_id", "write this key without escapes")
     items = _input_items(body, context)
     try:
         messages = _messages(context.history, "history") + _messages(items, "input")
         if not messages:
-            raise InvalidRequestError("input: needs text, or a list with at least one item", "input")
+            raise InvalidRequestError.of_field("input", "needs text, or a list with at least one item")
         fields = {**_fields(body), "messages": with_system([body.instructions or ""], messages)}
         chat = chat_of(fields, read_object(raw))
     except InvalidRequestError as error:
@@ -113,7 +115,7 @@ def rename(error: InvalidRequestError) -> InvalidRequestError:
 
 def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
     if body.input is None:
-        raise InvalidRequestError("input: required field is missing", "input")
+        raise InvalidRequestError.of_field("input", "required field is missing")
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
 
@@ -123,7 +125,7 @@ def _input_items(body: ResponsesBody, context: Context) -> list[Fields]:
         name = text_in(item, "id", where)
         if name not in context.items:
             text = f"no item {name[:100]!r} is stored here; send the item itself"
-            raise InvalidRequestError(f"{where}.id: {text}", f"{where}.id")
+            raise InvalidRequestError.of_field(f"{where}.id", text)
         return dict(context.items[name])
 
     return each_checked(body.input, "input", found)
@@ -160,7 +162,7 @@ def _tools(tools: list[Any]) -> list[Fields] | None:
         kind = tool.get("type")
         if kind != "function":
             text = f"only tools of type function are served here, not {str(kind)[:40]!r}; leave it out"
-            raise InvalidRequestError(f"{where}: {text}", where)
+            raise InvalidRequestError.of_field(where, text)
         named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
         return {"type": "function", "function": named}
 
@@ -174,7 +176,7 @@ def _response_format(sent: Mapping[str, Any] | None) -> Fields | None:
     if kind != "json_schema":
         return {"type": kind}
     if sent.get("schema") is None:
-        raise InvalidRequestError("text.format.schema: required field is missing", "text.format.schema")
+        raise InvalidRequestError.of_field("text.format.schema", "required field is missing")
     return {"type": kind, "json_schema": {key: sent[key] for key in ("name", "schema", "strict") if key in sent}}
 
 
@@ -209,7 +211,7 @@ def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
             messages.append(_result(item, where))
         else:
             text = f"items of type {str(kind)[:40]!r} are not served here; leave it out"
-            raise InvalidRequestError(f"{where}: {text}", where)
+            raise InvalidRequestError.of_field(where, text)
     return [message for message in messages if "content" in message or "tool_calls" in message]
 
 
@@ -238,7 +240,7 @@ def _content(content: Any, where: str) -> str | list[Fields]:
         if not _is_image(part):
             return {"type": "text", "text": _text([part], where)}
         if part.get("image_url") is None:
-            raise InvalidRequestError(f"{at}: send the image itself, as image_url with a data: address", at)
+            raise InvalidRequestError.of_field(at, "send the image itself, as image_url with a data: address")
         return {"type": "image_url", "image_url": {"url": text_in(part, "image_url", at)}, PLACE: f"{at}.image_url"}
 
     return each_checked(content, where, part_of)
@@ -253,7 +255,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}: must be text, or a list of parts", where)
+        raise InvalidRequestError.of_field(where, "must be text, or a list of parts")
 
     def text_of(part: Mapping[str, Any], at: str) -> str:
         kind = part.get("type")
@@ -261,7 +263,7 @@ def _text(content: Any, where: str) -> str:
             return text_in(part, "refusal", at)
         if kind not in _TEXT_PARTS:
             text = f"parts of type {str(kind)[:40]!r} are not served by this model; send text"
-            raise InvalidRequestError(f"{at}: {text}", at)
+            raise InvalidRequestError.of_field(at, text)
         return text_in(part, "text", at)
 
     return "\n".join(each_checked(content, where, text_of))

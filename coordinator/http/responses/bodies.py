@@ -79,4 +79,4 @@ def check_served(body: ResponsesBody) -> None:
     for param, (neutral, remedy) in NEUTRAL.items():
         value = getattr(body, param)
         if value is not None and value not in neutral:
-            raise InvalidRequestError(f"{param}: not supported by this server; {remedy}", param)
+            raise InvalidRequestError.of_field(param, f"not supported by this server; {remedy}")

@@ -59,7 +59,7 @@ class ResponseHandlers(Handlers):
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/responses/{id}."""
         if request.query.get("stream", "false") not in ("", "false"):
-            raise InvalidRequestError("stream: a stored response is not streamed again; leave it out", "stream")
+            raise InvalidRequestError.of_field("stream", "a stored response is not streamed again; leave it out")
         return json_response(self._found(request).body)
 
     async def input_items(self, request: web.Request) -> web.StreamResponse:
@@ -144,5 +144,5 @@ def _forget(_body: bytes, _output: Sequence[Item]) -> None:
 def _page_size(request: web.Request) -> int:
     text = request.query.get("limit", str(PAGE_ITEMS))
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= PAGE_ITEMS_MAX):
-        raise InvalidRequestError(f"limit: must be a number from 1 to {PAGE_ITEMS_MAX}", "limit")
+        raise InvalidRequestError.of_field("limit", f"must be a number from 1 to {PAGE_ITEMS_MAX}")
     return int(text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -99,12 +99,25 @@ def points_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
     return points
 
 
-def _figure(points: Sequence[dict[str, Any]], part: str, system: str, n_streams: int, name: str) -> float | None:
-    for point in points:
-        if (point["part"], point["system"], point["streams"]) == (part, system, n_streams):
-            value: float | None = point["median"].get(name)
-            return value
-    return None
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One ratio or share, and what it is held against."""
+
+    what: str
+    streams: int
+    value: float
+    goal: float | None = None
+    at_most: bool = False  # whether the goal is the largest value that meets it, not the smallest
+    allowed: float | None = None
+
+    def judged(self, *, has_goals: bool) -> dict[str, Any]:
+        """Return it as it is stored and shown."""
+        goal, met = self.goal if has_goals else None, None
+        if goal is not None:
+            met = self.value <= goal if self.at_most else self.value >= goal
+        found = dataclasses.asdict(self)
+        allowed = found.pop("allowed")
+        return found | {"goal": goal, "met": met, "allowed": allowed}
 
 
 def goals_of(
@@ -116,60 +129,68 @@ def goals_of(
     figure; None if it is unknown. The goals are for models of real size; with `has_goals` off the comparisons have no
     goals.
     """
-    found: list[dict[str, Any]] = []
+    found = [*_against_rivals(points, streams)]
+    for n_streams in streams:
+        found += _of_auto(points, n_streams)
+    found += _beside_prompts(points)
+    return [each.judged(has_goals=has_goals) for each in found]
 
-    def add(
-        what: str, n_streams: int, value: float, goal: float | None, at_most: bool = False, allowed: float | None = None
-    ) -> None:
-        goal = goal if has_goals else None
-        met = None if goal is None else (value <= goal if at_most else value >= goal)
-        found.append(
-            {
-                "what": what, "streams": n_streams, "value": value, "goal": goal, "at_most": at_most, "met": met,
-                "allowed": allowed,
-            }
-        )  # fmt: skip
 
+def _figure(points: Sequence[dict[str, Any]], system: str, n_streams: int, name: str) -> float | None:
+    """Return a median of a system with so many streams, None where it was not measured."""
+    for point in points:
+        if (point["part"], point["system"], point["streams"]) == ("streams", system, n_streams):
+            value: float | None = point["median"].get(name)
+            return value
+    return None
+
+
+def _against_rivals(points: Sequence[dict[str, Any]], streams: Sequence[int]) -> Iterator[Comparison]:
     for goals, at_most in ((RATIO_GOALS, False), (TTFT_GOALS, True)):
         for what, system, rival, name, wanted in goals:
             for n_streams in streams:
-                ours = _figure(points, "streams", system, n_streams, name)
-                theirs = _figure(points, "streams", rival, n_streams, name)
-                if ours and theirs:
-                    most = _figure(points, "streams", system, n_streams, f"allowed_{name}")
-                    allowed = most / theirs if most else None
-                    add(what, n_streams, ours / theirs, wanted.get(n_streams), at_most, allowed)
-    for n_streams in streams:
-        ours, most = (_figure(points, "streams", "auto", n_streams, name) for name in ("tok_s", "allowed_tok_s"))
-        if ours and most:
-            add("of what its curves allow at most", n_streams, ours / most, None)
-        for what, name in (("overlap, whole run", "overlap"), (OVERLAP, "overlap_decode")):
-            overlap = _figure(points, "streams", "auto", n_streams, name)
-            if overlap is not None:
-                is_held = name == "overlap_decode" and n_streams >= OVERLAP_STREAMS
-                add(what, n_streams, overlap, OVERLAP_GOAL if is_held else None)
-        for what, name in PROFILE:
-            share = _figure(points, "streams", "auto", n_streams, name)
-            if share is not None:
-                add(what, n_streams, share, None)
-        by_hand = [  # each is compared with the automatic run next to it, since the machine drifts during a sweep
-            point["median"]["against_auto"]
-            for point in points
-            if point["part"] == "sweep" and point["system"] != "auto" and point["streams"] == n_streams
-            if point["median"]
-        ]
-        if by_hand:
-            add("automatic against best by hand", n_streams, 1 / max(by_hand), SWEEP_GOAL)
+                ours = _figure(points, system, n_streams, name)
+                theirs = _figure(points, rival, n_streams, name)
+                if not ours or not theirs:
+                    continue
+                most = _figure(points, system, n_streams, f"allowed_{name}")
+                allowed = most / theirs if most else None
+                yield Comparison(what, n_streams, ours / theirs, wanted.get(n_streams), at_most, allowed)
+
+
+def _of_auto(points: Sequence[dict[str, Any]], n_streams: int) -> Iterator[Comparison]:
+    """Yield the figures of the automatic schedule that no rival has."""
+    ours, most = (_figure(points, "auto", n_streams, name) for name in ("tok_s", "allowed_tok_s"))
+    if ours and most:
+        yield Comparison("of what its curves allow at most", n_streams, ours / most)
+    overlap = _figure(points, "auto", n_streams, "overlap")
+    if overlap is not None:
+        yield Comparison("overlap, whole run", n_streams, overlap)
+    overlap = _figure(points, "auto", n_streams, "overlap_decode")
+    if overlap is not None:
+        yield Comparison(OVERLAP, n_streams, overlap, OVERLAP_GOAL if n_streams >= OVERLAP_STREAMS else None)
+    for what, name in PROFILE:
+        share = _figure(points, "auto", n_streams, name)
+        if share is not None:
+            yield Comparison(what, n_streams, share)
+    by_hand = [  # each is compared with the automatic run next to it, since the machine drifts during a sweep
+        point["median"]["against_auto"]
+        for point in points
+        if point["part"] == "sweep" and point["system"] != "auto" and point["streams"] == n_streams
+        if point["median"]
+    ]
+    if by_hand:
+        yield Comparison("automatic against best by hand", n_streams, 1 / max(by_hand), SWEEP_GOAL)
+
+
+def _beside_prompts(points: Sequence[dict[str, Any]]) -> Iterator[Comparison]:
     for point in points:
-        if point["part"] == "prefill" and point["median"]:
-            goal = PREFILL_GOAL if point["system"] == "auto" else None
-            for part, most in (("p99", goal), ("p50", None)):
-                what, ratio = (
-                    f"ITL {part} beside a long prompt, {point['system']}",
-                    point["median"][f"itl_{part}_ratio"],
-                )
-                add(what, point["streams"], ratio, most, at_most=True)
-    return found
+        if point["part"] != "prefill" or not point["median"]:
+            continue
+        goal = PREFILL_GOAL if point["system"] == "auto" else None
+        for part, most in (("p99", goal), ("p50", None)):
+            what = f"ITL {part} beside a long prompt, {point['system']}"
+            yield Comparison(what, point["streams"], point["median"][f"itl_{part}_ratio"], most, at_most=True)
 
 
 def results(plan: Plan, runs: Sequence[Run], facts: dict[str, Any], notes: Sequence[str]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from relayline.stage.engine.lane_pieces import OwnPieces
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.engine.tier import Tier
 from relayline.stage.queue_types import QueuedFrame
+from relayline.stage.steps import lane_states
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
@@ -203,6 +204,7 @@ def tier_of(states: LaneStates) -> Tier:
 
 async def measure(path: Path, n_tokens: int, repeats: int) -> list[Copied]:
     """Return all copies, the two ways in turn."""
+    lane_states.WHOLE_BYTES_MAX = 1 << 40  # as it was before there were pieces
     config = engine_config(path, 4, n_tokens + 2_048, 512, kv_layout="per-lane", n_threads=2)
     results = []
     with NativeEngine(config) as engine:

@@ -57,6 +57,16 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
         ctx.exit(1)
 
 
+def _prefixes_line(facts: dict[str, int]) -> str:
+    held = " and ".join(
+        f"{facts[key] / (1 << 20):,.0f} MiB {place}"
+        for key, place in (("memory_bytes", "in memory"), ("disk_bytes", "on disk"))
+        if facts[key]
+    )
+    known = f"{facts['prefixes']} stored with {facts['tokens']:,} tokens" + (f", {held}" if held else "")
+    return f"prefixes: {known}; {facts['restored']} restored so far"
+
+
 def _status_text(facts: dict[str, Any]) -> str:
     head = f"{facts['name']}: {facts['phase']}"
     if facts["phase"] == Phase.DEAD:
@@ -74,6 +84,8 @@ def _status_text(facts: dict[str, Any]) -> str:
         lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
         lines.append(f"  requests: {facts['problem']}")
+    if facts["prefixes"] and (facts["prefixes"]["stored"] or facts["prefixes"]["prefixes"]):
+        lines.append(f"  {_prefixes_line(facts['prefixes'])}")
     if facts["stages"] and (unequal := unequal_line({"imbalance": facts["imbalance"], "stages": facts["stages"]})):
         lines.append(f"  {unequal}")
     if facts["planned"] is not None and facts["planned"].get("from") == "measured":

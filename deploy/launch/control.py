@@ -134,10 +134,20 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "planned": _planned(read_plan(pipeline.directory.plan), live),
         "stages": [_held(stage) for stage in live["stages"]] if live is not None else None,
         "requests": {key: live.get(key) for key in ("running", "waiting")} if live is not None else None,
+        "prefixes": _prefixes(live) if live is not None else None,
         "problem": problem,
         "pipelines": live.get("pipelines") if live is not None else None,
         "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],
     }
+
+
+def _prefixes(live: dict[str, Any]) -> dict[str, int] | None:
+    """Return what the stages have stored for prompts to come, bytes of all of them together; None if they do not."""
+    stored, tiers = live.get("stored_prefixes"), [stage["tier"] for stage in live["stages"] if stage.get("tier")]
+    if not stored or not tiers:
+        return None
+    found: dict[str, int] = dict(stored)
+    return found | {key: sum(tier[key] for tier in tiers) for key in ("memory_bytes", "disk_bytes")}
 
 
 def _held(stage: dict[str, Any]) -> dict[str, Any]:

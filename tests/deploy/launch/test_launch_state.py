@@ -408,6 +408,22 @@ def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, 
     assert "layers have moved since the start; by measured hosts: stage-0 1.0x" in _status_text(describe(pipeline))
 
 
+def test_status_shows_the_stored_prefixes(tmp_path: Path, coordinator: str) -> None:
+    tier = {"memory_bytes": 3 << 20, "disk_bytes": 0, "states": 2, "hits": 5, "misses": 0}
+    live = {"phase": "ready", "phase_s": 1.0, "running": 0, "waiting": 0, "imbalance": None}
+    live |= {"stages": [{"name": "stage-0", "layers": [0, 8], "tier": tier}, {"name": "stage-1", "layers": [8, 9]}]}
+    stored = {"prefixes": 2, "tokens": 60_000, "stored": 7, "restored": 5}
+    Answers.answers = {"/v1/pipeline": (200, live | {"stored_prefixes": stored})}
+    facts = described(tmp_path, coordinator)
+    assert facts["prefixes"] == stored | {"memory_bytes": 3 << 20, "disk_bytes": 0}
+    text = _status_text(facts)
+    assert "  prefixes: 2 stored with 60,000 tokens, 3 MiB in memory; 5 restored so far" in text
+    Answers.answers = {"/v1/pipeline": (200, live)}
+    pipeline = find("small", tmp_path / "small")
+    assert pipeline is not None
+    assert "prefixes" not in _status_text(describe(pipeline)), "an older coordinator says nothing of them"
+
+
 def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -8,14 +8,15 @@ under one lock, so no two of them meet half-way in the decode thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from relayline.stage.facts import StageFacts
-from relayline.stage.inbound import hello_of
+from relayline.stage.inbound import back_hello_of, hello_of
 from relayline.stage.observe.observer import StageObserver
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.routes import ROUTES_MAX, UNUSED_S, LeftRoutes, Route, Upstream, check_newer
+from relayline.stage.sending_back import SendingBack
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import RouteWiring
@@ -74,14 +75,17 @@ class Epochs:
             raise StaleEpochError(f"this stage is not at epoch {epoch} of the route")
         return route
 
-    def awaited(self, route_id: int, epoch: int) -> Route:
-        """Return the route of this epoch that has no upstream link yet. Raises StaleEpochError, HandshakeError."""
+    def awaited(self, route_id: int, epoch: int, shown_pass: str = "") -> Route:
+        """Return the route of this epoch that has no upstream link yet, or none of the last stage if the pass is that.
+
+        Raises StaleEpochError, HandshakeError.
+        """
         route, stage = self.routes.get(route_id), f"stage {self.facts.artifact.stage_index}"
         if route is not None and epoch < route.epoch:
             raise StaleEpochError(f"epoch {epoch} is over; this stage is at epoch {route.epoch}")
         if route is None or epoch != route.epoch:
             raise HandshakeError(f"{stage} has not been configured for this route and epoch")
-        if route.has_upstream:
+        if route.has_back if route.is_back(shown_pass) else route.has_upstream:
             raise HandshakeError(f"{stage} already has an upstream link for this route and epoch")
         return route
 
@@ -113,10 +117,14 @@ class Epochs:
             link = await self._connect(request) if request.next_address else None
             upstream = Upstream(request.upstream_pass, request.upstream_name)
             stage_index = self.facts.artifact.stage_index
-            route = Route(request.route_id, request.epoch, stage_index, link, upstream, caller())
+            is_first = self.facts.artifact.is_first
+            back = Upstream(request.back_pass, request.last_name) if request.back_pass and is_first else None
+            route = Route(request.route_id, request.epoch, stage_index, link, upstream, caller(), back)
             wiring = RouteWiring(request.epoch, link.pool if link else None)
             held: dict[int, int] = await self.runner.call(lambda: self._executor.begin_route(request.route_id, wiring))
             self.routes[request.route_id] = route
+            if request.first_address and request.back_pass and not is_first:
+                route.sending_back = self._sending_back(request, route)
             self._observer.configured(request)
             asyncio.get_running_loop().call_later(UNUSED_S, self._unused, route.route_id, route.epoch)
             if held:  # the coordinator knows of it, and needs the time to open it
@@ -170,6 +178,20 @@ class Epochs:
         except UnauthenticatedError as error:
             raise neighbour_error(error, f"stage {artifact.stage_index}") from error
 
+    def _sending_back(self, request: pb.ConfigureRequest, route: Route) -> SendingBack:
+        """Open the link to stage 0 in the background: it has its part in the epoch last."""
+        hello, config = back_hello_of(request, self.facts.artifact), self.facts.config
+
+        def on_lost(error: RelaylineError) -> None:
+            self.link_lost(route, error)
+
+        def open_link() -> Awaitable[RelayLink]:
+            return RelayLink.open(
+                request.first_address, hello, on_lost, config.security, request.back_pass, is_watched=False
+            )
+
+        return SendingBack(open_link, request.epoch, route.tell_feeds_back, on_lost)
+
     # --- its end ------------------------------------------------------------------------------------------------------
 
     def link_lost(self, route: Route, error: RelaylineError) -> None:
@@ -214,6 +236,8 @@ class Epochs:
         if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
             self._left.left(route.route_id, len(self.routes) + 1)
         self._observer.route_ended(route.route_id)
+        if route.sending_back is not None:
+            await route.sending_back.close()
         if route.link is not None:
             await route.link.close()
 

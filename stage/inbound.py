@@ -41,15 +41,16 @@ class Inbound:
         max_rows: int,
         *,
         takes_rows: bool = False,
+        is_back: bool = False,
         offer: Offer | None = None,
     ) -> None:
-        """`takes_rows`: an envelope of a link for tokens may hold rows in their place. `offer`: what envelopes may come
-        by, besides the call.
+        """`takes_rows`: an envelope of a link for tokens may hold rows in their place. `is_back`: it is the last
+        stage's, for tokens under grants. `offer`: what envelopes may come by, besides the call.
         """
-        self.route = route
+        self.route, self.is_back = route, is_back
         self._max_rows = max_rows
         self._shapes = {(hello.dtype, 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd)}
-        if hello.dtype == pb.DTYPE_TOKENS and takes_rows:
+        if hello.dtype == pb.DTYPE_TOKENS and takes_rows and not is_back:
             self._shapes.add((pb.DTYPE_F32, hello.n_embd))
         self._context, self._offer = context, offer
         self.pipe: Pipe | None = None
@@ -122,6 +123,11 @@ class Inbound:
     def frames(self, view: EnvelopeView) -> list[QueuedFrame]:
         """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError."""
         route, now_ns = self.route, time.monotonic_ns()
+        if self.is_back:
+            view.batch_trace = route.grants.trace
+            frames = queued_frames(view, route.route_id, route.epoch, now_ns, next(_ENVELOPE_NUMBERS), None)
+            self._consumed(view.payload_bytes)  # a dropped or parked token is no longer under way either
+            return frames
         return queued_frames(view, route.route_id, route.epoch, now_ns, next(_ENVELOPE_NUMBERS), self._consumed)
 
     def _consumed(self, size_bytes: int) -> None:
@@ -150,16 +156,17 @@ class Inbound:
 
 
 async def accepted(
-    context: grpc.aio.ServicerContext[Any, Any], awaited: Callable[[int, int], Route], artifact: StageArtifact
+    context: grpc.aio.ServicerContext[Any, Any], awaited: Callable[[int, int, str], Route], artifact: StageArtifact
 ) -> tuple[Route, pb.LinkOpen]:
     """Read and check the first message of a Relay stream, unless its metadata name no route that waits for it.
 
-    `awaited(route_id, epoch)` returns the route that has no upstream link yet, or raises. Raises its errors,
+    `awaited(route_id, epoch, shown_pass)` returns the route that has no such link yet, or raises. Raises its errors,
     UnauthenticatedError, ProtocolError and HandshakeError.
     """
     metadata = context.invocation_metadata()
-    route = awaited(*rpc.route_of(metadata))
-    route.check_upstream(caller(), rpc.pass_of(metadata))
+    shown_pass = rpc.pass_of(metadata)
+    route = awaited(*rpc.route_of(metadata), shown_pass)
+    route.check_upstream(caller(), shown_pass)
     try:
         async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
             first = await context.read()
@@ -167,7 +174,7 @@ async def accepted(
         raise ProtocolError("no handshake came on this link") from error
     hello = Inbound.hello(first, route)
     check_fit(hello, artifact)
-    return awaited(route.route_id, route.epoch), hello  # another stream may have come in the meantime
+    return awaited(route.route_id, route.epoch, shown_pass), hello  # another stream may have come in the meantime
 
 
 def check_due(view: EnvelopeView, epoch: int, number: int) -> None:
@@ -234,6 +241,13 @@ def hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOp
         n_embd=artifact.width_out,
         dtype=request.wire_dtype,
     )
+
+
+def back_hello_of(request: pb.ConfigureRequest, artifact: StageArtifact) -> pb.LinkOpen:
+    """Return the handshake with which the last stage begins its link to stage 0."""
+    hello = hello_of(request, artifact)
+    hello.next_layer, hello.n_embd, hello.dtype = 0, artifact.n_embd, pb.DTYPE_TOKENS
+    return hello
 
 
 def check_fit(hello: pb.LinkOpen, artifact: StageArtifact) -> None:

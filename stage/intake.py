@@ -75,10 +75,14 @@ class Intake:
             self._paused.discard(pipe)
 
     def _add(self, inbound: Inbound, view: EnvelopeView) -> None:
+        route, frames = inbound.route, inbound.frames(view)
         self._stats.envelopes["in"] += 1
-        inbound.route.envelopes_in += 1
         self._stats.payload_bytes["in"] += view.payload_bytes
-        self._push(self._gate.sift(inbound.frames(view), opens=bool(view.options)))
+        if inbound.is_back:
+            self._push(route.grants.fed_back(frames))
+        else:
+            route.envelopes_in += 1
+            self._push(self._gate.sift(route.grants.came(frames), opens=bool(view.options)))
 
     def stepped(self) -> None:
         """A step is over, or frames were dropped: there may be room in the queue again."""

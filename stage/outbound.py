@@ -39,6 +39,8 @@ class Outbound:
             route = self._routes.get(output.route_id)
             if route is None or route.epoch != output.epoch:
                 continue  # buffers of an ended epoch go with their link
+            if output.granted and route.sending_back is not None:  # first: stage 0 waits for these tokens
+                route.sending_back.push(output.granted)
             for fault in output.faults:
                 self._stats.faults_by_label[fault.label] += 1
             if result.context != trace_context.NONE:

@@ -10,6 +10,8 @@ import dataclasses
 import hmac
 from collections.abc import Awaitable, Callable
 
+from relayline.stage.sending_back import SendingBack
+from relayline.stage.steps.grants import Grants
 from relayline.stage.steps.step_types import RouteOutput
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError, UnauthenticatedError
@@ -95,10 +97,17 @@ class Route:
         link: RelayLink | None,
         upstream: Upstream = ANY_UPSTREAM,
         owner: Identity | None = None,
+        back: Upstream | None = None,
     ) -> None:
-        """`owner`: the coordinator that began it; None where links have no credentials."""
+        """`owner`: the coordinator that began it; None where links have no credentials.
+
+        `back`: the last stage, which may send tokens back here; None: none may.
+        """
         self.route_id, self.epoch, self.stage_index = route_id, epoch, stage_index
-        self.link, self.owner, self._upstream = link, owner, upstream
+        self.link, self.owner, self._upstream, self._back = link, owner, upstream, back
+        self.has_back = False  # one link of the last stage per epoch
+        self.grants = Grants()
+        self.sending_back: SendingBack | None = None  # the last stage's link to stage 0
         self.envelopes_in = self.n_returned = 0  # envelopes that have come, messages that have gone to the coordinator
         self.has_upstream = False  # one upstream neighbour per epoch; another link is a mistake
         self.ended = asyncio.Event()  # upstream handlers and the sender leave when the epoch is over
@@ -110,9 +119,13 @@ class Route:
         if who != self.owner:
             raise UnauthenticatedError(f"this route of stage {self.stage_index} belongs to {self.owner}, not to {who}")
 
+    def is_back(self, shown_pass: str) -> bool:
+        """Return whether this pass is the last stage's, for tokens that it sends back."""
+        return self._back is not None and hmac.compare_digest(shown_pass.encode(), self._back.shown_pass.encode())
+
     def check_upstream(self, who: Identity | None, shown_pass: str) -> None:
         """Raise UnauthenticatedError unless `who` may send work here: see `Upstream`."""
-        expected = self._upstream
+        expected = self._back if self._back is not None and self.is_back(shown_pass) else self._upstream
         if not hmac.compare_digest(shown_pass.encode(), expected.shown_pass.encode()):
             raise UnauthenticatedError(f"stage {self.stage_index} accepts work only with the pass of its epoch")
         if who is None:
@@ -134,8 +147,19 @@ class Route:
         listener = Listener(self)
         first = pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, subscribed=True, shortcut=shortcut)
         listener.queue.put_nowait(first)
+        if self.sending_back is not None and self.sending_back.is_open:
+            listener.queue.put_nowait(self._feeds_back())
         self._listeners.append(listener)
         return listener
+
+    def _feeds_back(self) -> pb.ReturnResponse:
+        return pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, feeds_back=True)
+
+    def tell_feeds_back(self) -> None:
+        """Tell the coordinator that tokens can be sent back to stage 0. Later listeners hear of it too."""
+        for listener in self._listeners:
+            if not listener.queue.full():
+                listener.put(self._feeds_back())
 
     def unlisten(self, listener: Listener) -> None:
         """Remove a Return stream."""

@@ -54,11 +54,19 @@ class SendingBack:
         self._wake = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
+    @property
+    def is_open(self) -> bool:
+        """Whether tokens can be sent."""
+        return self._link is not None
+
     def push(self, granted: Granted) -> None:
         """Send the tokens of one step. If nothing is being sent, gRPC has them before this returns."""
         self._waiting += granted
         if self._link is not None and self._begun is None and not self._is_sending:
-            self._begun = Begun(self._send(self._link))
+            begun = Begun(self._send(self._link))
+            if begun.is_done:  # as by a shortcut: the task need not wake for it
+                return
+            self._begun = begun
         self._wake.set()
 
     async def _run(self) -> None:

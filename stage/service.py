@@ -122,9 +122,13 @@ class StageService:
             await rpc.abort(context, error)
         facts = self.epochs.facts
         max_rows, takes_rows = facts.config.engine.max_rows, facts.artifact.takes_rows
+        is_back = route.is_back(rpc.pass_of(context.invocation_metadata()))
         offer = self._shortcuts.offer(context.peer())
-        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows, offer=offer)
-        route.has_upstream = True  # from here on only the clean-up below gives the route back
+        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows, is_back=is_back, offer=offer)
+        if is_back:
+            route.has_back = True
+        else:
+            route.has_upstream = True  # from here on only the clean-up below gives the route back
         ended = asyncio.create_task(route.ended.wait())
         reading = asyncio.create_task(self.intake.read(inbound))
         try:
@@ -139,7 +143,11 @@ class StageService:
             ended.cancel()
             reading.cancel()
             inbound.close()
-            self.epochs.upstream_left(route)
+            if is_back:
+                text = f"the link of the last stage to stage {route.stage_index} closed"
+                self.epochs.link_lost(route, StageLostError(text))
+            else:
+                self.epochs.upstream_left(route)
 
     async def return_(self, request: pb.ReturnRequest, context: Context) -> None:
         """Stream samples and faults of one route to its coordinator."""

@@ -148,6 +148,7 @@ class Connection:
         name: str = "",
         stage_names: Sequence[str] = (),
         wants_rows: bool = False,
+        gives_grants: bool = False,
         on_return: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
         on_heard: Callable[[int], None] = lambda index: None,
@@ -155,15 +156,16 @@ class Connection:
         """Check, configure (downstream first) and connect every stage; `who` names each stage.
 
         `on_heard` is called with the index of a stage whenever it gives a sign of life. `wants_rows`: stage 0 gets rows
-        of images. Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one
-        cannot be reached, UnauthenticatedError when either side refuses the other, NotReadyError when one stops or
-        restarts in the meantime. After an error nothing stays open.
+        of images. `gives_grants`: the last stage links to stage 0. Raises HandshakeError when stages do not fit the
+        pipeline or each other, StageLostError when one cannot be reached, UnauthenticatedError when either side refuses
+        the other, NotReadyError when one stops or restarts in the meantime. After an error nothing stays open.
         """
         stages = [
             StageClient(address, security, peer, revocations.generation(peer) if revocations and peer else 0)
             for address, peer in zip(addresses, who or [None] * len(addresses), strict=True)
         ]
-        passes = [secrets.token_hex(PASS_BYTES) for _ in stages]
+        n_passes = len(stages) + (gives_grants and len(stages) > 1)  # the last one is of the link back to stage 0
+        passes = [secrets.token_hex(PASS_BYTES) for _ in range(n_passes)]
         try:
             if revocations is not None:
                 await check_servers(addresses, security, revocations)
@@ -245,8 +247,12 @@ def _order(
     passes: Sequence[str],
     wire_dtype: int,
 ) -> pb.ConfigureRequest:
-    """Return a stage's place in the pipeline: its neighbours, and the credentials that they show each other."""
-    is_last = index + 1 == len(addresses)
+    """Return a stage's place in the pipeline: its neighbours, and the credentials that they show each other.
+
+    passes: one for each stage, and one more if the last stage is to send tokens back to stage 0.
+    """
+    is_first, is_last = index == 0, index + 1 == len(addresses)
+    links_back = len(passes) > len(addresses)
     return pb.ConfigureRequest(
         protocol_version=bounds.PROTOCOL_VERSION,
         pipeline_id=pipeline.pipeline_id,
@@ -257,6 +263,9 @@ def _order(
         upstream_pass=passes[index],
         next_pass="" if is_last else passes[index + 1],
         upstream_name=facts[index - 1].name if index else "",
+        back_pass=passes[-1] if links_back and (is_first or is_last) else "",
+        first_address=addresses[0] if links_back and is_last else "",
+        last_name=facts[-1].name if links_back and is_first else "",
     )
 
 

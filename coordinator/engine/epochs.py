@@ -156,6 +156,7 @@ class Epochs:
             name=self._config.name,
             stage_names=self.stage_names,
             wants_rows=bool(self._config.serving.mmproj),
+            gives_grants=self._config.schedule.grant_steps > 0,
             on_return=self._on_return,
             on_lost=self.lose,
             on_heard=self._on_heard,

@@ -177,6 +177,7 @@ class Pipeline:
             "prefixes": conductor.prefixes.figures(),
             "stored_prefixes": conductor.prefixes.tier.figures(),
             "plan": conductor.scheduler.describe(),
+            "grants": conductor.grants.figures(),
             "imbalance": self.epochs.balance.describe(now_ns),
             "link": connection.link.figures() if connection else {},
             "missing": self._roster.missing(),

@@ -17,6 +17,7 @@ from typing import TypeAlias
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.frames import Flag
 
 WINDOW_NS = 1_000_000_000
 WINDOW_SPANS_MAX = 1_000  # a trace viewer still draws these quickly; passes under way may add some
@@ -85,11 +86,14 @@ class Passes:
         `record_of(session_id)` returns a session's record.
         """
         rows = [frame for frame in frames if frame.tokens]
-        if not rows:
+        extends = not rows and any(frame.flags & Flag.EXTEND for frame in frames)
+        if not (rows or extends):
             return trace_context.NONE
         window = self._current
         if window is None or window.is_full(now_ns):
             window = self._open(now_ns)
+        if extends:  # passes that stages make by themselves are of this window from now on
+            return window.root if window.is_sampled else trace_context.NONE
         records = [record_of(frame.session_id) for frame in rows]
         traced = [record for record in records if trace_context.is_sampled(record.trace.context)]
         if not (window.is_sampled or traced):

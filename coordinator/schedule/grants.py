@@ -86,6 +86,10 @@ class Grants:
         """A session has ended, or begins again: what leaves for it next ends its grant at the stages."""
         self._by_session.pop(session_id, None)
 
+    def figures(self) -> dict[str, int]:
+        """Return the counts for GET /v1/pipeline."""
+        return {"rows": self.n_granted, "repeated": self.n_repeated}
+
     # --- rows out -----------------------------------------------------------------------------------------------------
 
     def leave(self, envelope: Sequence[OutFrame], *, is_calm: bool) -> tuple[Frame, ...]:

@@ -19,6 +19,7 @@ from relayline.stage.observe.request_spans import RequestSpans
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.envelopes import trace_context
+from relayline.wire.envelopes.frames import Flag
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.spans import Event, Finished, Link
 from relayline.wire.telemetry.telemetry import Level, Telemetry
@@ -149,6 +150,8 @@ class BatchSpans:
             names.ATTR_POLICY_LANES_USED: lanes_used,
             names.ATTR_POLICY_PAD_TARGET: result.n_rows + result.padded_rows,
         }
+        if n_granted := sum(1 for frame in members if frame.argument and frame.flags == Flag.WANTS_SAMPLE):
+            attributes[names.ATTR_BATCH_GRANTED] = n_granted
         if result.is_ahead:
             attributes[names.ATTR_BATCH_AHEAD] = True
         if result.computed_in:

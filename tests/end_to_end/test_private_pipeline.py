@@ -28,6 +28,7 @@ from tests.support.tiny_models import make_tiny
 pytestmark = pytest.mark.slow  # real processes, started many times
 
 KEY = "a-key-of-the-test-0123"
+TRIES_MAX = 200
 SMALL = ("--ctx", "64", "--lanes", "2", "--threads", "1", "--no-calibrate", "--json")
 
 
@@ -73,6 +74,13 @@ def ask(url: str, key: str | None) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
+def granted_rows(url: str) -> int:
+    """How many rows stages have computed without a word from the coordinator."""
+    request = urllib.request.Request(f"{url}/v1/pipeline", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return int(json.load(response)["grants"]["rows"])
+
+
 def last_line(done: Any) -> str:
     """The one error line of a command that must have failed."""
     assert "Traceback" not in done.stderr
@@ -85,10 +93,17 @@ def test_a_private_pipeline_answers(split: Path, ids: Identities, stages: tuple[
     keys = tmp_path / "keys"
     keys.write_text(f"test: {KEY}\n")
     keys.chmod(0o600)
-    with running(*serve(split, stages, "--tls", ids.coordinator, "--api-keys", keys)) as coordinator:
+    more = ("--tls", ids.coordinator, "--api-keys", keys, "--draft", "off", "--grant-steps", "8")
+    with running(*serve(split, stages, *more)) as coordinator:
         url = coordinator.event["url"]
         status, reply = ask(url, KEY)
         assert (status, reply["usage"]["completion_tokens"]) == (200, 5), reply
+        # The last stage links to stage 0 in the background, and shows that it is the last stage.
+        for _ in range(TRIES_MAX):
+            if granted_rows(url) > 0:
+                break
+            assert ask(url, KEY)[0] == 200
+        assert granted_rows(url) > 0
         assert ask(url, None)[0] == 401
         assert ask(url, KEY + "x")[1]["error"]["code"] == "invalid_api_key"
         assert KEY not in coordinator.stderr

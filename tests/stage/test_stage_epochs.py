@@ -8,15 +8,17 @@ import contextlib
 import numpy as np
 import pytest
 
-from relayline.stage.routes import RETURN_QUEUE_MAX, ROUTES_MAX, LeftRoutes, Route
+from relayline.stage.routes import RETURN_QUEUE_MAX, ROUTES_MAX, LeftRoutes, Route, Upstream
 from relayline.stage.steps.step_types import RouteOutput, StepResult
 from relayline.wire.common.errors import (
     LaneLimitError,
     NotReadyError,
     StaleEpochError,
+    UnauthenticatedError,
 )
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.links import rpc
+from relayline.wire.links.roles import Identity, Role
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.fakes import (
     EPOCH,
@@ -361,3 +363,16 @@ async def test_a_coordinator_has_the_whole_time_to_open_left_lanes() -> None:
         assert before.cancelled()
         assert stage.service.epochs._left._timers[ROUTE].when() >= before.when()
     assert not stage.service.epochs._left._timers
+
+
+def test_the_last_stage_sends_tokens_back_with_a_pass_of_its_own() -> None:
+    owner = Identity(Role.COORDINATOR, "box")
+    first, last = Identity(Role.STAGE, "box", "stage-0"), Identity(Role.STAGE, "box", "stage-2")
+    route = Route(ROUTE, EPOCH, 0, None, Upstream("up"), owner, back=Upstream("back", "stage-2"))
+    assert (route.is_back("back"), route.is_back("up"), route.is_back("")) == (True, False, False)
+    route.check_upstream(owner, "up")
+    route.check_upstream(last, "back")
+    for who, shown in ((last, "up"), (first, "back"), (owner, "back"), (last, ""), (last, "other")):
+        with pytest.raises(UnauthenticatedError):
+            route.check_upstream(who, shown)
+    assert not Route(ROUTE, EPOCH, 0, None, Upstream("up"), owner).is_back("back")

@@ -218,6 +218,7 @@ async def fleet(
     rewind_rows: int = 0,
     max_rows: int = 64,
     run_ahead: str = "auto",
+    grant_steps: int = 0,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
     made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead)
@@ -229,7 +230,7 @@ async def fleet(
     config = PipelineConfig(
         tuple(proxy.address for proxy in made.proxies) or tuple(made.addresses),
         DTYPE_F32,
-        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft),
+        ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft, grant_steps=grant_steps),
         serving=ServingSettings(queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes),
         recovery_timeout_s=recovery_timeout_s,
     )

@@ -38,6 +38,7 @@ STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them
 STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
 STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memory alone
 STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
+GRANT_STEPS_MAX = 256  # steps for which stages continue a stream by themselves; ceiling of --grant-steps
 DRAFT_TOKENS_MAX = 31  # tokens drafted behind one row; with it they are half a tile of attention; ceiling of --draft
 DRAFTED_ROWS_MAX = 32  # rows that drafts may add to one envelope: the last stage has room for their logits
 SCORED_ROWS_MAX = DRAFTED_ROWS_MAX  # rows of one frame of a prompt whose own tokens are scored, each by its logits

@@ -352,6 +352,18 @@ class ServingSettings(Settings):
         place="batching.draft",
         reader=COORDINATOR,
     )
+    grant_steps: int = setting(
+        0,
+        """
+    Over several stages: steps for which stages continue a stream without waiting for the coordinator. off: none.
+    Streams with drafts wait in any case. If the coordinator is far away: as many as go into four round trips.""",
+        words={"off": 0},
+        low=1,
+        high=bounds.GRANT_STEPS_MAX,
+        flag="--grant-steps",
+        place="batching.grantSteps",
+        reader=COORDINATOR,
+    )
     groups: int = setting(
         0,
         "Number of decode groups; 0: automatic.",

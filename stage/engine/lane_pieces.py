@@ -31,7 +31,7 @@ from relayline.wire.common.errors import NativeError
 if TYPE_CHECKING:
     from relayline.stage.engine.native import NativeEngine
 
-OWN_PIECE_BYTES = 1 << 20  # copied at once, where cells are reached in place: a fraction of a millisecond
+OWN_PIECE_BYTES = 1 << 19  # copied at once, where cells are reached in place: a fraction of a millisecond
 CLAIMED_ROWS = 64  # at once, or llama.cpp's mask over all cells of a long lane takes more than a millisecond
 SHARED_PIECE_BYTES = 8 << 20  # where llama.cpp looks through all cells for each piece
 _WEIGHT = 0.02  # of the latest piece in the average

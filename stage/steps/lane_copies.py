@@ -19,7 +19,8 @@ from collections.abc import Callable
 from relayline.stage.engine.cell_state import CellState, Pieces
 from relayline.wire.common.errors import RelaylineError
 
-SLICE_NS = 3_000_000  # of copying between two steps; a piece that is begun is finished
+SLICE_NS, SLICE_MAX_NS = 3_000_000, 10_000_000  # of copying between two steps; a piece that is begun is finished
+SLICE_SHARE = 0.1  # of the step before: long steps are followed by longer slices, or a lane would take minutes
 COPIES_MAX = 8  # into the tier; each has memory for a whole lane
 
 
@@ -108,9 +109,9 @@ class LaneCopies:
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
-    def work(self, clock: Callable[[], int]) -> None:
-        """Copy pieces for SLICE_NS by this clock, at least one."""
-        until_ns = clock() + SLICE_NS
+    def work(self, clock: Callable[[], int], step_ns: int = 0) -> None:
+        """Copy pieces for a slice of time by this clock, at least one. step_ns: what the step before took."""
+        until_ns = clock() + min(SLICE_MAX_NS, max(SLICE_NS, round(SLICE_SHARE * step_ns)))
         while self._copies:
             copy = self._next()
             self._advance(copy, min(copy.at + copy.pieces.piece_tokens, copy.n_tokens))

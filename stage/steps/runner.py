@@ -168,20 +168,21 @@ class Runner:
             for function, future in calls:
                 self._answer(function, future)
         elif step is not None:
+            began_ns = time.monotonic_ns()
             self._work(step)
             if self._copies:
-                self._copy_lanes()
+                self._copy_lanes(time.monotonic_ns() - began_ns)
         elif self._ahead.is_due:
             self._work_ahead()
         else:
             self._copy_lanes()
         return True
 
-    def _copy_lanes(self) -> None:
-        """Copy lanes for a moment, between two steps."""
+    def _copy_lanes(self, step_ns: int = 0) -> None:
+        """Copy lanes for a moment, between two steps. step_ns: what the one before took."""
         if self._copies.fills_next:
             self._ahead.settle()
-        self._copies.work(time.monotonic_ns)
+        self._copies.work(time.monotonic_ns, step_ns)
 
     def _work(self, step: Step) -> None:
         """Carry out a step, and hand each of its parts over as soon as it is done."""

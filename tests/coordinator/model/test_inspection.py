@@ -131,7 +131,8 @@ def test_split_command(tmp_path: Path) -> None:
     "arguments", [[], ["--stages", "2", "--cuts", "1"], ["--cuts", "one"], ["--cuts", "1,"], ["--stages", "x"], ["--x"]]
 )
 def test_usage_errors(arguments: list[str], tmp_path: Path) -> None:
-    result = CliRunner().invoke(split_command, ["m.gguf", "--out", str(tmp_path / "out"), *arguments])
+    (model := tmp_path / "m.gguf").touch()  # a missing one would be named first
+    result = CliRunner().invoke(split_command, [str(model), "--out", str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
 
 

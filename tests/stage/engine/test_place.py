@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,12 @@ from relayline.coordinator.engine.connection import place_of as read_place
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.load import parse_manifest
 from relayline.deploy.planning.shared import gpu_numbers, gpu_sharing
+from relayline.deploy.testing.engines import stage_config
+from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
+from relayline.stage import assembly
 from relayline.stage.engine import ggml, place
 from relayline.stage.engine.ggml import Device
+from relayline.wire.common.errors import NativeError
 from relayline.wire.settings.table import EngineSettings
 
 FOUND = (Device("CUDA0", "H100", 1, 1), Device("CUDA1", "A2", 1, 2), Device("CPU", "EPYC", 0, 3))
@@ -107,3 +112,21 @@ def test_stages_of_a_manifest_that_share(stages: tuple[str, ...], numbers: list[
     lines = gpu_sharing(manifest)
     assert len(lines) == bool(line)
     assert all(each.startswith(line) for each in lines)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("gpu_layers", [0, -1])
+def test_a_stage_that_leaves_a_gpu_idle_logs_it(
+    gpu_layers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ended(*_: object) -> None:
+        raise NativeError("nothing is loaded here")
+
+    (artifact,) = write_pipeline(tmp_path, TinyShape(n_layers=2), [])
+    monkeypatch.setattr(assembly.llama, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(assembly, "NativeEngine", ended)
+    with caplog.at_level(logging.WARNING, "relayline.stage"), pytest.raises(NativeError, match="nothing is loaded"):
+        assembly.load_stage(stage_config(artifact, gpu_layers=gpu_layers, verify=False))
+    lines = [record.getMessage() for record in caplog.records]
+    idle = "is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there"
+    assert lines == ([] if gpu_layers else [f"{FOUND[0].text} {idle}"])

@@ -1,0 +1,37 @@
+"""Settings of serving reach the HTTP side of a coordinator."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayline.coordinator import serve
+from relayline.coordinator.engine.pipeline import PipelineConfig
+from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.serve import ServeConfig
+from relayline.wire.envelopes.dtypes import DTYPE_F16
+from relayline.wire.settings.table import ServingSettings
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"queue": 7}, {"connections_max": HttpLimits().connections_max + 7}),
+        ({"connections_per_address": 3}, {"connections_per_address_max": 3}),
+        ({"pooling": "cls"}, {"pooling": "cls"}),
+        ({"strict_max_tokens": True}, {"strict_max_tokens": True}),
+        ({"served_model_name": "one, two"}, {"model_aliases": ("one", "two")}),
+        ({"any_model_name": True}, {"any_model_name": True}),
+    ],
+    ids=lambda each: next(iter(each)),
+)
+def test_each_setting_changes_its_limit_and_no_other(settings: dict[str, Any], expected: dict[str, Any]) -> None:
+    def limits(**more: Any) -> HttpLimits:
+        serving = dataclasses.replace(ServingSettings(), **more)
+        return serve._limits(ServeConfig(Path(), PipelineConfig((), DTYPE_F16, serving=serving)))
+
+    usual = limits()
+    assert limits(**settings) == dataclasses.replace(usual, **expected) != usual

@@ -26,7 +26,6 @@ FROM_ENCODER = struct.Struct("<cIQ")
 READY, ENCODED, REFUSED, FAILED = b"R", b"A", b"I", b"E"
 READY_MUTUAL = b"M"  # ready, and rows of one image attend to each other
 _NICENESS = 10  # running answers come first
-_HASH_BYTES = 1 << 20
 
 
 def main() -> None:
@@ -75,11 +74,8 @@ def _send(pipe: socket.socket, kind: bytes, head: bytes, rows: bytes | memoryvie
 
 def _identity(path: Path) -> bytes:
     """Return the sha256 of the projector: images of another one have other rows."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.digest()
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def read_exactly(pipe: socket.socket, size: int) -> bytearray | None:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from relayline.wire.common.errors import ModelFileError
 
-READ_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")  # the hub's ETag of a large file
 
 
@@ -80,8 +79,5 @@ def _fill(partial: BinaryIO, facts: Any, headers: dict[str, str], name: str) -> 
 
 
 def _sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

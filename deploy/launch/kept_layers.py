@@ -12,6 +12,7 @@ from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.splits import split_for
 from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.files import write_again
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -41,12 +42,9 @@ def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
     base_id = load_pipeline(base, stages_here=False).pipeline_id
 
     def keep(state: PoolState) -> None:
-        partial = path.with_suffix(".partial")
+        kept = KeptLayers(base_id, state.cuts, state.stages, state.drained, state.added)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            kept = KeptLayers(base_id, state.cuts, state.stages, state.drained, state.added)
-            partial.write_bytes(msgspec.json.encode(kept))
-            partial.replace(path)
+            write_again(path, msgspec.json.encode(kept))
         except OSError as error:
             log.warning("the moved layers cannot be saved: %s: %s; a restart goes back to the old ones", path, error)
 

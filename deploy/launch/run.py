@@ -37,6 +37,7 @@ from relayline.deploy.launch.supervisor import Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
 from relayline.deploy.planning.shared import gpu_sharing
 from relayline.wire.common.errors import RelaylineError, StartError
+from relayline.wire.common.files import write_again
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.process import first_of
 
@@ -149,9 +150,7 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
 def write_settled(manifest: Manifest, path: Path) -> None:
     """Write a settled manifest where the coordinator reads it."""
     text = json.dumps(manifest.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n")
-    partial.replace(path)
+    write_again(path, text.encode() + b"\n")
 
 
 def launch(

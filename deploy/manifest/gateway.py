@@ -19,6 +19,7 @@ from relayline.deploy.manifest.scalars import DnsLabel, FilePath, Host, Part, Po
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.files import write_again
 
 KIND = "Gateway"
 PIPELINES_MAX = 64
@@ -196,9 +197,7 @@ def write_gateway(manifest: GatewayManifest, path: Path) -> None:
     for part in parts:
         for key in _PATHS & part.keys():
             part[key] = str(manifest.resolve(part[key]))
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    partial.replace(path)
+    write_again(path, json.dumps(data, indent=2).encode() + b"\n")
 
 
 def is_gateway(path: Path) -> bool:

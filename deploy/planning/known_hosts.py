@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.deploy.machine import facts as machine
 from relayline.deploy.manifest import Manifest, Stage
+from relayline.wire.common.files import write_again
 from relayline.wire.common.places import state_dir
 
 log = logging.getLogger("relayline.up")
@@ -200,6 +200,4 @@ def _kept(sample: Sample) -> _Sample:
 
 def _store(path: Path, known: KnownHost) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
-    scratch.replace(path)
+    write_again(path, msgspec.json.format(msgspec.json.encode(known), indent=1))

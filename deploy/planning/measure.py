@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from relayline.coordinator.planner.speed import Sample, Speed, from_samples
 from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError
+from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
 from relayline.wire.settings.setting import arguments as as_arguments
 from relayline.wire.settings.table import EngineSettings
@@ -89,9 +89,7 @@ def measure_speed(
     speed = from_samples([_quickest(same) for same in zip(*turns, strict=True)])
     if speed is None:
         raise StartError(f"{model}: no slice of it could be measured")
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_bytes(msgspec.json.encode(_Stored(list(speed.layers), list(speed.head), speed.step_ns)))
-    scratch.replace(path)
+    write_again(path, msgspec.json.encode(_Stored(list(speed.layers), list(speed.head), speed.step_ns)))
     return speed
 
 

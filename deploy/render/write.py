@@ -7,15 +7,15 @@ the user: then nothing is written.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.files import write_file
 
 RECORD_FILE = ".relayline-render"
 RECORD_BYTES_MAX = 1 << 20
+_READABLE = 0o644
 
 
 def write_files(directory: Path, files: Mapping[str, str], *, force: bool = False) -> list[Path]:
@@ -78,14 +78,4 @@ def _write_record(directory: Path, digests: Mapping[str, set[str]]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_file(path, text.encode(), _READABLE)

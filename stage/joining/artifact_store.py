@@ -19,6 +19,7 @@ from relayline.stage.engine.artifact import PIPELINE_FILE
 from relayline.stage.engine.loading import CHECKING, Load
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StartError
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
+from relayline.wire.common.files import write_again
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free besides the artifact, for logs and the disk's other uses
@@ -49,10 +50,7 @@ class Slot:
     def prepare(self, pipeline_json: bytes) -> None:
         """Make the directory and put the description of the split into it. Raises StartError."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            scratch = self.directory / f".{PIPELINE_FILE}.{os.getpid()}"
-            scratch.write_bytes(pipeline_json)
-            scratch.replace(self.directory / PIPELINE_FILE)
+            write_again(self.directory / PIPELINE_FILE, pipeline_json)
         except OSError as error:
             raise StartError(
                 f"the cache {self.directory.parent} cannot be written: {error.strerror}; give another with --cache"

@@ -16,11 +16,11 @@ curve first runs a few steps, and measures again if they are clearly quicker tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +40,7 @@ from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
 from relayline.wire.common.curve import LADDER
+from relayline.wire.common.files import write_again
 from relayline.wire.settings.setting import entries
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
@@ -389,16 +390,9 @@ def fresh_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Load
         log.warning("%s", curves.doubt)
     if times.are_doubtful:
         return curves  # real steps correct them while this process lives; the next one measures again
-    path = _path(engine, cache_dir)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{os.getpid()}")
-        prices = (curves.context_ns, curves.context_tiled_ns)
-        stored = _Stored(curves.decode.points(), curves.prefill.points(), *prices)
-        scratch.write_bytes(msgspec.json.encode(stored))
-        scratch.replace(path)
-    except OSError:
-        pass  # measured again at the next start
+    stored = _Stored(curves.decode.points(), curves.prefill.points(), curves.context_ns, curves.context_tiled_ns)
+    with contextlib.suppress(OSError):  # without the file, the next start measures again
+        write_again(_path(engine, cache_dir), msgspec.json.encode(stored))
     return curves
 
 

@@ -7,6 +7,7 @@ few days only, and `relayline doctor --deep` reads everything.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from relayline.wire.common.files import write_again
 from relayline.wire.common.places import cache_dir
 
 _HASH_CHUNK_BYTES = 1 << 20
@@ -64,7 +66,6 @@ def sha256_of(path: Path, hashed: Hashed = lambda share: None, *, afresh: bool =
 
 def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
     """Record a file's hash and its `status` at that time, so that `sha256_of` need not read it again."""
-    stamp_path = _stamp_path(path)
     stamp = _Stamp(
         size_bytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
@@ -74,13 +75,8 @@ def remember_sha256(path: Path, status: os.stat_result, sha256: str) -> None:
         hashed_s=time.time(),
         sha256=sha256,
     )
-    try:
-        stamp_path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = stamp_path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode(stamp))
-        scratch.replace(stamp_path)
-    except OSError:
-        pass  # a cache that cannot be written costs time at the next start, nothing else
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time at the next start, nothing else
+        write_again(_stamp_path(path), msgspec.json.encode(stamp))
 
 
 def _hash(path: Path, size_bytes: int, hashed: Hashed) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayline.wire.common import files
-from relayline.wire.common.files import write_file
+from relayline.wire.common.files import write_again, write_file
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +22,16 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         write_file(path, b"new", 0o600)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_can_be_made_again_gets_its_directory_and_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.json"
+    write_again(path, b"one")
+    write_again(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert list(path.parent.iterdir()) == [path]
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    with pytest.raises(OSError):
+        write_again(blocked, b"one")
+    assert sorted(tmp_path.iterdir()) == [blocked, path.parent], "what was written in part is gone"

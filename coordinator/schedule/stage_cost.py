@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS, CostCurve, goes_by_tiles, mixed_cost_ns, price_per_lane
+from relayline.wire.common.curve import (
+    ATTENTION_TILE_ROWS,
+    CostCurve,
+    further_ns,
+    goes_by_tiles,
+    mixed_cost_ns,
+    price_per_lane,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,13 +25,13 @@ class StageCost:
     decode: CostCurve  # every row needs the stage's decode arithmetic
     prefill: CostCurve  # rows of a prompt: the last stage computes no head for them
     rows_max: int  # rows of one native step
-    context_ns: float = 0.0  # price of a row per token before it in its lane
+    context_ns: float = 0.0  # price of the first row of a frame per token before it in its lane, see further_ns
     context_tiled_ns: float = 0.0  # and in steps of tiles, for every token of its tile's lanes; 0: not known. Per lane:
     # the cost that every earlier token adds to each further row of a prompt's chunk
     decode_tokens: int = 0  # context of an average decode row, or of the longest where all of a flight pay for that
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # per-lane KV cells: decode rows and prompt rows are computed separately
-    takes_lanes_apart: bool = False  # decode rows cost context_ns however many they are, see goes_by_tiles
+    takes_lanes_apart: bool = False  # decode rows cost context_ns however many they are; see also goes_by_tiles
     device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
     runs_ahead: bool = False  # it computes the next rows of its streams before they are asked for
@@ -87,7 +94,10 @@ class StageCost:
             return price_per_lane(self.context_ns, self.context_tiled_ns, row_tokens, lane_tokens)
         is_tiled = goes_by_tiles(rows, padded_rows - rows, takes_lanes_apart=self.takes_lanes_apart)
         if not (self.context_tiled_ns and is_tiled):
-            return self.context_ns * (rows * self.decode_tokens + prompt_rows * self.prompt_tokens)
+            first_tokens = rows * self.decode_tokens + (self.prompt_tokens if prompt_rows else 0)
+            all_tokens = rows * self.decode_tokens + prompt_rows * self.prompt_tokens
+            more_ns = further_ns(self.context_ns, takes_lanes_apart=self.takes_lanes_apart)
+            return price_per_lane(self.context_ns, more_ns, all_tokens, first_tokens)
         n_tiles = -(-(rows + prompt_rows) // ATTENTION_TILE_ROWS) - rows // ATTENTION_TILE_ROWS if prompt_rows else 0
         tile_tokens = rows * self.decode_tokens + n_tiles * self.prompt_tokens
         return self.context_tiled_ns * ATTENTION_TILE_ROWS * tile_tokens

@@ -39,7 +39,7 @@ from relayline.stage.speed.curves import Curves
 from relayline.stage.speed.machine_key import machine_facts
 from relayline.wire.common import places
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS as TILE
-from relayline.wire.common.curve import LADDER
+from relayline.wire.common.curve import LADDER, further_ns
 from relayline.wire.common.files import write_again
 from relayline.wire.settings.setting import entries
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
@@ -77,7 +77,7 @@ CPU_TICK_NS = 10_000_000
 CONTEXT_PART = 1 / 6_000  # of a row's cost: a token of its context
 FURTHER_PART = 1 / 3  # and of that: the cost for every further row of a frame (measured: a fifth to a half)
 USUAL_ROWS, USUAL_STEPS_MIN, USUAL_STEPS_MAX = 4, 5, 40  # steps that tell how much they differ
-CACHE_VERSION = 10
+CACHE_VERSION = 11
 MEASURED_ALONE = "alone"  # of a GPU's curves: earlier ones, that other stages may have disturbed, are not used
 CHECK_ROWS, CHECK_S = (1, 4, 8), 0.5  # compared with a remembered curve; the first step may also read the weights
 CHECK_MIN_NS = 2_000_000  # of a remembered step: what noise makes of shorter ones says nothing
@@ -96,7 +96,7 @@ class _Context:
     """Measurements with a long lane, in nanoseconds."""
 
     row_ns: float = 0.0
-    """What each of few rows costs for every token before it, or the first row of a frame; 0.0 not measured."""
+    """What the first row of a frame costs for every token before it; 0.0 not measured."""
     tiled_ns: float = 0.0
     """And each row of a tile of attention, or each further row of a frame."""
     tile_step_ns: int = 0
@@ -205,7 +205,8 @@ def _measure_context(
     _run_lane(engine, times, long_lane, 0, n_computed)
     if engine.multiply(long_lane, free_lane, n_times):
         short_ns, long_ns = _context_steps(engine, times, n_rows, deadline_s)
-        row_ns = max(0, long_ns - short_ns) / (n_rows * n_tokens)
+        part = further_ns(1.0, takes_lanes_apart=takes_lanes_apart(settings.kv_type))
+        row_ns = max(0, long_ns - short_ns) / ((1 + part * (n_rows - 1)) * n_tokens)
         if row_ns:  # else noise has hidden it
             found = _guess(engine, row_ns) if is_per_lane else _Context(row_ns)
         tile_ns = 2 * curves.prefill.cost_ns(TILE) + found.row_ns * TILE * n_tokens  # no tile would be dearer than that

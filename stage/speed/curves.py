@@ -5,6 +5,8 @@ A step takes
     all rows through the layers + the head for rows of running streams + attention to what stands before their frames
 
 With flash attention a row reads only its own lane's keys and values, which takes context_ns for each of these tokens.
+With our attention the further rows of a frame take half of that (wire.common.curve.FURTHER_ROW_PART), since a cache of
+the processor still holds what the first one has read.
 On CPUs, steps of at least ATTENTION_TILE_ROWS rows differ where the build or the model lets llama.cpp go by tiles
 (stage.engine.kv_cache.goes_by_tiles). A tile's lanes are read once for all of its rows, and every row pays for all of
 them, even the missing rows of a tile that is not full (ggml_compute_forward_flash_attn_ext_tiled in ggml-cpu/ops.cpp).
@@ -30,6 +32,7 @@ from relayline.wire.common.curve import (
     OUTLIER,
     SMOOTHING_SHARED,
     CostCurve,
+    further_ns,
     goes_by_tiles,
     mixed_cost_ns,
     price_per_lane,
@@ -59,6 +62,8 @@ class StepShape:
     """And the sum over frames instead of rows."""
     scratch_rows: int = 0
     """Rows of no session; they have no context."""
+    frame_context: int = 0
+    """Sum over all frames of the tokens in their lanes before them: what the first rows of all frames see."""
     micro_batches: tuple[int, ...] = ()
     """Rows of each part in which llama.cpp ran the step, see stage.engine.micro_batches; empty: all rows at once."""
 
@@ -74,11 +79,13 @@ class StepShape:
 
 def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
     """Return the shape of a step of these frames, one of a session, in the order of their rows."""
-    n_rows = prefill = context = tile_tokens = longest = prompt_context = prompt_tokens = n_decode = 0
+    n_rows = prefill = context = frame_context = tile_tokens = longest = 0
+    prompt_context = prompt_tokens = n_decode = 0
     for frame in frames:
         first_tile = n_rows // ATTENTION_TILE_ROWS
         n_rows += frame.n_rows
         context += frame.n_rows * frame.position
+        frame_context += frame.position
         tile_tokens += frame.position * (-(-n_rows // ATTENTION_TILE_ROWS) - first_tile)
         if frame.is_prefill:
             prefill += frame.n_rows
@@ -89,7 +96,7 @@ def shape_of(frames: Iterable[QueuedFrame]) -> StepShape:
             n_decode += 1
     decode = n_rows - prefill  # one row a frame, and drafted ones
     lane_context, lane_tokens = decode * longest + prompt_context, n_decode * longest + prompt_tokens
-    return StepShape(decode, prefill, context, tile_tokens, lane_context, lane_tokens)
+    return StepShape(decode, prefill, context, tile_tokens, lane_context, lane_tokens, frame_context=frame_context)
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,7 +106,8 @@ class Curves:
     decode: CostCurve = dataclasses.field(default_factory=CostCurve)
     prefill: CostCurve = dataclasses.field(default_factory=CostCurve)
     context_ns: float = 0.0
-    """The cost of a row for every token in its lane before it; 0.0 where that was not measured. Then it is not learned
+    """The cost of the first row of a frame for every token in its lane before it; further rows cost as much or, where
+    `takes_lanes_apart`, a part of it. 0.0 where that was not measured. Then it is not learned
     either, and counts as part of the rows' cost.
     """
     context_tiled_ns: float = 0.0
@@ -248,7 +256,8 @@ class Curves:
             return price_per_lane(self.context_ns, self.context_tiled_ns, shape.lane_context, shape.lane_tokens)
         if self._is_tiled(shape):
             return self.context_tiled_ns * ATTENTION_TILE_ROWS * shape.tile_tokens
-        return self.context_ns * shape.context
+        more_ns = further_ns(self.context_ns, takes_lanes_apart=self.takes_lanes_apart)
+        return price_per_lane(self.context_ns, more_ns, shape.context, shape.frame_context)
 
     def _rows_ns(self, shape: StepShape) -> float:
         """Predict a step without its context."""

@@ -23,6 +23,9 @@ ATTENTION_TILE_ROWS = 64
 # goes by tiles only if two pairs are of one lane (rows_see_alike in deploy/kernels/attend_own_cells.cpp). Decode rows
 # of different lanes come first, so this part of their number may follow.
 APART_PART = 3 / 5
+# Of what context costs the first row of a frame, for each further one, where the build takes lanes apart: these rows
+# find the lane's keys and values in a cache. Measured: 0.45 to 0.6 (demo and llama-1b, lanes of 512 to 2,048 tokens).
+FURTHER_ROW_PART = 0.5
 TILE_ROWS = 4  # of llama.cpp's repacked CPU kernels; the pattern is measured, only its period is assumed
 PAD_SEARCH_ROWS = 7  # how far above the real row count a cheaper one is looked for
 PAD_GAIN = 0.03  # padding must be predicted to save this part of the step, or the noise of a flat curve would pad
@@ -136,11 +139,17 @@ class CostCurve:
         self._best.clear()
 
 
+def further_ns(context_ns: float, *, takes_lanes_apart: bool) -> float:
+    """Return what context costs a row of a frame after its first, for each token, if it costs the first so much."""
+    return context_ns * (FURTHER_ROW_PART if takes_lanes_apart else 1.0)
+
+
 def price_per_lane(context_ns: float, further_ns: float, row_tokens: float, lane_tokens: float) -> float:
-    """Predict what context adds to a step where lanes have KV cells of their own.
+    """Predict what context adds to a step where the rows of a frame share what is read of their lane.
 
     context_ns is the price of a token before the only row of a frame, further_ns before each further one; row_tokens
-    and lane_tokens are the tokens before all rows and before all frames, in the longest lane computed with each.
+    and lane_tokens are the tokens before all rows and before all frames; of lanes with KV cells of their own, in the
+    longest lane computed with each.
     """
     return context_ns * lane_tokens + further_ns * (row_tokens - lane_tokens)
 

@@ -15,12 +15,13 @@ from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.processes import relayline
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.engine import ggml
+from relayline.stage.engine.kv_cache import takes_lanes_apart
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed import calibrate as calibration
 from relayline.stage.speed.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
 from relayline.stage.speed.curves import shape_of
-from relayline.wire.common.curve import ATTENTION_TILE_ROWS, LADDER
+from relayline.wire.common.curve import ATTENTION_TILE_ROWS, LADDER, further_ns
 from relayline.wire.envelopes.frames import Flag
 from tests.support.fakes import rows_frame
 
@@ -174,7 +175,10 @@ class PricedMachine:
 
     def context_ns(self, n_rows: int) -> int:
         """Return the extra time of a step of the long lane's rows."""
-        return n_rows * 1_024 * (self.tiled_ns if n_rows >= ATTENTION_TILE_ROWS else self.CONTEXT_NS)
+        if n_rows >= ATTENTION_TILE_ROWS:
+            return n_rows * 1_024 * self.tiled_ns
+        part = further_ns(1.0, takes_lanes_apart=takes_lanes_apart("f16"))
+        return round((1 + part * (n_rows - 1)) * 1_024 * self.CONTEXT_NS)
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ import pytest
 from relayline.coordinator.engine.connection import stage_cost
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.stage.speed.curves import Curves, StepShape
+from relayline.stage.speed.curves import Curves, StepShape, shape_of
 from relayline.wire.common.curve import CostCurve
+from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import hidden, rows_frame
 
 MS = 1_000_000
 ROWS = [(1, 1 * MS), (512, 30 * MS)]
@@ -26,7 +28,7 @@ def curves(*, takes_lanes_apart: bool) -> Curves:
 
 
 def decode_step(rows: int) -> StepShape:
-    return StepShape(rows, 0, rows * TOKENS, rows * TOKENS, rows * TOKENS, rows * TOKENS)
+    return StepShape(rows, 0, *(rows * TOKENS,) * 4, frame_context=rows * TOKENS)
 
 
 def planned(*, takes_lanes_apart: bool, context: int = TOKENS) -> StageCost:
@@ -42,7 +44,8 @@ def test_decode_rows_pay_for_their_own_lanes_however_many_they_are() -> None:
     few, many = apart.predict_ns(decode_step(63)), apart.predict_ns(decode_step(64))
     assert 0.98 < many / 64 / (few / 63) < 1.0
     assert by_tiles.predict_ns(decode_step(63)) == few
-    prompt = StepShape(8, 64, 72 * TOKENS, 9 * TOKENS, 72 * TOKENS, 9 * TOKENS)  # mostly a prompt: tiles in both
+    prompt = StepShape(8, 64, 72 * TOKENS, 9 * TOKENS, 72 * TOKENS, 9 * TOKENS, frame_context=9 * TOKENS)
+    # Mostly a prompt: tiles in both.
     assert apart.predict_ns(prompt) == by_tiles.predict_ns(prompt)
     assert apart.copy(has_head=False).takes_lanes_apart
 
@@ -65,6 +68,38 @@ def test_the_plan_knows_it_from_the_handshake() -> None:
     status = pb.StatusResponse()
     curves(takes_lanes_apart=False).tell(status)
     assert not stage_cost(status, 512).takes_lanes_apart
+
+
+def step(n_decode: int, n_prompt: int) -> StepShape:
+    prompt = [rows_frame(99, TOKENS, hidden(n_prompt), Flag.PREFILL)] if n_prompt else []
+    return shape_of([rows_frame(session_id, TOKENS) for session_id in range(n_decode)] + prompt)
+
+
+def true_context_ns(n_decode: int, n_prompt: int) -> float:
+    """What the machine takes: the rows of a prompt after its first half as much as that."""
+    return CONTEXT_NS * TOKENS * (n_decode + (1 + (n_prompt - 1) / 2 if n_prompt else 0))
+
+
+def test_further_rows_of_a_frame_pay_half_of_what_context_costs_its_first() -> None:
+    """They find the lane's keys and values in a cache. The stage and the plan predict the same step."""
+    of_one_price, apart = (curves(takes_lanes_apart=each) for each in (False, True))
+    for n_decode, n_prompt in ((16, 0), (0, 32), (16, 32), (1, 8)):
+        shape = step(n_decode, n_prompt)
+        rows_ns = apart.predict_ns(dataclasses.replace(shape, context=0, frame_context=0))
+        assert apart.predict_ns(shape) - rows_ns == pytest.approx(true_context_ns(n_decode, n_prompt))
+        planned_ns = dataclasses.replace(planned(takes_lanes_apart=True), prompt_tokens=TOKENS)
+        assert planned_ns.mixed_ns(n_decode, n_prompt) == pytest.approx(apart.predict_ns(shape))
+        assert of_one_price.predict_ns(shape) - apart.predict_ns(shape) == pytest.approx(
+            CONTEXT_NS * TOKENS * max(0, n_prompt - 1) / 2
+        )
+
+
+def test_a_long_prompt_and_its_streams_teach_one_price() -> None:
+    """Chunks of a long prompt leave the price as the streams know it."""
+    known, rows = curves(takes_lanes_apart=True), CostCurve(ROWS)
+    for _ in range(60):
+        known.observe(step(0, 48), round(rows.cost_ns(48) + true_context_ns(0, 48)))
+    assert known.context_ns == pytest.approx(CONTEXT_NS, rel=0.01)
 
 
 @pytest.mark.parametrize("n_streams", [64, 65, 128])

@@ -22,7 +22,6 @@ from relayline.wire.envelopes.frames import Flag
 from relayline.wire.envelopes.parts import PartReader
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import caller
-from relayline.wire.links.shortcut import SWITCH, Offer, Pipe
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 CREDIT_REPLY_BYTES = bounds.BYTES_IN_FLIGHT_DEFAULT // bounds.CREDIT_HELD_DIVISOR
@@ -42,19 +41,16 @@ class Inbound:
         *,
         takes_rows: bool = False,
         is_back: bool = False,
-        offer: Offer | None = None,
     ) -> None:
         """`takes_rows`: an envelope of a link for tokens may hold rows in their place. `is_back`: it is the last
-        stage's, for tokens under grants. `offer`: what envelopes may come by, besides the call.
+        stage's, for tokens under grants.
         """
         self.route, self.is_back = route, is_back
         self._max_rows = max_rows
         self._shapes = {(hello.dtype, 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd)}
         if hello.dtype == pb.DTYPE_TOKENS and takes_rows and not is_back:
             self._shapes.add((pb.DTYPE_F32, hello.n_embd))
-        self._context, self._offer = context, offer
-        self.pipe: Pipe | None = None
-        """The shortcut, once the neighbour uses it."""
+        self._context = context
         self._parts = PartReader(bytes_max_of(max(width for _, width in self._shapes)))
         self.n_envelopes = 0  # that have come; each says its number
         self._in_flight_bytes = 0  # of rows that have come, and for which no credit has been given back
@@ -77,34 +73,17 @@ class Inbound:
 
     async def accept(self) -> None:
         """Tell the neighbour that it may send, and how much."""
-        shortcut = self._offer.shortcut if self._offer is not None else None
-        accepted = pb.LinkAccepted(
-            credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows, shortcut=shortcut
-        )
+        accepted = pb.LinkAccepted(credit_bytes=bounds.BYTES_IN_FLIGHT_DEFAULT, max_rows=self._max_rows)
         await self._context.write(pb.RelayResponse(accepted=accepted))
 
     async def next(self) -> EnvelopeView | None:
-        """Return the next envelope of the stream, None when the neighbour has closed it or goes on by a shortcut: then
-        there is a `pipe`. Raises as `take`.
-        """
-        view = None
-        while view is None:
-            message, offer = await self._context.read(), self._offer
+        """Return the next envelope, None when the neighbour has closed. Raises ProtocolError, StaleEpochError."""
+        envelope = None
+        while envelope is None:
+            message = await self._context.read()
             if not isinstance(message, bytes):
                 return None
-            if message == SWITCH and offer is not None and offer.taken.done():
-                self.pipe = offer.taken.result()
-                return None
-            view = self.take(message)
-        return view
-
-    def take(self, message: bytes) -> EnvelopeView | None:
-        """Return the envelope that a message completes, None while parts are missing. Raises ProtocolError,
-        StaleEpochError.
-        """
-        envelope = self._parts.take(message)
-        if envelope is None:
-            return None
+            envelope = self._parts.take(message)
         view = parse(envelope, max_rows=self._max_rows)
         self.n_envelopes += 1
         check_due(view, self.route.epoch, self.n_envelopes)
@@ -149,8 +128,6 @@ class Inbound:
     def close(self) -> None:
         """Stop giving credit."""
         self._closed = True
-        if self._offer is not None:
-            self._offer.close()
         if self._replying is not None:
             self._replying.cancel()
 

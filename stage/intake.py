@@ -11,8 +11,6 @@ from relayline.stage.steps.gate import Gate
 from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.sessions import Sessions
 from relayline.wire.common import bounds
-from relayline.wire.envelopes.envelope import EnvelopeView
-from relayline.wire.links.shortcut import Pipe
 
 # Waiting frames past which no link is read: controls carry no rows, so credits alone would not bound them.
 QUEUED_FRAMES_MAX = 4 * bounds.FRAMES_PER_ENVELOPE_MAX
@@ -23,8 +21,7 @@ class Intake:
 
     def __init__(self, sessions: Sessions, stats: StageStats) -> None:
         self._gate, self._stats = Gate(sessions, self._push), stats
-        self._room = asyncio.Event()  # set by every step: readers wait for room in the queue
-        self._paused: set[Pipe] = set()  # shortcuts that wait for it
+        self.stepped = asyncio.Event()  # set by every step: readers wait for room in the queue
         self.runner: Runner  # set by StageService.attach, before the server starts
 
     @property
@@ -33,64 +30,25 @@ class Intake:
         return self.runner.snapshot.queued_frames > QUEUED_FRAMES_MAX
 
     async def read(self, inbound: Inbound) -> None:
-        """Take envelopes of one link until its neighbour closes it or its epoch ends. Raises as `Inbound.take`."""
+        """Take envelopes of one link until its neighbour closes it or its epoch ends. Raises as `Inbound.next`."""
         await inbound.accept()
-        while (view := await inbound.next()) is not None and not inbound.route.ended.is_set():
-            self._add(inbound, view)
+        stats = self._stats
+        while True:
+            view = await inbound.next()
+            if view is None or inbound.route.ended.is_set():
+                return
+            stats.envelopes["in"] += 1
+            stats.payload_bytes["in"] += view.payload_bytes
+            route, frames = inbound.route, inbound.frames(view)
+            if inbound.is_back:
+                self._push(route.grants.fed_back(frames))
+            else:
+                route.envelopes_in += 1
+                self._push(self._gate.sift(route.grants.came(frames), opens=bool(view.options)))
             await asyncio.sleep(0)  # results of finished steps leave first
             while self.is_full:
-                self._room.clear()
-                await self._room.wait()
-        if inbound.pipe is not None:
-            await self._read_pipe(inbound, inbound.pipe)
-
-    async def _read_pipe(self, inbound: Inbound, pipe: Pipe) -> None:
-        """Take envelopes as they come by a shortcut: no task wakes for one. Raises as `Inbound.take`."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def take(message: bytes) -> None:
-            try:
-                view = inbound.take(message)
-                if view is not None and not inbound.route.ended.is_set():
-                    self._add(inbound, view)
-            except Exception as error:  # a bug of ours too ends the link
-                pipe.close()
-                end(error)
-            if self.is_full:
-                self._paused.add(pipe)
-                pipe.pause()
-
-        def end(error: Exception | None) -> None:
-            if over.done():
-                return
-            if error is None:
-                over.set_result(None)
-            else:
-                over.set_exception(error)
-
-        pipe.receive(take, end)
-        try:
-            await over
-        finally:
-            self._paused.discard(pipe)
-
-    def _add(self, inbound: Inbound, view: EnvelopeView) -> None:
-        route, frames = inbound.route, inbound.frames(view)
-        self._stats.envelopes["in"] += 1
-        self._stats.payload_bytes["in"] += view.payload_bytes
-        if inbound.is_back:
-            self._push(route.grants.fed_back(frames))
-        else:
-            route.envelopes_in += 1
-            self._push(self._gate.sift(route.grants.came(frames), opens=bool(view.options)))
-
-    def stepped(self) -> None:
-        """A step is over, or frames were dropped: there may be room in the queue again."""
-        self._room.set()
-        if self._paused and not self.is_full:
-            for pipe in self._paused:
-                pipe.resume()
-            self._paused.clear()
+                self.stepped.clear()
+                await self.stepped.wait()
 
     def _push(self, frames: list[QueuedFrame]) -> None:
         for frame in self.runner.push(frames):
@@ -104,4 +62,4 @@ class Intake:
         """Drop the waiting frames of a route whose epoch has ended."""
         self._gate.drop_route(route_id)
         self.runner.drop_route(route_id)
-        self.stepped()  # a reader of another route may wait for these frames to be gone, and no step may follow
+        self.stepped.set()  # a reader of another route may wait for these frames to be gone, and no step may follow

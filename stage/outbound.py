@@ -16,7 +16,7 @@ from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes import trace_context
 from relayline.wire.links.eager import Begun
 
-_Send: TypeAlias = "tuple[Route, RouteOutput, Begun[None] | None]"
+_Send: TypeAlias = "tuple[Route, RouteOutput, Begun[int] | None]"
 
 
 class Outbound:
@@ -48,15 +48,10 @@ class Outbound:
             route.report(output)
             if output.buffer is not None and route.link is not None:
                 sends.append((route, output, None))
-        while sends and not self._n_unsent:  # the next stage waits for this: not a turn of the loop is lost
-            route, output, _ = sends[0]
-            begun = Begun(_sending(route, output))
-            if not begun.is_done:
-                sends[0] = (route, output, begun)
-                break
-            self._count(output)  # as by a shortcut: no task need wake for it
-            del sends[0]
         if sends:
+            if not self._n_unsent:  # the next stage waits for this: not a turn of the loop is lost
+                route, output, _ = sends[0]
+                sends[0] = (route, output, Begun(_sending(route, output)))
             self._n_unsent += 1
             self._sends.put_nowait(sends)
         else:
@@ -77,11 +72,6 @@ class Outbound:
         for route_id, output in closed.items():
             self._routes[route_id].report(output)
 
-    def _count(self, sent: RouteOutput) -> None:
-        assert sent.buffer is not None
-        self._stats.envelopes["out"] += 1
-        self._stats.payload_bytes["out"] += sent.buffer.payload_bytes
-
     def dropped(self, key: int) -> None:
         """The tier does not have a state, or not any more: all coordinators are told, once for all of a moment."""
         if not self._dropped:
@@ -98,17 +88,21 @@ class Outbound:
         while True:
             for route, output, begun in await self._sends.get():
                 try:
-                    await (begun or _sending(route, output))
+                    payload_bytes = await (begun or _sending(route, output))
                 except RelaylineError as error:
                     self._epochs.link_lost(route, error)
                     continue
-                self._count(output)
+                self._stats.envelopes["out"] += 1
+                self._stats.payload_bytes["out"] += payload_bytes
             self._n_unsent -= 1
             self.runner.sent()
 
 
-async def _sending(route: Route, output: RouteOutput) -> None:
-    """Send a step's envelope of one route. Raises the loss of its link."""
-    assert route.link is not None
-    assert output.buffer is not None
-    await route.link.send(output.buffer, output.message)
+async def _sending(route: Route, output: RouteOutput) -> int:
+    """Send a step's envelope of one route; returns its payload bytes. Raises the loss of its link."""
+    link, buffer = route.link, output.buffer
+    assert link is not None
+    assert buffer is not None
+    payload_bytes = buffer.payload_bytes
+    await link.send(buffer, output.message)
+    return payload_bytes

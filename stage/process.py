@@ -91,7 +91,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     artifact = facts.artifact
     receive_bytes_max = min(bytes_max_of(1 if artifact.is_first else artifact.width_in), MESSAGE_BYTES_MAX)
     listener = Listener(config.security, f"stage {artifact.stage_index}", receive_bytes_max, config.coordinator)
-    served.begin(listener)
+    served.begin(listener.guard)
     server = listener.server
     server.add_generic_rpc_handlers((handlers(lambda: served.service, served.give_call),))
     health = listener.add_health()
@@ -99,7 +99,6 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
         listener.add_reflection(rpc.SERVICE, HEALTH_SERVICE)
     try:
         port = listener.add_port(config.host, config.port)
-        listener.shortcuts.listen(port)
         async with metrics(config, served, listener.guard.revocations) as served.metrics_address:
             await server.start()
             for name in ("", rpc.SERVICE):

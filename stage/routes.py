@@ -8,17 +8,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from relayline.stage.sending_back import SendingBack
 from relayline.stage.steps.grants import Grants
 from relayline.stage.steps.step_types import RouteOutput
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, StageLostError, StaleEpochError, UnauthenticatedError
-from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.roles import Identity
-from relayline.wire.links.shortcut import Pipe
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 RETURN_QUEUE_MAX = 1_024  # unread return messages of a coordinator; one that lags further is cut off
@@ -27,50 +25,13 @@ ROUTES_MAX = 64  # coordinators that may use one stage
 UNUSED_S = 3 * bounds.HANDSHAKE_TIMEOUT_S  # a coordinator that began an epoch links to it, or has its neighbour do so
 
 
+@dataclasses.dataclass(eq=False)
 class Listener:
     """One Return stream: messages on their way to the coordinator. None ends it."""
 
-    def __init__(self, route: Route) -> None:
-        self.queue: asyncio.Queue[pb.ReturnResponse | bytes | None] = asyncio.Queue(RETURN_QUEUE_MAX)
-        """Messages, and parts of one that have been written."""
-        self._route, self._writer = route, ReturnWriter()
-        self._pipe: Pipe | None = None  # what messages go by in place of the stream, see wire.links.shortcut
-        self._is_carrying = False  # whether one that has left the queue is being sent
-
-    def take_shortcut(self, taken: asyncio.Future[Pipe]) -> None:
-        """Send by a pipe from now on, once it has been taken."""
-        if not taken.cancelled():
-            self._pipe = taken.result()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing waits."""
-        return self.queue.empty() and not self._is_carrying
-
-    def put(self, message: pb.ReturnResponse) -> None:
-        """Send a message: at once if that is possible, so that no task has to wake for it."""
-        pipe = self._pipe
-        if pipe is None or not (pipe.is_free and self.is_idle):
-            self.queue.put_nowait(message)
-            return
-        first, *further = self._writer.write(message)
-        for part in further:
-            self.queue.put_nowait(part)
-        try:
-            pipe.send(first)
-        except OSError:  # the coordinator has left
-            self.queue.put_nowait(None)
-            return
-        self._route.n_returned += 1
-
-    async def carry(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send what waits, until the end; `write` sends a message by the stream. Raises its errors."""
-        while (message := await self.queue.get()) is not None:
-            self._is_carrying = True
-            for data in [message] if isinstance(message, bytes) else self._writer.write(message):
-                await (write if self._pipe is None else self._pipe.write)(data)
-                self._route.n_returned += 1
-            self._is_carrying = False
+    queue: asyncio.Queue[pb.ReturnResponse | None] = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(RETURN_QUEUE_MAX)
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,11 +103,10 @@ class Route:
         if who is not None and who != self.owner and who.name != self._upstream.name:
             raise UnauthenticatedError(f"stage {self.stage_index} cannot be watched by {who}")
 
-    def listen(self, shortcut: pb.Shortcut | None = None) -> Listener:
-        """Add a Return stream, whose first message offers the shortcut."""
-        listener = Listener(self)
-        first = pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, subscribed=True, shortcut=shortcut)
-        listener.queue.put_nowait(first)
+    def listen(self) -> Listener:
+        """Add a Return stream."""
+        listener = Listener()
+        listener.queue.put_nowait(pb.ReturnResponse(epoch=self.epoch, stage_index=self.stage_index, subscribed=True))
         if self.sending_back is not None and self.sending_back.is_open:
             listener.queue.put_nowait(self._feeds_back())
         self._listeners.append(listener)
@@ -159,7 +119,7 @@ class Route:
         """Tell the coordinator that tokens can be sent back to stage 0. Later listeners hear of it too."""
         for listener in self._listeners:
             if not listener.queue.full():
-                listener.put(self._feeds_back())
+                listener.queue.put_nowait(self._feeds_back())
 
     def unlisten(self, listener: Listener) -> None:
         """Remove a Return stream."""
@@ -169,7 +129,7 @@ class Route:
     @property
     def is_reporting(self) -> bool:
         """Whether messages to the coordinator wait."""
-        return any(not listener.is_idle for listener in self._listeners)
+        return any(not listener.queue.empty() for listener in self._listeners)
 
     def report(self, output: RouteOutput) -> None:
         """Pass one step's samples, faults and summaries to the coordinator as one message."""
@@ -189,7 +149,7 @@ class Route:
             if listener.queue.full():
                 self.end(StageLostError("the coordinator stopped reading its return stream"))
                 return
-            listener.put(message)
+            listener.queue.put_nowait(message)
 
     def report_lost(self, error: RelaylineError) -> None:
         """Tell the coordinator that the whole route is broken here."""

@@ -63,10 +63,7 @@ class SendingBack:
         """Send the tokens of one step. If nothing is being sent, gRPC has them before this returns."""
         self._waiting += granted
         if self._link is not None and self._begun is None and not self._is_sending:
-            begun = Begun(self._send(self._link))
-            if begun.is_done:  # as by a shortcut: the task need not wake for it
-                return
-            self._begun = begun
+            self._begun = Begun(self._send(self._link))
         self._wake.set()
 
     async def _run(self) -> None:

@@ -31,7 +31,7 @@ from relayline.stage.steps.watchdog import StepWatch, watch_steps
 from relayline.wire.common.errors import ArtifactError, InternalError, NotReadyError, RelaylineError
 from relayline.wire.common.process import first_of
 from relayline.wire.links import rpc
-from relayline.wire.links.listening import Listener
+from relayline.wire.links.guard import Guard
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
@@ -70,9 +70,9 @@ class Work:
         """Free the memory of an automatic prefix cache."""
         self._executor.sessions.states.give_back()
 
-    def begin(self, listener: Listener) -> None:
-        """Be ready for calls of a port."""
-        self.service.attach(self._runner, listener.guard, listener.shortcuts)
+    def begin(self, guard: Guard) -> None:
+        """Be ready for calls."""
+        self.service.attach(self._runner, guard)
         watch = StepWatch(self.facts.curves.predict_ns)
         for work in (
             self.service.outbound.send_forever(),
@@ -121,7 +121,7 @@ class Served:
         self.address = ""
         """host:port, once the port is open."""
         self._telemetry = Telemetry()
-        self._listener: Listener
+        self._guard: Guard
         self._work: Work
         self._next: Work | None = None
         self._hand_over: HandOver | None = None  # of the latest change that was ordered
@@ -151,10 +151,10 @@ class Served:
         self._telemetry = telemetry
         self._work = self._made(facts, executor)
 
-    def begin(self, listener: Listener) -> None:
-        """Accept calls of this port."""
-        self._listener = listener
-        self._work.begin(listener)
+    def begin(self, guard: Guard) -> None:
+        """Accept calls that `guard` allows."""
+        self._guard = guard
+        self._work.begin(guard)
 
     def _made(self, facts: StageFacts, executor: StepExecutor) -> Work:
         policy = self._make_policy(facts.config, facts.curves)
@@ -190,7 +190,7 @@ class Served:
             executor.close()
             raise ArtifactError(f"{config.artifact} belongs to another model than this stage serves")
         self._next = self._made(facts, executor)
-        self._next.begin(self._listener)
+        self._next.begin(self._guard)
 
     async def drop(self) -> None:
         """Drop the prepared slice."""

@@ -23,10 +23,10 @@ from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
 from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
 from relayline.wire.common.process import first_of
+from relayline.wire.envelopes.returns import ReturnWriter
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import Guard, caller
 from relayline.wire.links.refusals import peer_of
-from relayline.wire.links.shortcut import Shortcuts
 from relayline.wire.links.silence import Silence, silent_text
 from relayline.wire.links.watch import answer, first_beat
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -53,21 +53,18 @@ class StageService:
         executor.mark = self._observer.spans.mark
         self.intake = Intake(executor.sessions, stats)
         self.epochs = Epochs(facts, executor, stats, self._observer, self.intake.drop_route)
-        self.outbound = Outbound(self.epochs, stats, self._observer, self.intake.stepped)
+        self.outbound = Outbound(self.epochs, stats, self._observer, self.intake.stepped.set)
         self.report = StageReport(self.epochs, self.intake, executor.sessions.states, stats)
         self._states = executor.sessions.states
         self._watches: set[asyncio.Task[bool]] = set()  # at most as many as there are open calls
         self._guard: Guard | None = None
-        self._shortcuts = Shortcuts()
         self.batches, self.beat = self._observer.batches, self._observer.beat
         self.set_telemetry = self._observer.set_telemetry
         self.runner: Runner  # set by attach, before the server starts
 
-    def attach(self, runner: Runner, guard: Guard | None = None, shortcuts: Shortcuts | None = None) -> None:
-        """Connect the decode thread, and of the port the guard that takes lists of revoked credentials, and the
-        shortcuts that it offers.
-        """
-        self.runner, self._guard, self._shortcuts = runner, guard, shortcuts or self._shortcuts
+    def attach(self, runner: Runner, guard: Guard | None = None) -> None:
+        """Connect the decode thread, and the guard of the port that takes lists of revoked credentials."""
+        self.runner, self._guard = runner, guard
         loop = asyncio.get_running_loop()
 
         def dropped(key: int) -> None:
@@ -123,8 +120,7 @@ class StageService:
         facts = self.epochs.facts
         max_rows, takes_rows = facts.config.engine.max_rows, facts.artifact.takes_rows
         is_back = route.is_back(rpc.pass_of(context.invocation_metadata()))
-        offer = self._shortcuts.offer(context.peer())
-        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows, is_back=is_back, offer=offer)
+        inbound = Inbound(route, hello, context, max_rows, takes_rows=takes_rows, is_back=is_back)
         if is_back:
             route.has_back = True
         else:
@@ -156,17 +152,15 @@ class StageService:
             route.check_owner(caller())
         except RelaylineError as error:
             await rpc.abort(context, error)
-        offer = self._shortcuts.offer(context.peer())
-        listener = route.listen(offer.shortcut if offer is not None else None)
-        if offer is not None:
-            offer.taken.add_done_callback(listener.take_shortcut)
+        listener, writer = route.listen(), ReturnWriter()
         try:
-            await listener.carry(context.write)
+            while (message := await listener.queue.get()) is not None:
+                for data in writer.write(message):
+                    await context.write(data)
+                    route.n_returned += 1
             await rpc.abort(context, route.reason)
         finally:
             route.unlisten(listener)
-            if offer is not None:
-                offer.close()
 
     async def watch(self, requests: Any, context: Context) -> None:
         """Send signs of life to the peer of a route, and end its epoch when that peer gives none."""

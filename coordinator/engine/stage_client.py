@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from relayline.wire.common.errors import HandshakeError, InternalError, Protocol
 from relayline.wire.common.tasks import end_task
 from relayline.wire.common.texts import printable, tidy
 from relayline.wire.envelopes.returns import ReturnReader
-from relayline.wire.links import rpc, shortcut
+from relayline.wire.links import rpc
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
-from relayline.wire.links.shortcut import Pipe
 from relayline.wire.links.trouble import explained
 from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -39,19 +37,6 @@ def clock_offset_ns(sent_ns: int, received_ns: int, theirs_ns: int) -> int:
     and the midpoint would be off by half of the call's duration. Pure.
     """
     return 0 if sent_ns <= theirs_ns <= received_ns else (sent_ns + received_ns) // 2 - theirs_ns
-
-
-def once(on_lost: Callable[[RelaylineError], None]) -> Callable[[RelaylineError], None]:
-    """Return a function that passes the first error on, and no other: what follows a loss is heard in several ways."""
-    is_lost = False
-
-    def lost(error: RelaylineError) -> None:
-        nonlocal is_lost
-        if not is_lost:
-            is_lost = True
-            on_lost(error)
-
-    return lost
 
 
 class RoundTrip(NamedTuple):
@@ -76,7 +61,6 @@ class StageClient:
         self._channel = rpc.open_channel(address, security, who, generation)
         self.returns = ReturnReader(f"the stage at {address}")
         self._reader: asyncio.Task[None] | None = None
-        self._pipe: Pipe | None = None  # what answers come by in place of the stream, see wire.links.shortcut
         self._watch: Watch | None = None
 
     async def describe(self) -> pb.DescribeResponse:
@@ -223,14 +207,9 @@ class StageClient:
             raise rpc.typed(error, self.address) from error
         except TimeoutError as error:
             raise StageLostError(f"{self.address} did not open its return stream") from error
-        opening = self.returns.read(first)
-        if not opening.subscribed:
+        if not self.returns.read(first).subscribed:
             raise ProtocolError(f"{self.address} opened its return stream with something else")
-        take, on_lost = functools.partial(self._take, on_message), once(on_lost)
-        self._pipe = await shortcut.take(opening.shortcut, self.address)
-        if self._pipe is not None:
-            self._pipe.receive(take, lambda error: on_lost(error) if error is not None else None)
-        self._reader = asyncio.create_task(self._read(call, take, on_lost))
+        self._reader = asyncio.create_task(self._read(call, on_message, on_lost))
         route = (request.route_id, request.epoch)
         who = f"stage at {self.address}"
         self._watch = Watch(
@@ -240,35 +219,24 @@ class StageClient:
     async def _read(
         self,
         call: grpc.aio.UnaryStreamCall[pb.ReturnRequest, bytes],
-        take: Callable[[bytes], None],
+        on_message: Callable[[pb.ReturnResponse], None],
         on_lost: Callable[[RelaylineError], None],
     ) -> None:
-        """Take what comes by the stream: all of it, or what no shortcut carries, which is at least its end."""
         error: RelaylineError = StageLostError(f"stage at {self.address} closed its return stream")
         try:
             while isinstance(message := await call.read(), bytes):
-                take(message)
+                on_message(self.returns.read(message))
         except grpc.aio.AioRpcError as failure:
             error = rpc.typed(failure, f"stage at {self.address}")
-        except RelaylineError as failure:
+        except ProtocolError as failure:
             error = failure
-        if self._pipe is not None:
-            self._pipe.drain()  # the stage's last words have come before the end
-        on_lost(error)
-
-    def _take(self, on_message: Callable[[pb.ReturnResponse], None], data: bytes) -> None:
-        """Take one message. Raises ProtocolError, and InternalError where a bug of ours has failed on it."""
-        message = self.returns.read(data)
-        try:
-            on_message(message)
         except Exception as failure:  # a bug of ours: without a word, every stream would wait for ever
             log.exception("taking an answer of %s failed", self.address)
-            raise InternalError(f"taking an answer of {self.address} failed: {failure}") from failure
+            error = InternalError(f"taking an answer of {self.address} failed: {failure}")
+        on_lost(error)
 
     async def close(self) -> None:
         """Close everything towards this stage."""
-        if self._pipe is not None:
-            self._pipe.close()
         if self._reader is not None:
             await end_task(self._reader)
         if self._watch is not None:

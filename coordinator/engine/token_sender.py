@@ -64,16 +64,11 @@ class TokenSender:
         context: 25 bytes, of the root of the trace of passes that they belong to. chosen_ns: when they were chosen.
         """
         self._waiting.extend([(frames, context, chosen_ns) for frames in within_bounds(envelope)])
-        while self._waiting and self._begun is None and not self._is_sending:
-            entry = self._waiting.popleft()
-            begun = Begun(self._send(entry[0], entry[1]))
-            if begun.is_done:  # as by a shortcut: the task need not wake for it
-                self._note(entry)
-            else:
-                self._begun = entry, begun
-        if self._waiting or self._begun is not None:
-            self._all_sent.clear()
-            self._wake.set()
+        self._all_sent.clear()
+        if self._begun is None and not self._is_sending:
+            first = self._waiting.popleft()
+            self._begun = first, Begun(self._send(first[0], first[1]))
+        self._wake.set()
 
     def is_idle(self) -> bool:
         """Whether everything that was pushed has been handed to gRPC."""
@@ -94,10 +89,11 @@ class TokenSender:
             while True:
                 while self._begun is not None or self._waiting:
                     self._is_sending = True
-                    entry, sending = self._next()
+                    (frames, context, chosen_ns), sending = self._next()
                     await sending
                     self._is_sending = False
-                    self._note(entry)
+                    if context != trace_context.NONE:
+                        self._on_sent(context, frames, chosen_ns, self._link.handed_ns)
                 self._all_sent.set()
                 self._wake.clear()
                 await self._wake.wait()
@@ -106,11 +102,6 @@ class TokenSender:
         except Exception as error:  # a bug of ours: without a word, every later request would wait for ever
             log.exception("sending to stage 0 failed")
             self._on_error(InternalError(f"sending to stage 0 failed: {error}"))
-
-    def _note(self, sent: _Waiting) -> None:
-        frames, context, chosen_ns = sent
-        if context != trace_context.NONE:
-            self._on_sent(context, frames, chosen_ns, self._link.handed_ns)
 
     def _next(self) -> tuple[_Waiting, Awaitable[None]]:
         """Return the write under way, which `push` may have begun."""

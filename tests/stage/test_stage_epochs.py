@@ -220,9 +220,6 @@ class LostContext:
     async def read(self) -> bytes:
         return rpc.serialize(pb.RelayRequest(open=self._hello))
 
-    def peer(self) -> str:
-        return "ipv4:127.0.0.1:1"
-
     async def write(self, _message: pb.RelayResponse) -> None:
         self.writing.set()
         if self._failure is not None:

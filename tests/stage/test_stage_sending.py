@@ -72,19 +72,6 @@ async def test_an_envelope_is_on_its_way_before_the_loop_turns_and_the_next_wait
         assert (stats.envelopes["out"], stats.payload_bytes["out"]) == (4, 4 * 16)
 
 
-async def test_an_envelope_that_is_taken_at_once_wakes_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(0, 2) as stage:
-        link, sent = SlowLink(), list[int]()
-        outbound, stats = stage.service.outbound, stage.service.outbound._stats
-        monkeypatch.setattr(stage.service.runner, "sent", lambda: sent.append(stats.envelopes["out"]))
-        stage.service.epochs.routes[ROUTE] = Route(ROUTE, EPOCH, 0, cast(RelayLink, link))
-        for name in ("a", "b"):
-            link.lets.put_nowait(None)
-            outbound.deliver(result_with(name))
-        assert link.log == ["begin a", "end a", "begin b", "end b"]
-        assert (sent, outbound._sends.qsize(), outbound._n_unsent) == ([1, 2], 0, 0)
-
-
 async def test_a_link_lost_at_once_is_reported_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     async with served(0, 2) as stage:
         link, sent = SlowLink(), asyncio.Queue[None]()

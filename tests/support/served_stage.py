@@ -28,7 +28,6 @@ from relayline.wire.envelopes.dtypes import DTYPE_F32, DTYPE_TOKENS
 from relayline.wire.links import rpc
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
-from relayline.wire.links.shortcut import Shortcuts
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry.telemetry import Telemetry
 from tests.support.fakes import CTX, EPOCH, MAX_ROWS, ROUTE, WIDTH, FakeEmbeddings, FakeEngine, new_facts
@@ -57,26 +56,22 @@ async def served(
     n_lanes: int = 4,
     n_embd: int = WIDTH,
     telemetry: Telemetry | None = None,
-    has_shortcuts: bool = True,
 ) -> AsyncIterator[StageUnderTest]:
-    """Serve one stage of a fake pipeline in this process. Its callers may take shortcuts, unless told otherwise."""
+    """Serve one stage of a fake pipeline in this process."""
     facts = new_facts(stage_index, stage_count, n_lanes=n_lanes, n_embd=n_embd)
     engine = FakeEngine(n_lanes=n_lanes, is_last=facts.artifact.is_last, n_embd=n_embd)
     embeddings = FakeEmbeddings() if facts.artifact.is_first else None
     executor = StepExecutor(engine, LaneTable(n_lanes, CTX), stage_index, embeddings, close=engine.close)
-    shortcuts = Shortcuts()
     service = StageService(facts, executor, StageStats(), telemetry)
     crashed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     outbound, batcher = service.outbound, Batcher(DrainPolicy(MAX_ROWS, MAX_ROWS))
     runner = Runner(batcher, executor, outbound.deliver, crashed.set_result, outbound.account)
-    service.attach(runner, shortcuts=shortcuts)
+    service.attach(runner)
     sender = asyncio.create_task(outbound.send_forever())
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     server.add_generic_rpc_handlers((handlers(lambda: service),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    if has_shortcuts:
-        shortcuts.listen(port)
     try:
         yield StageUnderTest(f"127.0.0.1:{port}", service, executor, engine)
         assert not crashed.done(), crashed.result()
@@ -84,8 +79,6 @@ async def served(
     finally:
         await service.close()
         await server.stop(1)
-        assert not shortcuts._offers, "each is withdrawn with its stream"
-        shortcuts.close()
         sender.cancel()
         await runner.stop()
 

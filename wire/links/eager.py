@@ -29,11 +29,6 @@ class Begun(Generic[Result]):
         except (StopIteration, Exception) as end:
             self._ended = end
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended without a wait and without an error: there is nothing to await."""
-        return isinstance(self._ended, StopIteration)
-
     def __await__(self) -> Generator[Any, Any, Result]:
         if self._ended is not None:
             if isinstance(self._ended, StopIteration):

@@ -23,7 +23,6 @@ from relayline.wire.links.health import Health
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
 from relayline.wire.links.roles import HEALTH_PREFIX, Identity
 from relayline.wire.links.security import LinkSecurity, address_of, check_listen, is_loopback, warn_listen
-from relayline.wire.links.shortcut import Shortcuts
 
 log = logging.getLogger("relayline.security")
 
@@ -63,8 +62,6 @@ class Listener:
         """
         self._security, self._who = security, who
         self.guard = Guard(security, coordinator)
-        self.shortcuts = Shortcuts()
-        """What the port's calls may offer to callers of this machine; nothing until it listens."""
         self._refusals = RefusalLog()
         self._n_health_calls = 0
         self._calls: set[asyncio.Task[Any]] = set()  # gRPC's tasks of the calls under way, which gRPC bounds
@@ -163,7 +160,6 @@ class Listener:
             await asyncio.wait(self._calls, timeout=HANDLERS_END_S)
             await asyncio.sleep(0)  # gRPC has one task more for each call, which waits for the handler's
         self._close()
-        self.shortcuts.close()
         self.guard.close()
 
     async def refuse(self, reason: Reason, context: Context, detail: str = "") -> NoReturn:

@@ -24,9 +24,8 @@ from relayline.wire.envelopes import messages
 from relayline.wire.envelopes.buffers import Buffer, BufferPool
 from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.envelopes.parts import parts_of
-from relayline.wire.links import rpc, shortcut
+from relayline.wire.links import rpc
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
-from relayline.wire.links.shortcut import Pipe
 from relayline.wire.links.trouble import first_call
 from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -46,9 +45,7 @@ class RelayLink:
         pool: BufferPool,
         on_lost: OnLost,
         n_embd: int = 0,
-        pipe: Pipe | None = None,
     ) -> None:
-        """`pipe`: what envelopes go by in place of the call, see wire.links.shortcut."""
         self.address = address
         self.max_rows: int = accepted.max_rows
         self.pool = pool
@@ -56,8 +53,7 @@ class RelayLink:
         self.envelopes_sent = 0
         self.payload_bytes_sent = 0
         self.handed_ns = 0  # when the latest envelope was handed to gRPC; that it returned is heard of later
-        self._channel, self._call, self._pipe = channel, call, pipe
-        self._write = call.write if pipe is None else pipe.write
+        self._channel, self._call = channel, call
         self._on_lost = on_lost
         self._window_bytes: int = accepted.credit_bytes
         self._in_flight_bytes = 0
@@ -93,11 +89,8 @@ class RelayLink:
         channel = rpc.open_channel(address, security, receive_bytes_max=bounds.UNARY_BYTES_MAX)
         async with first_call(channel, address, security, f"{address} did not accept the link"):
             call, accepted = await _shake_hands(channel, address, hello, shown_pass)
-            pipe = await shortcut.take(accepted.shortcut, address)
-            if pipe is not None:
-                await call.write(shortcut.SWITCH)
         width = 1 if hello.dtype == pb.DTYPE_TOKENS else hello.n_embd
-        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, hello.n_embd, pipe)
+        link = cls(address, channel, call, accepted, BufferPool(hello.dtype, width), on_lost, hello.n_embd)
         if is_watched:
             link._watch = Watch(address, (hello.route_id, hello.epoch), link._silent, security, shown_pass=shown_pass)
         return link
@@ -122,13 +115,13 @@ class RelayLink:
                 await self._take_credit(buffer.payload_bytes)
                 self.handed_ns = time.monotonic_ns()
                 if len(message) <= bounds.MESSAGE_BYTES_MAX:
-                    await self._write(message)
+                    await self._call.write(message)
                 else:
                     for part in parts_of(message):
-                        await self._write(part)
+                        await self._call.write(part)
             self.envelopes_sent += 1
             self.payload_bytes_sent += buffer.payload_bytes
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError) as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise self._loss("is gone") from error
         except asyncio.CancelledError as error:
             if rpc.task_is_cancelled():
@@ -189,8 +182,6 @@ class RelayLink:
         self._closing = True
         self._lose(StageLostError(f"link to {self.address} was closed"))
         self._call.cancel()
-        if self._pipe is not None:
-            self._pipe.close()
         await end_task(self._reader)
         if self._watch is not None:
             await self._watch.close()

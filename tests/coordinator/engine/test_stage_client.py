@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -55,8 +54,7 @@ async def test_every_end_of_the_return_stream_is_reported(
 ) -> None:
     client = StageClient("127.0.0.1:1")
     lost: list[RelaylineError] = []
-    take = functools.partial(client._take, stumble)
-    await client._read(Call(*messages), take, lost.append)  # type: ignore[arg-type]
+    await client._read(Call(*messages), stumble, lost.append)  # type: ignore[arg-type]
     await client.close()
     (reported,) = lost
     assert type(reported) is error

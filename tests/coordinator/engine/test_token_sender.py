@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relayline.coordinator.engine.token_sender import TokenSender
-from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.wire.common.errors import InternalError, RelaylineError
@@ -53,27 +51,4 @@ async def test_pushed_frames_are_sent_before_anything_else_runs() -> None:
     await sender.flush(10)
     assert sent == [1, 2, 3]
     assert sender.is_idle()
-    await sender.close()
-
-
-async def test_what_the_link_takes_at_once_wakes_no_task() -> None:
-    pool, sent, noted = BufferPool(DTYPE_TOKENS, 1), list[int](), list[tuple[int, int]]()
-
-    async def send(buffer: Buffer, message: bytes) -> None:
-        sent.append(int(buffer.frames["session_id"][0]))
-        pool.give_back(buffer)
-
-    def note(context: bytes, frames: Sequence[Frame], chosen_ns: int, sent_ns: int) -> None:
-        noted.append((chosen_ns, sent_ns))
-
-    link: Any = SimpleNamespace(pool=pool, send=send, handed_ns=9)
-    sender = TokenSender(link, 1, pytest.fail, note)
-    await asyncio.sleep(0)  # its task begins
-    for session_id in (1, 2):
-        session = Session(session_id, GenerationRequest("r", (1, 2), 1, SamplingParams()), lambda _: False)
-        sender.push([frame.leave() for frame in session.start()], bytes([1]) * 25, session_id)
-        assert sent[-1] == session_id
-        assert sender.is_idle()
-        assert not sender._wake.is_set()
-    assert noted == [(1, 9), (2, 9)], "traces of passes hear of it all the same"
     await sender.close()

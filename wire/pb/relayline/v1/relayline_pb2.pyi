@@ -422,24 +422,12 @@ class RelayResponse(_message.Message):
     def __init__(self, accepted: _Optional[_Union[LinkAccepted, _Mapping]] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
 
 class LinkAccepted(_message.Message):
-    __slots__ = ("credit_bytes", "max_rows", "shortcut")
+    __slots__ = ("credit_bytes", "max_rows")
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
-    SHORTCUT_FIELD_NUMBER: _ClassVar[int]
     credit_bytes: int
     max_rows: int
-    shortcut: Shortcut
-    def __init__(self, credit_bytes: _Optional[int] = ..., max_rows: _Optional[int] = ..., shortcut: _Optional[_Union[Shortcut, _Mapping]] = ...) -> None: ...
-
-class Shortcut(_message.Message):
-    __slots__ = ("name", "secret", "port")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SECRET_FIELD_NUMBER: _ClassVar[int]
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    secret: bytes
-    port: int
-    def __init__(self, name: _Optional[str] = ..., secret: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
+    def __init__(self, credit_bytes: _Optional[int] = ..., max_rows: _Optional[int] = ...) -> None: ...
 
 class ReturnRequest(_message.Message):
     __slots__ = ("route_id", "epoch")
@@ -450,7 +438,7 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnResponse(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "feeds_back", "shortcut", "dropped_keys", "checksum")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "feeds_back", "dropped_keys", "checksum")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -461,7 +449,6 @@ class ReturnResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     FEEDS_BACK_FIELD_NUMBER: _ClassVar[int]
-    SHORTCUT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_KEYS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -474,10 +461,9 @@ class ReturnResponse(_message.Message):
     sequence: int
     batch_trace: bytes
     feeds_back: bool
-    shortcut: Shortcut
     dropped_keys: _containers.RepeatedScalarFieldContainer[int]
     checksum: int
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., feeds_back: _Optional[bool] = ..., shortcut: _Optional[_Union[Shortcut, _Mapping]] = ..., dropped_keys: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., feeds_back: _Optional[bool] = ..., dropped_keys: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
     __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns")

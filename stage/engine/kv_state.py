@@ -10,6 +10,7 @@ there.
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 HEAD_BYTES = 8
@@ -38,8 +39,9 @@ def cells_of(state: bytes) -> tuple[list[bytes], bool] | None:
 
 
 def _read(state: bytes, n_times: int) -> _Reader | None:
-    for has_values in (True, False):  # nothing in the state says which
-        reader = _Reader(state, n_times, has_values=has_values)
+    # Nothing in the state says which. Of a single cell either size may look right.
+    for has_values, cell_bytes in itertools.product((True, False), CELL_BYTES):
+        reader = _Reader(state, n_times, has_values=has_values, cell_bytes=cell_bytes)
         try:
             reader.keep(HEAD_BYTES)
             while reader.at < len(state):
@@ -53,8 +55,8 @@ def _read(state: bytes, n_times: int) -> _Reader | None:
 class _Reader:
     """Walks a state from its start, and collects the parts of the longer one."""
 
-    def __init__(self, state: bytes, n_times: int, *, has_values: bool) -> None:
-        self._state, self._n_times, self._has_values = state, n_times, has_values
+    def __init__(self, state: bytes, n_times: int, *, has_values: bool, cell_bytes: int) -> None:
+        self._state, self._n_times, self._has_values, self._cell_bytes = state, n_times, has_values, cell_bytes
         self.at = 0
         self.parts: list[bytes] = []
         self.cells: list[bytes] = []
@@ -79,11 +81,9 @@ class _Reader:
                 self._cells(n_cells)
 
     def _cells(self, n_cells: int) -> None:
-        fitting = (size for size in CELL_BYTES if self._have_one_owner(n_cells, size))
-        cell_bytes = next(fitting, None)
-        if cell_bytes is None:
+        if not self._have_one_owner(n_cells, self._cell_bytes):
             raise ValueError("cells of another form")
-        self.keep(n_cells * cell_bytes, self._n_times)
+        self.keep(n_cells * self._cell_bytes, self._n_times)
         is_transposed, n_layers = struct.unpack_from("<II", self._state, self.at)
         self.is_transposed = bool(is_transposed)
         self.keep(2 * _U32.size)

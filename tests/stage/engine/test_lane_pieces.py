@@ -27,7 +27,7 @@ from tests.support.tiny_models import make_tiny
 CTX_TOKENS, N_LANES, N_HELD, N_MORE = 96, 3, 40, 6
 ORDER_OF_CELLS = near(1e-3, 3e-2)  # logits differ by so little where attention adds the same cells in another order
 OWN = ("per-lane f16", "per-lane f32", "per-lane q8_0", "gemma3:pattern per-lane f16", "deepseek2 per-lane f16",
-       "gpt-oss per-lane f16", "qwen2 per-lane f16")  # fmt: skip
+       "gpt-oss per-lane f16", "qwen2 per-lane f16", "qwen2vl per-lane f16")  # fmt: skip
 SHARED = ("unified f16", "unified q8_0", "deepseek2 unified f16")
 
 

@@ -35,6 +35,7 @@ STREAMS_MAX = 10_000  # connections that one process may have open
 REQUESTS_MAX = 1_000_000
 TEMPERATURE_MAX = 2.0  # of OpenAI's API
 READING_MS = 200.0  # between tokens: about 4 words a second, as people read
+PATIENT_MS = 5_000.0  # people wait for a first token
 NOISE_SHARE = 0.9  # of a figure's size; less of it is a loss, and not chance
 STALL_RATIO = 10.0  # of a slow gap between tokens to the usual one
 STALL_MS = 100.0  # shorter gaps nobody sees
@@ -144,6 +145,12 @@ def verdict(summaries: list[tuple[str, load.Summary]]) -> str:
         return (
             f"with {stalls[0]} streams one token in a hundred takes {STALL_RATIO:.0f} times as long as usual: "
             "look for a busy machine with `relayline top`, or lower --itl-stretch."
+        )
+    late = [(name, summary.ttft_ms["p95"]) for name, summary in summaries if summary.ttft_ms["p95"] > PATIENT_MS]
+    if late:
+        return (
+            f"with {late[0][0]} streams one first token in twenty takes more than {late[0][1] / 1e3:.1f} s: prompts "
+            "come faster than they are read; try fewer streams, a lower --rate or shorter prompts."
         )
     first, last = summaries[0][1].decode_tok_s, summaries[-1][1].decode_tok_s
     if len(summaries) > 1 and last < NOISE_SHARE * first:

@@ -236,10 +236,11 @@ def test_a_context_beyond_the_models_own_is_warned_of(
 
 
 def summary(
-    n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0, p99: float = 40.0, mean: float | None = None
-) -> Summary:
+    n_complete: int = 4, decode_tok_s: float = 100.0, p50: float = 20.0, p99: float = 40.0, mean: float | None = None,
+    ttft_p95: float = 2.0,
+) -> Summary:  # fmt: skip
     itl = {"mean": p50 if mean is None else mean, "p50": p50, "p95": p50, "p99": p99}
-    return Summary(4, n_complete, 64, 1.0, 60.0, decode_tok_s, {"p50": 1.0, "p95": 2.0}, itl, "")
+    return Summary(4, n_complete, 64, 1.0, 60.0, decode_tok_s, {"p50": 1.0, "p95": ttft_p95}, itl, "")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,10 @@ def summary(
         ([("1", summary(p50=500.0))], "with 1 streams a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(p99=900.0))], "with 4 streams one token in a hundred takes 10 times"),
         ([("1", summary(p50=0.0, mean=2.0, p99=30.0))], "nothing to worry about: "),  # of drafts tokens come together
+        (
+            [("1", summary()), ("64", summary(ttft_p95=8_040.0))],
+            "with 64 streams one first token in twenty takes more than 8.0 s",
+        ),
         ([("1", summary(p50=0.0, mean=300.0))], "with 1 streams a token takes more than 200 ms"),
         ([("1", summary()), ("4", summary(decode_tok_s=50.0))], "4 streams together get fewer tokens a second than 1"),
     ],

@@ -203,7 +203,7 @@ def _artifact(index: int, width: int) -> StageArtifact:
     )
 
 
-def stage_main(index: int, width: int, out: Path, swept_bytes: int = 0) -> None:
+def stage_main(index: int, width: int, out: Path, swept_bytes: int) -> None:
     """Serve one stage until SIGTERM; then write the stamps of every step."""
     engine = StampingEngine(width, is_last=index == 1, swept_bytes=swept_bytes)
     config = stage_config(

@@ -201,8 +201,8 @@ def make_job(
     prompts: Sequence[Prompt],
     param: str,
     record: RequestRecord | None,
-    form: ChatForm | None = None,
-    prediction: tuple[int, ...] = (),
+    form: ChatForm | None,
+    prediction: tuple[int, ...],
 ) -> Job:
     """Check prompts against the context and lay out one generation request per choice.
 

@@ -200,7 +200,7 @@ def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
             raise InvalidRequestError.of_field(param, f"token {token} at index {at} is not in [0, {n_vocab})")
 
 
-def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool = False) -> int:
+def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool) -> int:
     """Return how many tokens to generate after a prompt of `n_prompt` tokens.
 
     As many as the client asked for, or the rest of the context if that is less; with `is_strict` less is an error.

@@ -31,7 +31,7 @@ def stated_widths(facts: Metadata) -> Overrides:
 
 
 def first_layer_refusal(
-    facts: Metadata, windows: Windows, *, rotates_by_layer: bool, widths_by_layer: bool = False
+    facts: Metadata, windows: Windows, *, rotates_by_layer: bool, widths_by_layer: bool
 ) -> str | None:
     """Return why no slice can compute the same as the whole file, or None. rotates_by_layer: whether llama.cpp asks
     each layer of the family for the number of rotated values of a head. widths_by_layer: whether it asks each layer for

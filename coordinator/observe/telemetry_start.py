@@ -16,7 +16,7 @@ from relayline.wire.telemetry.telemetry import Role, Telemetry
 
 @contextlib.asynccontextmanager
 async def observed(
-    config: TelemetryConfig, model_name: str, pushed_level: Level | None = None, pipeline_name: str = ""
+    config: TelemetryConfig, model_name: str, pushed_level: Level | None, pipeline_name: str
 ) -> AsyncIterator[Observer]:
     """Yield the observer of this process; at the end, what waits is ended and flushed, within telemetry's own bound.
 

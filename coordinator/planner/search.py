@@ -202,7 +202,7 @@ def _labels(
     *,
     breaks_ties: bool = False,
     width: int | None = None,
-    effort: Effort | None = None,
+    effort: Effort | None,
 ) -> list[tuple[Label, tuple[int, ...]]]:
     """Return the splits worth having with one grouping: (busiest device, busiest cores, way, ...) and cuts.
 

@@ -104,7 +104,7 @@ def _take_on(
             click.echo(f"on {stage.host}, run:\n  {line}")
 
 
-def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bool, restarts: str = "") -> None:
+def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bool, restarts: str) -> None:
     """Print what differs; `restarts`: of a pipeline behind a gateway, what changes that need a restart do."""
     if as_json:
         changes = {"layers": differs.layers, "others": differs.others}

@@ -106,7 +106,7 @@ def _restarting(
     return again
 
 
-def replicas_of(launched: Launched, differs: GatewayDifference | None = None) -> dict[str, list[str]]:
+def replicas_of(launched: Launched, differs: GatewayDifference | None) -> dict[str, list[str]]:
     """Return the pipelines that answer for each other, by name. `differs`: with those that come before."""
     listed = fetch(launched.state.url, "/v1/pipeline", key_of(launched), ("pipelines",))["pipelines"]
     models = {each["name"]: set(each["models"]) for each in listed if each["phase"] == "ready"}

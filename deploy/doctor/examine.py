@@ -59,7 +59,7 @@ def _deep_probes(deep: bool) -> list[Probe]:
     return [Probe("cache", look, DEEP_TIMEOUT_S)] if deep else []
 
 
-async def examine_machine(timeout_s: float, *, deep: bool = False) -> list[Finding]:
+async def examine_machine(timeout_s: float, *, deep: bool) -> list[Finding]:
     """Examine this machine without a manifest; `deep`: with all that was split or fetched here."""
     return await examine([
         *_deep_probes(deep),

@@ -33,7 +33,7 @@ async def examine_gateway(
     launched: Mapping[str, Launched],
     timeout_s: float,
     *,
-    deep: bool = False,
+    deep: bool,
 ) -> list[Finding]:
     """Examine this machine and everything that a gateway's manifest names.
 

@@ -20,7 +20,7 @@ from relayline.wire.settings.table import ServingSettings
 log = logging.getLogger("relayline.up")
 
 
-def with_projector(manifest: Manifest, reference: str = "") -> Manifest:
+def with_projector(manifest: Manifest, reference: str) -> Manifest:
     """Return the manifest with the projector that `auto` means, loaded from the hub if it is there.
 
     `reference`: the model as the user named it, where the manifest has only its path; a projector of its repository

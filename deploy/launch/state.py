@@ -209,7 +209,7 @@ class StateDir:
         return self.logs / f"{process}.log"
 
 
-def find_running(state_dir: Path | None, asked: str = "") -> list[tuple[StateDir, LaunchState]]:
+def find_running(state_dir: Path | None, asked: str) -> list[tuple[StateDir, LaunchState]]:
     """Return every pipeline with stored state, oldest name first; only `state_dir` where it is given.
 
     Raises UsageError for state that cannot be read in `state_dir`, or of the pipeline `asked`. That of any other is

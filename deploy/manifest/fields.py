@@ -6,13 +6,12 @@ import functools
 import typing
 from collections.abc import Iterator
 
-from relayline.deploy.manifest.model import Manifest
 from relayline.deploy.manifest.scalars import Part
 
 LISTS = ("stages", "pipelines", "replicas")  # of mappings
 
 
-def child_type(path: tuple[str | int, ...], root: type[Part] = Manifest) -> type[Part] | None:
+def child_type(path: tuple[str | int, ...], root: type[Part]) -> type[Part] | None:
     """Return the mapping type at a path of keys and list places; None where there is none (labels, scalars)."""
     found: type[Part] | None = root
     for part in path:
@@ -27,7 +26,7 @@ def field_names(part: type[Part] | None) -> list[str]:
     return [] if part is None else [field.alias or name for name, field in part.model_fields.items()]
 
 
-def places_of(key: str, root: type[Part] = Manifest) -> list[str]:
+def places_of(key: str, root: type[Part]) -> list[str]:
     """Return the mappings that know `key`, as dotted paths from the top."""
     return [path or "the top level" for path, part in _parts(root) if key in field_names(part)]
 

@@ -60,8 +60,8 @@ def measure_speed(
     n_threads: int,
     gpu_layers: int,
     kv_type: str,
-    n_at_once: int = 1,
-    tell: Callable[[str], None] = lambda _: None,
+    n_at_once: int,
+    tell: Callable[[str], None],
 ) -> Speed:
     """Measure, remember, return. Takes half a minute. Raises StartError when a slice cannot be run.
 

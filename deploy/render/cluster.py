@@ -57,7 +57,7 @@ def allow(port: int, sources: list[Mapping] | None = None) -> Mapping:
     return without_none({"from": sources, "ports": [{"protocol": "TCP", "port": port}]})
 
 
-def certificate(pipeline: Inside, metadata: Mapping, process: str, role: Role, host: str, stage: str = "") -> Mapping:
+def certificate(pipeline: Inside, metadata: Mapping, process: str, role: Role, host: str, stage: str) -> Mapping:
     """Return a cert-manager Certificate for one process. It states the role as `relayline certs issue` does: in a URI.
 
     `host`: the name under which the process is reached; a wildcard is allowed. Raises ValueError without certManager.

@@ -62,7 +62,7 @@ def selector(name: str, component: str | None = None) -> Mapping:
     return found if component is None else {**found, "app.kubernetes.io/component": component}
 
 
-def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mapping] = ()) -> Mapping:
+def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mapping]) -> Mapping:
     """Return the coordinator's pod spec; `state` is the source of its state volume.
 
     `before`: containers that run first, with the models volume writable.
@@ -91,9 +91,9 @@ def coordinator_spec(pipeline: Inside, *, state: Mapping, before: Sequence[Mappi
             {"name": "http", "containerPort": inside.HTTP_PORT},
             {"name": "join", "containerPort": JOIN_PORT},
         ],
-        "startupProbe": startup_probe(http_check("/live", "http")),
-        "readinessProbe": probe(http_check("/health", "http"), failures=2),
-        "livenessProbe": probe(http_check("/live", "http"), failures=6),
+        "startupProbe": startup_probe(http_check("/live")),
+        "readinessProbe": probe(http_check("/health"), failures=2),
+        "livenessProbe": probe(http_check("/live"), failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "resources": resources(Need(1, spec.coordinator.memory_gib), spec.deployment.gpu_resource),
     }
@@ -255,9 +255,9 @@ def on_nodes(pod: Mapping, stage: Stage, pipeline: Inside) -> Mapping:
     return pod | without_none(rules)
 
 
-def http_check(path: str, port: str) -> Mapping:
-    """Return a probe's question to a path of a named port."""
-    return {"httpGet": {"path": path, "port": port}}
+def http_check(path: str) -> Mapping:
+    """Return a probe's question to a path of the container's port `http`."""
+    return {"httpGet": {"path": path, "port": "http"}}
 
 
 def probe(check: Mapping, *, failures: int) -> Mapping:

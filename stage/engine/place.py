@@ -31,7 +31,7 @@ def place_of(settings: EngineSettings) -> pb.Place:
     )
 
 
-def device_id(device: Device, part: str = "") -> str:
+def device_id(device: Device, part: str) -> str:
     """Return a name that no other device of the host has. `part`: CUDA_VISIBLE_DEVICES."""
     found = ggml.bus_id(device) or f"{device.name} {device.description}"
     return f"{found} {part}" if part.startswith(PART_OF_GPU) else found

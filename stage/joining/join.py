@@ -58,8 +58,8 @@ Adapt = Callable[[StageConfig, pb.JoinResponse], StageConfig]
 def run_joined(
     config: JoinConfig,
     on_ready: OnReady,
-    adapt: Adapt = lambda config, order: config,
-    on_idle: Callable[[], None] = lambda: None,
+    adapt: Adapt,
+    on_idle: Callable[[], None],
 ) -> None:
     """Join, serve and rejoin until SIGINT or SIGTERM.
 

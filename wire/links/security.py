@@ -162,7 +162,7 @@ def load_security(
     return checked_role(LinkSecurity(*files, token.strip(), token_file=token_file), role, name)
 
 
-def checked_role(security: LinkSecurity, role: Role | None, name: str = "") -> LinkSecurity:
+def checked_role(security: LinkSecurity, role: Role | None, name: str) -> LinkSecurity:
     """Return `security` if its credentials are of `role` and `name` (None, empty: any). Raises UsageError."""
     wanted = "--coordinator" if role is Role.COORDINATOR else f"--stage {name or 'NAME'}"
     remedy = f"make one with `relayline certs issue CA-DIR HOST {wanted}`"

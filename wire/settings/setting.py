@@ -220,7 +220,7 @@ def from_parameters(table: type[Table], given: Mapping[str, Any]) -> Table:
     return table(**values)
 
 
-def arguments(settings: Settings, wanted: Callable[[Setting], bool] = lambda _: True) -> tuple[str, ...]:
+def arguments(settings: Settings, wanted: Callable[[Setting], bool]) -> tuple[str, ...]:
     """Return settings as arguments for a child process. `wanted` names the settings to pass on."""
     return tuple(
         argument

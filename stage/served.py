@@ -221,7 +221,7 @@ class Served:
         self._hand_over = hand_over
 
     async def give_call(self, request: pb.HandOverRequest, context: Any) -> None:
-        """Give a stage the lanes of layers that it is to have."""
+        """Give a stage the lanes of layers that it is to have; the call ends with an error where there are none."""
         hand_over = self._hand_over
         try:
             if hand_over is None or hand_over.number != request.change:

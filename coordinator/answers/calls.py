@@ -219,7 +219,7 @@ class NamedCall:
         return self.rest is not None
 
     def push(self, text: str) -> str:
-        """Take the next text; return the part that belongs to the arguments."""
+        """Take the next text; return the part that belongs to the arguments. Raises NotACallError."""
         if self._scanner is not None:
             return self._stream(self._scanner, text)
         self._held += text

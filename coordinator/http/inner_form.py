@@ -97,7 +97,10 @@ def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequ
 
 
 def each_checked(items: list[Any], param: str, take: Callable[[Mapping[str, Any], str], Item]) -> list[Item]:
-    """Return the results of `take` for each object of a list; it gets the object's place as well."""
+    """Return the results of `take` for each object of a list; it gets the object's place as well.
+
+    Raises InvalidRequestError for an item that is no object.
+    """
     taken = []
     for at, item in enumerate(items):
         where = f"{param}[{at}]"

@@ -115,7 +115,10 @@ NO_PLAN = Plan(
 
 
 def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
-    """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none."""
+    """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none.
+
+    Raises InvalidRequestError.
+    """
     n = _choices(body, limits)
     _refuse(body, NEUTRAL_OF_COMPLETIONS)
     if body.best_of not in (None, 1, n):
@@ -129,7 +132,10 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
 
 
 def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
-    """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none."""
+    """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none.
+
+    Raises InvalidRequestError.
+    """
     if body.audio:
         raise _unsupported("audio", "send none")
     if body.echo:
@@ -173,7 +179,10 @@ def check_messages(messages: Sequence[MessageBody]) -> None:
 
 
 def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
-    """Return the prompts of a /v1/completions body: a text, token ids, several texts, or several lists of ids."""
+    """Return the prompts of a /v1/completions body: a text, token ids, several texts, or several lists of ids.
+
+    Raises InvalidRequestError.
+    """
     if isinstance(prompt, str):
         return [prompt]
     ids = [item for item in prompt if isinstance(item, int)]
@@ -234,7 +243,7 @@ def nanoseconds(text: str, param: str) -> int:
 
 
 def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
-    """Return the name to answer under. No name at all means the one model there is."""
+    """Return the name to answer under. No name at all means the one model there is. Raises ModelNotFoundError."""
     if not name or name == model_id:
         return model_id
     if limits.any_model_name or name in limits.model_aliases:

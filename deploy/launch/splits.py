@@ -31,7 +31,10 @@ def split_place(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None)
 
 
 def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, split_dir: Path | None) -> Path:
-    """Split the model into the cache, under its content key (or into split_dir); does nothing when that is done."""
+    """Split the model into the cache, under its content key (or into split_dir); does nothing when that is done.
+
+    Raises UsageError, and the errors of `split_model`.
+    """
     if cuts is not None and n_stages is not None:
         raise UsageError("give either --stages or --cuts, not both")
     if cuts is None:

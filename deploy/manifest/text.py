@@ -140,7 +140,7 @@ class _Builder:
         self._n_nodes = 0
 
     def build(self, node: yaml.Node, path: Path, depth: int) -> Any:
-        """Return the node's value and note its line, unless its key has noted one."""
+        """Return the node's value and note its line, unless its key has noted one. Raises TextError."""
         line = node.start_mark.line + 1
         self._n_nodes += 1
         if self._n_nodes > NODES_MAX:

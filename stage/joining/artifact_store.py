@@ -148,7 +148,7 @@ class Writer:
         remember_sha256(slot.path, slot.path.stat(), slot.artifact.sha256)
 
     def close(self) -> None:
-        """Close the file; its bytes stay for the next attempt."""
+        """Close the file; its bytes stay for the next attempt. Raises StartError."""
         try:
             self._file.close()
         except OSError as error:

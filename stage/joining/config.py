@@ -58,7 +58,10 @@ class JoinConfig:
 
 
 def facing(address: str) -> str:
-    """Return this machine's own address on the route to host:port: the source address of a connection there."""
+    """Return this machine's own address on the route to host:port: the source address of a connection there.
+
+    Raises StageLostError where no route leads there.
+    """
     host, port = host_of(address), int(address.rpartition(":")[2])
     if is_loopback(host) and not _is_ip(host):
         return "127.0.0.1"

@@ -59,7 +59,10 @@ class RowEncoder:
         return Encoded(exponents if found & _rows.SCALED else None, not found & _rows.NOT_FINITE)
 
     def measure(self, rows: Rows32) -> Rows32:
-        """Return the largest magnitude of each row, f32 (n_rows,); NaN or inf marks a row that must not travel."""
+        """Return the largest magnitude of each row of f32 (n_rows, width), as f32 (n_rows,).
+
+        NaN or inf marks a row that must not travel. Raises ValueError for rows of another width.
+        """
         if rows.shape[1] != self._width:
             raise ValueError(f"rows are {rows.shape[1]} wide, this encoder was made for {self._width}")
         largest = self._largest[: rows.shape[0]]

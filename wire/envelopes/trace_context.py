@@ -66,7 +66,10 @@ def pack(context: SpanContext) -> bytes:
 
 
 def unpack(context: bytes) -> SpanContext | None:
-    """Return the remote span context that TRACE_BYTES (or IDS_BYTES, then sampled) name; None for zeros."""
+    """Return the remote span context that TRACE_BYTES (or IDS_BYTES, then sampled) name; None for zeros.
+
+    Raises ValueError for another number of bytes.
+    """
     from opentelemetry.trace import SpanContext, TraceFlags
 
     if len(context) not in (TRACE_BYTES, IDS_BYTES):

@@ -17,7 +17,12 @@ class World:
     def __init__(self) -> None:
         self.reading: Future[None] = Future()
         self.pushed: list[QueuedFrame] = []
-        self.restores = Restores(lambda key: self.reading if key == READING else None, self.pushed.extend)
+        self.filling: dict[int, Future[None]] = {}  # by session
+        self.restores = Restores(
+            lambda key: self.reading if key == READING else None,
+            self.pushed.extend,
+            lambda control: self.filling.get(control.session_id),
+        )
 
     def sift(self, *frames: QueuedFrame) -> list[QueuedFrame]:
         return self.restores.sift(list(frames))
@@ -64,3 +69,32 @@ async def test_an_epoch_that_is_over_leaves_nothing_waiting() -> None:
     world.restores.drop_route(ROUTE)
     await world.read()
     assert world.pushed == []
+
+
+async def test_rows_wait_until_their_lane_is_filled_and_the_control_does_not() -> None:
+    world = World()
+    world.filling = {1: Future(), 2: Future()}
+    frames = [control(1, Flag.OPEN), restore(1, THERE), rows_frame(1, 40), rows_frame(5, 0)]
+    assert world.sift(*frames) == [*frames[:2], frames[3]]
+    copier = [control(2, Flag.OPEN), control(2, Flag.COPY_PREFIX, 40, argument=1), rows_frame(2, 40)]
+    assert world.sift(*copier) == copier[:1], "its source is not filled yet"
+    assert world.restores.session_ids(ROUTE) == {1, 2}
+    world.filling[1].set_result(None)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert world.pushed == [frames[2], copier[1]], "now its own lane is filled"
+    world.filling[2].set_result(None)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert world.pushed[2:] == copier[2:]
+    assert world.restores.session_ids(ROUTE) == set()
+
+
+async def test_a_state_is_read_and_then_its_lane_is_filled() -> None:
+    world = World()
+    world.filling = {1: Future()}
+    wanted, rows = restore(1, READING), rows_frame(1, 40)
+    assert world.sift(wanted, rows) == []
+    await world.read()
+    assert world.pushed == [wanted]
+    assert world.sift(control(1, Flag.CLOSE))[0] == rows, "the end of the session ends its wait"

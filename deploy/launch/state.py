@@ -34,6 +34,7 @@ import msgspec
 
 from relayline.deploy.launch.process_id import ProcessId, age_s, is_running
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.files import naming
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.common.places import state_dir
 
@@ -194,7 +195,8 @@ class StateDir:
     def store(self, state: LaunchState) -> None:
         """Replace the stored state in one step."""
         partial = self._state.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
+        with naming(self._state):
+            partial.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n")
         partial.replace(self._state)
 
     def keys_named(self) -> Path | None:

@@ -98,7 +98,7 @@ class Supervisor:
             kept = self._kept(stage.name, self._stage_arguments(stage, join), None)
             self._stages[stage.name] = kept
             self._keep(kept)
-        if self._stages:
+        if self._stages and not self.plan.remote:  # otherwise it waits for hosts, and says so
             self._emit({"event": "loading", "stages": list(self._stages), "message": _loading(len(self._stages))})
         for remote in self.plan.remote:
             authority = self.plan.authority

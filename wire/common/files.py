@@ -9,6 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system say that it is about `path` where it names no file, as that of a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def write_file(path: Path, data: bytes, mode: int) -> None:
     """Write `data` to `path` with `mode`, whole or not at all, replacing any earlier file. Raises OSError."""
     with _replacing(path) as partial:
@@ -35,7 +46,8 @@ def _replacing(path: Path) -> Iterator[Path]:
     """Give a name for the new file; it takes the place of the old one at the end, and goes after an error."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        yield partial
+        with naming(path):
+            yield partial
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

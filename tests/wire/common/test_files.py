@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from relayline.wire.common import files
-from relayline.wire.common.files import write_again, write_file
+from relayline.wire.common.files import naming, write_again, write_file
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +36,17 @@ def test_a_file_that_can_be_made_again_gets_its_directory_and_appears_whole(tmp_
     with pytest.raises(OSError):
         write_again(blocked, b"one")
     assert sorted(tmp_path.iterdir()) == [blocked, path.parent], "what was written in part is gone"
+
+
+def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as refused:
+        write_file(tmp_path / "token", b"x", 0o600)
+    assert refused.value.filename == str(tmp_path / "token")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="No space left") as refused, naming(tmp_path / "state"):
+        full(0)
+    assert refused.value.filename == str(tmp_path / "state")

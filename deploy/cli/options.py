@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from relayline.deploy.cli.sections import Sectioned as Sectioned
 from relayline.deploy.cli.setting_flags import Decorator, setting_options
 from relayline.deploy.machine.cores import Cores, read_cores
 from relayline.wire.common.errors import UsageError

@@ -26,6 +26,7 @@ from relayline.deploy.cli.join_flags import (
 from relayline.deploy.cli.options import (
     Address,
     CoreList,
+    Sectioned,
     chat_template_option,
     check_draft,
     content_option,
@@ -76,7 +77,7 @@ def watch_stdin() -> None:
     threading.Thread(target=wait, name="supervisor", daemon=True).start()
 
 
-@click.command("stage", short_help="Run one stage process.")
+@click.command("stage", cls=Sectioned, short_help="Run one stage process.")
 @stage_join_options
 @click.option(
     "--listen",
@@ -195,7 +196,10 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
 
 
 @click.command(
-    "serve", short_help="Run the coordinator and its HTTP API.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
+    "serve",
+    cls=Sectioned,
+    short_help="Run the coordinator and its HTTP API.",
+    context_settings={"auto_envvar_prefix": "RELAYLINE"},
 )
 @manifest_option
 @click.option(

@@ -24,6 +24,7 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
+from relayline.deploy.cli.sections import Sectioned
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError
 
@@ -42,7 +43,9 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.command("up", short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"})
+@click.command(
+    "up", cls=Sectioned, short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
+)
 @click.argument("target", metavar="[MODEL|MANIFEST]", type=click.Path(), required=False)
 @click.option("--model", default=None, help="The model, instead of MODEL.")
 @click.option("--name", default="", help="Name of the pipeline [default: the manifest's, or the model's].")

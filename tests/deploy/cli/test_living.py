@@ -26,6 +26,7 @@ from relayline.deploy.cli.completion import SHELLS
 from relayline.deploy.cli.console_http import DEFAULT_URL, key_option, url_option
 from relayline.deploy.cli.load import Summary
 from relayline.deploy.cli.main import COMMANDS, grouped, nearest, relayline
+from relayline.deploy.cli.sections import TITLES
 from relayline.deploy.launch.cached import kept_downloads
 from relayline.deploy.launch.checks import warn_of_context
 from relayline.deploy.launch.control import find, launched
@@ -326,3 +327,17 @@ def test_every_command_takes_its_own_options(name: str) -> None:
         if each.callback is not None:
             given = {parameter.name: None for parameter in each.params if parameter.expose_value}
             inspect.signature(each.callback).bind_partial(**given)
+
+
+@pytest.mark.parametrize("name", ["up", "serve", "stage"])
+def test_help_of_many_options_is_in_sections_and_leaves_none_out(name: str) -> None:
+    module, function = COMMANDS[name]
+    command = getattr(importlib.import_module(module), function)
+    text = CliRunner().invoke(command, ["--help"]).output
+    titles = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [title for title in TITLES if title in titles]
+    assert {"Options", "Engine", "Traces and logs"} <= set(titles)
+    engine = text[text.index("\nEngine:") : text.index("\nAccess:" if name == "stage" else "\nServing:")]
+    assert "--ctx" in engine
+    shown = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    assert all(option.opts[0] in text for option in shown)

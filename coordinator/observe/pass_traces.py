@@ -114,7 +114,8 @@ class PassTraces:
                 )
             answered = [(sample.session_id, sample.position) for sample in message.samples]
             answered += [(passed.session_id, passed.position) for passed in message.progress]
-            self._passes.returned(context, answered, n_tokens, now_ns)
+            granted = [(sample.session_id, sample.position) for sample in message.samples if sample.grant]
+            self._passes.returned(context, answered, n_tokens, now_ns, granted)
 
     def session_ended(self, session_id: int) -> None:
         """A session has ended: no more answers will come for it."""

@@ -48,6 +48,8 @@ class Window:
     streams: set[int] = dataclasses.field(default_factory=set)
     waiting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Frames on their way: session, and the position after the frame's last row."""
+    has_grants: bool = False
+    """Whether stages make passes of it by themselves. Then it stays for another WINDOW_NS after it was closed."""
     lost: str = ""  # why the pipeline was lost while it was under way
 
     @property
@@ -92,6 +94,7 @@ class Passes:
         window = self._current
         if window is None or window.is_full(now_ns):
             window = self._open(now_ns)
+        window.has_grants |= extends or any(frame.argument and not frame.flags & Flag.PREFILL for frame in rows)
         if extends:  # passes that stages make by themselves are of this window from now on
             return window.root if window.is_sampled else trace_context.NONE
         records = [record_of(frame.session_id) for frame in rows]
@@ -122,16 +125,29 @@ class Passes:
         """Return the window that a context is of, while it is under way."""
         return self._windows.get(context[: trace_context.TRACE_ID_BYTES])
 
-    def returned(self, context: bytes, answered: Iterable[tuple[int, int]], n_tokens: int, now_ns: int) -> None:
-        """Answers have come for frames: (session, position after the last row). Without a context, of any window."""
+    def returned(
+        self,
+        context: bytes,
+        answered: Iterable[tuple[int, int]],
+        n_tokens: int,
+        now_ns: int,
+        granted: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Answers have come for frames: (session, position after the last row). Without a context, of any window.
+
+        granted: those of rows under a grant. A pass of rows that did not leave here was made by the stages themselves.
+        """
         window = self.window_of(context)
         if window is not None:
+            if n_rows := sum(1 for key in granted if key not in window.waiting):
+                window.n_passes += 1
+                window.n_rows += n_rows
             window.n_tokens += n_tokens
             window.last_ns = max(window.last_ns, now_ns)
         keys = list(answered)
         for each in [window] if window is not None else list(self._windows.values()):
             each.waiting.difference_update(keys)
-        self._finish_those_over()
+        self._finish_those_over(now_ns)
 
     def forget(self, session_id: int) -> None:
         """A session has ended: no more answers will come for it.
@@ -146,7 +162,7 @@ class Passes:
         """Close the current window for new passes, and finish it if no answers are to come."""
         window = self._close(now_ns)
         if window is not None:
-            self._finish_if_over(window)
+            self._finish_if_over(window, now_ns)
 
     def _close(self, now_ns: int) -> Window | None:
         window, self._current = self._current, None
@@ -158,7 +174,7 @@ class Passes:
         """Close the current window after its second, and finish windows whose answers do not come."""
         if self._current is not None and now_ns - self._current.started_ns >= WINDOW_NS:
             self.close(now_ns)
-        self._finish_those_over()
+        self._finish_those_over(now_ns)
         for window in list(self._windows.values()):
             if window.is_closed and now_ns - window.closed_ns >= ANSWER_WAIT_NS:
                 self._finish(window)
@@ -175,12 +191,13 @@ class Passes:
         for window in list(self._windows.values()):
             self._finish(window)
 
-    def _finish_those_over(self) -> None:
+    def _finish_those_over(self, now_ns: int) -> None:
         for window in list(self._windows.values()):
-            self._finish_if_over(window)
+            self._finish_if_over(window, now_ns)
 
-    def _finish_if_over(self, window: Window) -> None:
-        if window.is_closed and not window.waiting:
+    def _finish_if_over(self, window: Window, now_ns: int) -> None:
+        stays_ns = WINDOW_NS if window.has_grants else 0
+        if window.is_closed and not window.waiting and now_ns - window.closed_ns >= stays_ns:
             self._finish(window)
 
     def _finish(self, window: Window) -> None:

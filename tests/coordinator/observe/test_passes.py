@@ -64,6 +64,29 @@ def test_passes_of_one_second_share_a_trace_and_the_next_has_its_own() -> None:
     assert world.done[1].root == second
 
 
+def test_passes_that_stages_make_by_themselves_are_counted() -> None:
+    """Rows under a grant: the first leaves, the others are known by their answers; an extension opens a window."""
+    world = World()
+    rows = [Frame(i, 3, (7,), Flag.WANTS_SAMPLE, 5 << 32) for i in (1, 2)]
+    first = world.passes.leaves(rows, 0, world.record_of)
+    below = trace_context.new_below(first)
+    for position in (4, 5, 6):
+        keys = [(session_id, position) for session_id in (1, 2)]
+        world.passes.returned(below, keys, 2, position, keys)
+    extension = Frame(1, 0, (), Flag.EXTEND, 5 << 32)
+    assert world.passes.leaves([extension], 9, world.record_of) == first
+    second = world.passes.leaves([extension], WINDOW_NS, world.record_of)
+    assert second[:16] != first[:16]
+    world.passes.returned(second, [(1, 7)], 1, WINDOW_NS + 1, [(1, 7)])
+    late = [(2, 7)]
+    world.passes.returned(below, late, 1, WINDOW_NS + 2, late)
+    assert world.done == [], "more passes of it may come"
+    world.passes.look(2 * WINDOW_NS)
+    world.passes.look(3 * WINDOW_NS)
+    assert [(window.n_passes, window.n_rows, window.n_tokens) for window in world.done] == [(4, 7, 7), (1, 1, 1)]
+    assert world.passes.leaves([Frame(1, 0, (), Flag.CLOSE)], 9, world.record_of) == trace_context.NONE
+
+
 def test_a_trace_is_no_longer_than_a_viewer_draws() -> None:
     world = World()
     roots = [world.leave(at, 1, position=at) for at in range(1_000)]

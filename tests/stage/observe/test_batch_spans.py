@@ -23,7 +23,7 @@ from relayline.stage.observe.observer import _constants
 from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes import trace_context
-from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.frames import Flag, grant_argument
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -315,6 +315,21 @@ async def test_level_frames_shows_every_frame_in_its_request_s_own_trace() -> No
     assert abs(waited.timestamp - frame.start_time - given[names.ATTR_FRAME_WAIT_NS]) < 1000
     assert frame.start_time == pytest.approx(batch.start_time, abs=1000)
     assert frame.end_time == pytest.approx(batch.end_time, abs=1000)
+
+
+async def test_a_batch_says_how_many_rows_are_under_a_grant() -> None:
+    with storing(Level.BATCHES) as store:
+        async with one_stage(store) as (_, one):
+            await one.send(
+                control(5, Flag.OPEN), traced(rows_frame(5, 0, 2, PREFILL | SAMPLE), trace_context.new_root())
+            )
+            assert not (await one.reply()).samples[0].grant
+            row = traced(rows_frame(5, 2, 1, SAMPLE), trace_context.new_root())
+            row.argument = grant_argument(9, 7)
+            await one.send(row)
+            assert (await one.reply()).samples[0].grant == 9
+        spans = store.spans(*names.BATCH_NAMES)
+    assert [dict(span.attributes or {}).get(names.ATTR_BATCH_GRANTED) for span in spans] == [None, 1]
 
 
 async def test_a_failed_decode_is_an_error_on_its_span() -> None:

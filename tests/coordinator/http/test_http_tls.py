@@ -25,6 +25,7 @@ from relayline.deploy.launch.certificates import init_authority, issue
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.serving import flag_defaults
 from relayline.deploy.manifest import parse_manifest
+from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.processes import relayline
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links import tls_door
@@ -136,9 +137,9 @@ def test_files_that_cannot_be_used(pair: tuple[Path, Path], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "command", [("serve", "--pipeline", "x", "--stages", "127.0.0.1:1"), ("up", "--model", "m.gguf")]
+    "command", [("serve", "--pipeline", "x", "--stages", "127.0.0.1:1"), ("up", "--model", DEMO_MODEL)]
 )
-def test_commands_say_it_in_a_line(command: tuple[str, ...], pair: tuple[Path, Path], tmp_path: Path):
+def test_commands_say_it_in_a_line(command: tuple[str | Path, ...], pair: tuple[Path, Path], tmp_path: Path):
     done = relayline(*command, "--http-cert", pair[0])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--http-cert and --http-key go together; give both or none" in done.stderr

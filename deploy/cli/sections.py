@@ -34,7 +34,7 @@ class Sectioned(click.Command):
         """Write the options."""
         found: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 found[title_of(parameter.opts[0])].append(record)
         for title, records in found.items():
             if records:

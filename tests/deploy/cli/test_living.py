@@ -341,3 +341,4 @@ def test_help_of_many_options_is_in_sections_and_leaves_none_out(name: str) -> N
     assert "--ctx" in engine
     shown = [option for option in command.params if isinstance(option, click.Option) and not option.hidden]
     assert all(option.opts[0] in text for option in shown)
+    assert "\n  [MODEL|MANIFEST]" not in text, "an argument is no option"

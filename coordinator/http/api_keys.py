@@ -110,7 +110,7 @@ def _read(path: Path) -> str:
             mode = path.stat().st_mode
         text = data.decode()
     except FileNotFoundError as error:
-        raise UsageError(f"API key file {path} does not exist") from error
+        raise UsageError(f"API key file {path} does not exist; write one with a key per line") from error
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
         raise UsageError(f"API key file {path} cannot be read: {why}") from error

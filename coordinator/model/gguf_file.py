@@ -130,18 +130,22 @@ def _read(path: Path) -> GgufModel:
     for number in range(2, count + 1):
         shard_path = path.with_name(f"{named['stem']}-{number:05d}-of-{count:05d}.gguf")
         if not shard_path.is_file():
-            raise ModelFileError(f"{shard_path}: shard {number} of {count} is missing")
+            raise ModelFileError(
+                f"{shard_path}: shard {number} of {count} is missing; put all shards into one directory"
+            )
         shards.append(read_header(shard_path, number - 1, budget))
     for index, shard in enumerate(shards):
         if shard.value("split.no") != index or shard.value("split.count") != count:
             raise ModelFileError(
                 f"{shard.path}: says it is shard {_one_based(shard.value('split.no'))} of {shard.value('split.count')},"
-                f" but its name says {index + 1} of {count}"
+                f" but its name says {index + 1} of {count}; give it its old name, or download it again"
             )
     model = _joined(tuple(shards))
     expected = first.value("split.tensors.count")
     if isinstance(expected, int) and expected != len(model.tensors):
-        raise ModelFileError(f"{path}: the shards hold {len(model.tensors)} tensors, the first announces {expected}")
+        raise ModelFileError(
+            f"{path}: the shards hold {len(model.tensors)} tensors, the first announces {expected}; download them again"
+        )
     return model
 
 

@@ -381,6 +381,11 @@ def _put_zeros(size_bytes: int, put: Callable[[bytes | memoryview], None]) -> No
         size_bytes -= len(zeros)
 
 
+def _cut_short(source: BinaryIO, tensor: Tensor) -> ModelFileError:
+    text = "split it again when nothing writes to it"
+    return ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split; {text}")
+
+
 def _put_tensor(
     source: BinaryIO, tensor: Tensor, buffer: memoryview, put: Callable[[bytes | memoryview], None]
 ) -> None:
@@ -389,7 +394,7 @@ def _put_tensor(
         piece = buffer[: min(len(buffer), tensor.size_bytes - done)]
         n_read = os.preadv(source.fileno(), [piece], tensor.offset + done)
         if n_read == 0:
-            raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+            raise _cut_short(source, tensor)
         put(piece[:n_read])
         done += n_read
 
@@ -404,7 +409,7 @@ def _put_reordered(
     for start in range(0, tensor.size_bytes, head_bytes):
         head = os.pread(source.fileno(), head_bytes, tensor.offset + start)
         if len(head) != head_bytes:
-            raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+            raise _cut_short(source, tensor)
         put(b"".join(head[row * row_bytes : (row + 1) * row_bytes] for row in order))
 
 
@@ -412,6 +417,6 @@ def _multiplied(source: BinaryIO, tensor: Tensor, factor: float) -> bytes:
     """Return a small F32 tensor with every value multiplied."""
     found = os.pread(source.fileno(), tensor.size_bytes, tensor.offset)
     if len(found) != tensor.size_bytes:
-        raise ModelFileError(f"{source.name}: ended inside tensor {tensor.name} while it was being split")
+        raise _cut_short(source, tensor)
     layout = f"<{len(found) // 4}f"
     return struct.pack(layout, *(value * factor for value in struct.unpack(layout, found)))

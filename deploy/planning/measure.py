@@ -138,7 +138,9 @@ def _calibrate(artifact: Path, arguments: Sequence[str], n_at_once: int) -> list
     try:
         outputs = [child.communicate(timeout=CALIBRATE_TIMEOUT_S) for child in children]
     except subprocess.TimeoutExpired as error:
-        raise StartError(f"measuring took longer than {CALIBRATE_TIMEOUT_S:.0f} s") from error
+        raise StartError(
+            f"measuring took longer than {CALIBRATE_TIMEOUT_S:.0f} s; try again when this machine is idle"
+        ) from error
     finally:
         for child in children:
             if child.poll() is None:

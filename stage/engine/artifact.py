@@ -288,7 +288,7 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     pipeline = _read_pipeline(path.parent / PIPELINE_FILE)
     entry = next((entry for entry in pipeline.stages if entry.file == path.name), None)
     if entry is None:
-        raise ArtifactError(f"{path}: {PIPELINE_FILE} in its directory does not list this file")
+        raise ArtifactError(f"{path}: {PIPELINE_FILE} in its directory does not list this file; copy both again")
     size_bytes = path.stat().st_size
     if size_bytes != entry.size_bytes:
         raise ArtifactError(f"{path}: {size_bytes} bytes, but {PIPELINE_FILE} lists {entry.size_bytes}; copy it again")
@@ -298,7 +298,8 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     artifact = open_artifact(path)
     if artifact.pipeline_id != pipeline.pipeline_id or artifact.stage_index != entry.index:
         raise ArtifactError(
-            f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} in its directory"
+            f"{path}: is stage {artifact.stage_index} of another split than {PIPELINE_FILE} in its directory; "
+            "copy both again"
         )
     return artifact
 

@@ -197,11 +197,11 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except FileNotFoundError as error:
-        raise UsageError(f"token file {path} does not exist") from error
+        raise UsageError(f"token file {path} does not exist; `relayline certs issue` makes one") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"token file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not token:
-        raise UsageError(f"token file {path} is empty")
+        raise UsageError(f"token file {path} is empty; `relayline certs issue` makes one")
     check_token(token, f"the token in {path}")
     return token
 

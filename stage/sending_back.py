@@ -7,16 +7,19 @@ it was told that this link stands, so an older stage 0, or one that cannot be re
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.grants import returning
-from relayline.wire.common.errors import RelaylineError
+from relayline.wire.common.errors import InternalError, RelaylineError
 from relayline.wire.common.tasks import end_task
 from relayline.wire.envelopes.buffers import Buffer, with_extras
 from relayline.wire.links.eager import Begun
 from relayline.wire.links.relay_link import RelayLink
+
+log = logging.getLogger("relayline.stage")
 
 Granted = Sequence[tuple[QueuedFrame, int]]
 
@@ -82,6 +85,9 @@ class SendingBack:
                 await self._wake.wait()
         except RelaylineError as error:
             self._on_lost(error)
+        except Exception as error:  # a bug of ours: without a word, streams under grants would wait
+            log.exception("sending tokens back to stage 0 failed")
+            self._on_lost(InternalError(f"sending tokens back to stage 0 failed: {error}"))
 
     async def _opened(self) -> RelayLink | None:
         """Open the link; None if stage 0 does not take it."""

@@ -24,14 +24,14 @@ async def test_proxy_holds_bytes_back_in_both_directions_without_throttling() ->
             await writer.drain()
         writer.close()
 
-    delay_s, n_messages = 0.05, 20
+    delay_s, n_messages = 0.05, 400  # one after another they would take 20 s
     loop = asyncio.get_running_loop()
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     async with server, delayed([f"127.0.0.1:{server.sockets[0].getsockname()[1]}"], delay_s) as (proxy,):
         host, _, port = proxy.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         sent_s = loop.time()
-        for index in range(n_messages):  # all under way at once: the whole takes one round trip, not twenty
+        for index in range(n_messages):  # all under way at once: the whole takes one round trip, not 400
             writer.write(index.to_bytes(4, "big"))
             await writer.drain()
         answer = await reader.readexactly(4 * n_messages)

@@ -49,7 +49,7 @@ def engine(request: pytest.FixtureRequest, artifacts: list[Path]) -> Iterator[Na
 
 
 def test_both_curves_cover_the_fitting_sizes_and_lanes_end_empty(engine: NativeEngine) -> None:
-    curves = calibrate(engine)
+    curves = calibrate(engine, budget_s=3_600)
     decode_rows = [rows for rows, _ in curves.decode.points()]
     assert decode_rows == [rows for rows in LADDER if rows <= (8 if engine.is_last else 32)]
     assert all(ns > 0 for _, ns in curves.decode.points() + curves.prefill.points())

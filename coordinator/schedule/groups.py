@@ -53,6 +53,7 @@ PRESSURE_MAX = 64  # prompts per running stream beyond which more of them change
 FALLBACK_CHUNK_ROWS = 64  # while nothing has been measured
 TRAIN_ROWS = 512  # prompt rows that a train is made for if their number is unknown
 TRAIN_ROWS_MAX = 4_096  # beyond that the best chunk hardly changes
+NEAR_TRAIN = 1.1  # of such trains that of the largest chunk is taken
 EQUAL = 1.02  # plans whose predicted rates are this close count as equally fast
 # A single flight that leaves streams out must be predicted to be this many times as fast as one of all streams: streams
 # left out wait for a whole extra step, and curves are not exact.
@@ -332,7 +333,11 @@ class GroupPlanner:
             all_ns = train_ns(prompts_ns(self.devices, chunk), n_chunks) + ways_ns
             return all_ns * (n_rows + max(min(chunk, n_rows), n_rows / n_prompts)) / (2 * n_rows)
 
-        return min(self.chunks, key=time_ns)
+        best = min(self.chunks, key=time_ns)
+        if not self.tile_rule.is_avoided:
+            return best
+        # Where steps stay small, their number weighs: each costs some more than its curve says.
+        return max(chunk for chunk in self.chunks if time_ns(chunk) <= NEAR_TRAIN * time_ns(best))
 
 
 def _power_of_two(number: int) -> int:

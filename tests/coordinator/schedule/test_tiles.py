@@ -116,6 +116,14 @@ def test_more_prompt_rows_ride_with_more_decode_rows() -> None:
         assert not goes_by_tiles(plan.group_rows if n_streams else 0, plan.ride_rows, takes_lanes_apart=True)
 
 
+def test_a_train_has_few_steps_where_more_gain_little() -> None:
+    """By the curve chunks of 32 rows are read a little sooner; each step costs more than that."""
+    curve = CostCurve([(1, 0.3e6), (512, 40e6)])
+    apart, plain = (StageCost(curve, curve, 512, 1.0, 2.0, takes_lanes_apart=each) for each in (True, False))
+    chunks = [GroupPlanner([cost] * 2).plan(0, n_prompts=1, n_prompt_rows=500).chunk_rows for cost in (apart, plain)]
+    assert chunks == [60, 32]
+
+
 def test_without_tiles_all_room_is_used() -> None:
     line, sessions = PromptLine(), [session_of(at, 40, 300) for at in range(3)]
     for session in sessions:

@@ -128,7 +128,7 @@ class Pipeline:
 
     def slots(self) -> list[Slot]:
         """Return what each lane does."""
-        return slots_of(self.conductor.admission, may_draft=self.config.serving.draft != 0)
+        return slots_of(self.conductor.admission, may_draft=self.config.serving.draft_tokens != 0)
 
     def open(self, request: GenerationRequest, record: RequestRecord | None = None) -> SessionStream:
         """Admit and start a request; see Generator.open."""

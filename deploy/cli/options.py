@@ -162,7 +162,12 @@ pipeline_options = setting_options(ServingSettings, but=HTTP_SETTINGS)
 
 
 def check_draft(serving: ServingSettings, policy: str) -> None:
-    """Raise UsageError where drafts are asked for by number and none would be made."""
+    """Raise UsageError where drafts are asked for by number and none would be made, or no grants because of them."""
+    grants = entry_of(ServingSettings, "grant_steps").flag
+    if serving.draft > 0 and serving.grant_steps:
+        flag = entry_of(ServingSettings, "draft").flag
+        both = f"{flag} {serving.draft} and {grants} {serving.grant_steps}"
+        raise UsageError(f"{both} exclude each other: streams with drafts get no grants; turn one of them off")
     by_hand = serving.groups or serving.group_rows
     if serving.draft > 0 and policy != "auto" and not by_hand:
         flag = entry_of(ServingSettings, "draft").flag

@@ -189,7 +189,7 @@ def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
         n_groups=serving.groups,
         group_rows=serving.group_rows,
         chunk_rows=serving.prefill_chunk,
-        draft=serving.draft,
+        draft=serving.draft_tokens,
         grant_steps=serving.grant_steps,
         itl_stretch=serving.itl_stretch,
     )

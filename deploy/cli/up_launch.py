@@ -34,7 +34,9 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     else:
         if is_on_hub(str(target)):
             # Everything is looked at before a model is loaded from the hub, which may take an hour.
-            check_before_work(override(_placeholder(given["name"]), changes | http_of(given)), may_run=True)
+            expected = override(_placeholder(given["name"]), changes | http_of(given))
+            check_before_work(expected, may_run=True)
+            check_draft(expected.serving, expected.engine.policy)
         model = resolve_model(str(target))
         manifest, source = with_usual_lanes(smallest_manifest(model)), model.absolute()
         changes |= http_of(given)

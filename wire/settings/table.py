@@ -29,7 +29,7 @@ POLICIES = ("auto", "drain", "single")
 KV_TYPES = ("f32", "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 WIRE_DTYPES = tuple(DTYPE_BY_NAME)
 PREFIX_MEMORY_AUTO = -1  # of EngineSettings.prefix_memory_bytes: as much as the host can spare
-DRAFT_AUTO = -1  # of ServingSettings.draft: as many as pays
+DRAFT_AUTO = -1  # of ServingSettings.draft: as many as pays, but none with grants
 
 assert LANES_MAX * bounds.CTX_TOKENS_MAX < 1 << 30  # llama.cpp counts the cells of a cache in 32 bits
 
@@ -343,8 +343,8 @@ class ServingSettings(Settings):
     draft: int = setting(
         DRAFT_AUTO,
         """
-    Draft tokens for speculative decoding by prompt lookup, verified in one step. auto: as many as pay off; off: none;
-    N: always up to N.""",
+    Draft tokens for speculative decoding by prompt lookup, verified in one step. auto: as many as pay off, but none
+    with --grant-steps; off: none; N: always up to N, which excludes --grant-steps.""",
         words={"auto": DRAFT_AUTO, "off": 0},
         low=1,
         high=bounds.DRAFT_TOKENS_MAX,
@@ -355,8 +355,8 @@ class ServingSettings(Settings):
     grant_steps: int = setting(
         0,
         """
-    Over several stages: steps for which stages continue a stream without waiting for the coordinator. off: none.
-    Streams with drafts wait in any case. If the coordinator is far away: as many as go into four round trips.""",
+    Steps for which stages continue a stream without waiting for the coordinator. off: none. It turns --draft auto
+    off, and does nothing with one stage. If the coordinator is far away: as many as go into four round trips.""",
         words={"off": 0},
         low=1,
         high=bounds.GRANT_STEPS_MAX,
@@ -528,6 +528,11 @@ class ServingSettings(Settings):
         place="coordinator.http.strictMaxTokens",
         reader=COORDINATOR,
     )
+
+    @property
+    def draft_tokens(self) -> int:
+        """`draft` as it holds: DRAFT_AUTO is none with grants, since a stream with drafts gets no grant."""
+        return 0 if self.grant_steps and self.draft == DRAFT_AUTO else self.draft
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

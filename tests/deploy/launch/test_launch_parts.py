@@ -92,6 +92,29 @@ def test_drafts_by_number_need_the_policy_that_makes_them() -> None:
     assert draft_of_serve("--policy", "drain", "--groups", "2", "--draft", "4") == 4
 
 
+def test_with_grants_there_are_no_drafts_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flags, as variables, in a manifest, and over one."""
+    (tmp_path / "pipeline.yaml").write_text(SMALL + "  batching: {grantSteps: 8}\n")
+    monkeypatch.setattr("relayline.deploy.cli.up_launch.with_stage_flags", lambda manifest, *_: manifest)
+    manifest = launched(monkeypatch, str(tmp_path / "pipeline.yaml")).manifest
+    assert manifest.serving.draft_tokens == 0
+    assert override(manifest, changes_of({"grant_steps": 0})).serving.draft_tokens == DRAFT_AUTO
+    assert draft_of_serve("--grant-steps", "8") == draft_of_serve("--manifest", tmp_path / "pipeline.yaml") == 0
+    assert draft_of_serve("--grant-steps", "off") == DRAFT_AUTO
+    assert draft_of_serve("--grant-steps", "8", "--draft", "off") == 0
+    excluded = "^--draft 4 and --grant-steps 8 exclude each other: streams with drafts get no grants"
+    with pytest.raises(UsageError, match=excluded):
+        draft_of_serve("--grant-steps", "8", "--draft", "4")
+    with pytest.raises(UsageError, match=excluded):
+        launched(monkeypatch, str(tmp_path / "pipeline.yaml"), "--draft", "4")
+    monkeypatch.setenv("RELAYLINE_DRAFT", "4")
+    for arguments in (["--grant-steps", "8"], ["--manifest", tmp_path / "pipeline.yaml"]):
+        with pytest.raises(UsageError, match=excluded):
+            draft_of_serve(*arguments)
+    with pytest.raises(UsageError, match=excluded):
+        launched(monkeypatch, "m.gguf", "--grant-steps", "8")
+
+
 @pytest.mark.parametrize(
     ("draft", "n_tokens"),
     [("auto", DRAFT_AUTO), ("off", 0), ("0", 0), ("1", 1), (str(DRAFT_TOKENS_MAX), DRAFT_TOKENS_MAX)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import functools
 import gc
@@ -316,6 +317,12 @@ def test_benches_do_not_import_tests() -> None:
         if name.split(".")[0] == "tests"
     ]
     assert wrong == []
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """pytest imports them by these names alone, so a second file of one name ends a run of both."""
+    names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, n_files in names.items() if n_files > 1] == []
 
 
 def test_tests_of_the_product_do_not_import_benches() -> None:

@@ -1,5 +1,5 @@
 """`python -m relayline.deploy.cli`: the same as the `relayline` command."""
 
-from relayline.deploy.cli.main import main
+from relayline.deploy.cli.entry import main
 
 main()

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from relayline.deploy.cli.interrupts import EndAtOnce
 from relayline.deploy.cli.options import slice_options, threads_option
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, PAD_SEARCH_ROWS
 from relayline.wire.settings.setting import from_parameters
@@ -48,7 +49,8 @@ def calibrate_command(artifact: Path, as_json: bool, **given: Any) -> None:
         max_wanted=min(settings.n_lanes + PAD_SEARCH_ROWS, max_rows),
     )
     device_ids = [device.id for device in place_of(settings).devices]
-    with NativeEngine(config) as engine, alone_on(device_ids):
+    # Native steps call back into Python, where an exception would be lost.
+    with EndAtOnce(), NativeEngine(config) as engine, alone_on(device_ids):
         curves = fresh_curves(engine)
     if as_json:
         found = {"artifact": sizes_of(artifact), "threads": settings.n_threads, "kv_layout": layout}

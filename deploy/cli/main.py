@@ -1,7 +1,7 @@
 """The `relayline` command. Each subcommand is in the folder of the thing that it starts, and is imported only when it
 is called.
 
-Exit codes: 0 success, 1 failure, 2 usage. A user's mistake prints one line, never a traceback.
+Exit codes: 0 success, 1 failure, 2 usage, 130 interrupted. A user's mistake prints one line, never a traceback.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.interrupts import INTERRUPTED
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
@@ -135,15 +136,15 @@ def relayline() -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    restart_with_huge_pages(sys.argv[1:])
-    for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
     try:
+        restart_with_huge_pages(sys.argv[1:])
+        for stream in (sys.stdout, sys.stderr):  # a terminal that has no bars and arrows shows question marks
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace" if stream is sys.stderr else "replace")
         code = relayline.main(prog_name="relayline", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # click hands ctx.exit's code back here
-    except click.exceptions.Abort:
-        _end(1, "interrupted")
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        _end(INTERRUPTED, "interrupted")
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         sys.exit(2)

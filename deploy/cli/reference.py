@@ -40,7 +40,7 @@ def cli_page() -> str:
     )
     parts = [
         f"# Commands\n\n{MADE}\n"
-        "Exit codes: 0 success, 1 failure, 2 wrong usage. An error is one line on stderr.\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage, 130 ended by Ctrl-C. An error is one line on stderr.\n"
         "Flags override `RELAYLINE_*` environment variables, and these override the manifest.\n\n"
         f"```text\n{root.get_help()}\n```\n"
     ]

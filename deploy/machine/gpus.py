@@ -18,9 +18,11 @@ log = logging.getLogger("relayline.up")
 LIST_TIMEOUT_S = 60.0  # a driver that wakes up takes seconds
 _NO_GPU = ("base", "cpu", "blas", "rpc")  # backends by the names of their libraries
 _LIST = """
-import json, os from relayline.stage.engine import ggml found = [device for device in ggml.list_devices() if
-device.has_own_memory] print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in
-found]), flush=True) os._exit(0)  # some backends abort at exit if something was not freed
+import json, os
+from relayline.stage.engine import ggml
+found = [device for device in ggml.list_devices() if device.has_own_memory]
+print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in found]), flush=True)
+os._exit(0)  # some backends abort at exit if something was not freed
 """
 
 

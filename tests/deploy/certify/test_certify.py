@@ -251,7 +251,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, scratch: Path) -> None:
             process.send_signal(signal.SIGINT)
             break
     _, rest = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1, "".join(seen) + rest
+    assert process.returncode == 130, "".join(seen) + rest
     assert rest.splitlines()[-1] == "relayline: error: interrupted"
     assert not list(scratch.iterdir())
     assert not processes_over(tmp_path)

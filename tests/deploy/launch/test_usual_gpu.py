@@ -119,3 +119,12 @@ def test_a_build_without_a_backend_starts_no_process(tmp_path: Path, monkeypatch
         (tmp_path / name).touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
     assert gpus_here('print(\'[["CUDA0", "x", 1]]\')') == ()
+
+
+def test_the_program_that_lists_gpus_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In any build: one without a backend has no GPU to list, but can be asked."""
+    monkeypatch.setattr("relayline.deploy.machine.gpus._has_backend", lambda: True)
+    gpus_here()
+    assert not caplog.records

@@ -1,0 +1,32 @@
+"""What Ctrl-C does where Python's KeyboardInterrupt is of no use: while modules are imported its traceback would be
+printed, and in a callback that llama.cpp calls it would be lost.
+
+It imports only what Python itself has loaded when it starts, or nearly.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+
+INTERRUPTED = 130  # the exit code that shells give for SIGINT
+
+
+def _end(_number: int, _frame: types.FrameType | None) -> None:
+    os._exit(INTERRUPTED)
+
+
+class EndAtOnce:
+    """A context manager. Inside, SIGINT ends the process with exit code 130 and without a word.
+
+    The caller has nothing to tidy up then. A SIGINT that is ignored, or that has another handler, stays so.
+    """
+
+    def __enter__(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _end)
+
+    def __exit__(self, *_: object) -> None:
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from relayline.coordinator.engine.connection import stage_cost
+from relayline.coordinator.engine.descriptions import stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.observe.overlap import Interval, overlap_between
 from relayline.coordinator.schedule.cycles import CHUNK_LADDER

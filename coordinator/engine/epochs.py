@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.engine.conductor import Conductor
-from relayline.coordinator.engine.connection import Connection
-from relayline.coordinator.engine.epoch_facts import EpochFacts
+from relayline.coordinator.engine.connection import Connection, Peers
+from relayline.coordinator.engine.descriptions import device_lines
 from relayline.coordinator.engine.instructions import Instruction
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
 from relayline.coordinator.engine.reconnect import Reconnector
@@ -145,16 +145,18 @@ class Epochs:
         self._lost = asyncio.get_running_loop().create_future()
         file = self.file
         connection = await Connection.open(
-            addresses,
+            Peers(
+                addresses,
+                self._config.security,
+                self._roster.identities(),
+                self._revocations,
+                self._config.name,
+                self.stage_names,
+            ),
             file,
             route_id=self._route_id,
             epoch=self._conductor.begin_epoch(),
             wire_dtype=self._config.wire_dtype,
-            security=self._config.security,
-            who=self._roster.identities(),
-            revocations=self._revocations,
-            name=self._config.name,
-            stage_names=self.stage_names,
             wants_rows=bool(self._config.serving.mmproj),
             gives_grants=self._config.schedule.grant_steps > 0,
             on_return=self._on_return,
@@ -172,12 +174,12 @@ class Epochs:
         self._sender = TokenSender(
             connection.link, conductor.epoch, self.lose, observer.passes.sent, observer.record_of
         )
-        instructions = conductor.connected(facts_of(connection), time.monotonic_ns())
+        instructions = conductor.connected(connection.merged(), time.monotonic_ns())
         scheduler = conductor.scheduler
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
         connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
         observer.connected(len(self.file.stages), connection.statuses)
-        for line in connection.sharing(self.stage_names):
+        for line in device_lines(connection.facts, self.stage_names):
             log.warning("%s", line)
         self.on_stands()
         self.ready.set()
@@ -252,21 +254,3 @@ class Epochs:
         self._fail_all(NotReadyError("the server is shutting down"))
         if self._sender is not None and not self._lost.done():
             await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
-
-
-def facts_of(connection: Connection) -> EpochFacts:
-    """Return the facts that the stages of a connection reported, merged."""
-    return EpochFacts(
-        n_lanes=connection.n_lanes,
-        ctx_tokens=connection.ctx_tokens,
-        held=connection.held,
-        instances=connection.instances,
-        costs=connection.stage_costs(),
-        rewinds=connection.rewinds,
-        keeps_state=connection.keeps_state,
-        rewind_rows=connection.rewind_rows,
-        tier=connection.tier,
-        options=connection.options,
-        mutual_rows_max=connection.mutual_rows_max,
-        takes_grids=connection.takes_grids,
-    )

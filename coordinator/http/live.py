@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.engine.connection import place_of, share_host, stage_cost
+from relayline.coordinator.engine.descriptions import place_of, share_host, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.middleware import json_response

@@ -9,6 +9,7 @@ from unittest import mock
 
 from hypothesis import strategies as st
 
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.pipeline import Phase, Pipeline, PipelineConfig
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.stage_cost import StageCost
@@ -17,7 +18,6 @@ from relayline.coordinator.sessions.generation import GenerationRequest, Samplin
 from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.coordinator.sessions.session import Session, State
 from relayline.coordinator.sessions.streams import SessionStream
-from relayline.coordinator.sessions.tier import NO_TIER
 from relayline.deploy.testing.simulation.world import smooth
 from relayline.stage.steps.picking import is_guessed_wrong
 from relayline.wire.common.curve import CostCurve
@@ -27,7 +27,6 @@ from relayline.wire.common.errors import (
     RelaylineError,
     StageLostError,
 )
-from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.envelopes.dtypes import DTYPE_F16
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -192,20 +191,10 @@ class World:
         held = stages.left()
         self.n_starts += stages.n_behind < 0
         instances = (f"started {self.n_starts} times",)
-        connection = pipeline.epochs.connection = mock.Mock(
-            n_lanes=stages.n_lanes,
-            ctx_tokens=CTX,
-            held=held,
-            instances=instances,
-            keeps_state=False,
-            tier=NO_TIER,
-            options=OPTIONS,
-            mutual_rows_max=64,
-            takes_grids=True,
-        )
         curve = smooth() if pipeline.config.schedule.draft else CostCurve()  # two stages, so that guesses can fill one
-        connection.sharing = lambda names: ()
-        connection.stage_costs = lambda: [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
+        costs = [StageCost(curve, curve, 64)] * (2 if curve.is_known else 1)
+        merged = EpochFacts(stages.n_lanes, CTX, held, instances, costs, mutual_rows_max=64)
+        connection = pipeline.epochs.connection = mock.Mock(facts=[], merged=lambda: merged)
         with mock.patch("relayline.coordinator.engine.epochs.TokenSender", return_value=stages):
             pipeline.epochs.resume(connection)
 

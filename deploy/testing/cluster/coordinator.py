@@ -378,7 +378,7 @@ class Coordinator:
 
 
 def tier_of(nodes: Sequence[Node]) -> TierFacts:
-    """Return the state of the stages' tiers from the handshake, as coordinator.engine.connection reads it."""
+    """Return the state of the stages' tiers from the handshake, as coordinator.engine.descriptions reads it."""
     descriptions = [pb.DescribeResponse() for _ in nodes]
     for node, message in zip(nodes, descriptions, strict=True):
         node.executor.sessions.states.tell(message)

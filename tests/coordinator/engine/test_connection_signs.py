@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.engine.connection import Connection
+from relayline.coordinator.engine.connection import Connection, Peers
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -20,7 +20,7 @@ WAIT_S = 20
 async def opened(addresses: list[str], heard: Any) -> None:
     unread: Any = None  # the pipeline is not looked at before every stage has answered
     await Connection.open(
-        addresses,
+        Peers(addresses),
         unread,
         route_id=1,
         epoch=1,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.engine.connection import check_stages
+from relayline.coordinator.engine.descriptions import check_stages
 from relayline.coordinator.engine.pipeline import Pipeline, PipelineConfig
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.deploy.testing.reference import ReferenceModel

@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from relayline.coordinator.engine.connection import Connection, _costs_now, refresh_costs, stage_cost
+from relayline.coordinator.engine.connection import Connection, _costs_now, refresh_costs
+from relayline.coordinator.engine.descriptions import device_lines, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS, Held
@@ -184,4 +185,4 @@ async def test_stages_that_name_one_device_are_planned_as_one(ids: tuple[str, st
     again, _ = await _costs_now(connection)
     for costs in (connection.stage_costs(), again):
         assert GroupPlanner(costs).plan(16, n_prompts=0).n_groups == n_groups
-    assert len(connection.sharing(["first", "second"])) == 2 - n_groups
+    assert len(device_lines(facts, ["first", "second"])) == 2 - n_groups

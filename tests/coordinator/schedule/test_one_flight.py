@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from relayline.coordinator.engine.connection import share_host
+from relayline.coordinator.engine.descriptions import share_host
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.one_flight import (

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from relayline.coordinator.engine.connection import Connection, check_stages
+from relayline.coordinator.engine.descriptions import check_stages, merge
+from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
 from relayline.coordinator.images.encoded import row_numbers
 from relayline.coordinator.schedule.prompt_line import PromptLine
@@ -145,9 +146,8 @@ def test_every_stage_has_to_know_them() -> None:
     assert not dataclasses.replace(stage, keeps_state=True).describe().takes_mutual_rows
 
 
-def facts_of_all(facts: list[pb.DescribeResponse]) -> Connection:
-    """A connection to stages that say this of themselves."""
-    return Connection(1, [], facts, [{} for _ in facts])
+def facts_of_all(facts: list[pb.DescribeResponse]) -> EpochFacts:
+    return merge(facts, {}, [])
 
 
 def test_one_that_goes_on_inside_an_image_sends_the_rest_of_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayline.coordinator.engine.connection import check_stages
+from relayline.coordinator.engine.descriptions import check_stages
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayline.coordinator.engine.connection import place_of as read_place
+from relayline.coordinator.engine.descriptions import place_of as read_place
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.load import parse_manifest
 from relayline.deploy.planning.shared import gpu_numbers, gpu_sharing

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from relayline.coordinator.engine.connection import stage_cost
+from relayline.coordinator.engine.descriptions import stage_cost
 from relayline.coordinator.schedule.groups import GroupPlanner
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.stage.speed.curves import Curves, StepShape, shape_of

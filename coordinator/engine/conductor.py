@@ -369,7 +369,7 @@ class Conductor:
             fields = {"request": session.request.request_id, "why": str(error)}
             self._out.append(Log(logging.INFO, "session waits for a lane" if waits else "session replayed", fields))
             self._out.append(Replayed(session.session_id, error.message))
-        self.scheduler.forget(session.session_id, now_ns)
+        self.scheduler.forget(session.session_id)
         self.grants.forget(session.session_id)
         if waits:
             self._keep_trying()
@@ -409,7 +409,7 @@ class Conductor:
         self._out.append(Ended(session.session_id, error))
         if session.started_ns:
             self._turnover.left(now_ns - session.started_ns)
-        self.scheduler.forget(session.session_id, now_ns)
+        self.scheduler.forget(session.session_id)
         self.grants.forget(session.session_id)
         self.scheduler.control(frames)
         self._want_dispatch()

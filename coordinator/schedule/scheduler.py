@@ -121,7 +121,7 @@ class Scheduler:
         if flight.kind in telling and flight.is_whole:
             self._plans.learn_overhead(flight, took_ns)
 
-    def forget(self, session_id: int, now_ns: int) -> None:
+    def forget(self, session_id: int) -> None:
         """Drop a session that has ended: none of its rows waits or counts any more."""
         self._flights.forget(session_id)
         self._prompts.forget(session_id)

@@ -182,7 +182,7 @@ class Simulation:
     def _finish(self, session: Session, frames: Sequence[OutFrame], *, is_cancelled: bool = False) -> None:
         del self.sessions[session.session_id]
         self.audit.ended(session, is_cancelled)
-        self.scheduler.forget(session.session_id, self.now_ns)
+        self.scheduler.forget(session.session_id)
         self.scheduler.control(frames)
         self._dispatch()
         for following in self.admission.leave(session):

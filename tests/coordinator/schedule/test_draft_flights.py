@@ -194,7 +194,7 @@ def test_an_ended_stream_is_forgotten() -> None:
     (session,) = decoding(scheduler, 1, range(60, 99))
     scheduler.take(0)
     assert drafts.may_follow
-    scheduler.forget(1, 1)
+    scheduler.forget(1)
     scheduler.control(session.cancel())
     assert not drafts.may_follow
     assert not drafts._offers._of

@@ -28,7 +28,7 @@ def test_a_row_that_was_given_up_or_has_left_is_held_again() -> None:
     scheduler.decode(row(2))
     scheduler.decode(row(3))
     assert scheduler.take(0) == []
-    scheduler.forget(3, 500)
+    scheduler.forget(3)
     answer(scheduler, first)
     ((second,),) = scheduler.take(600)
     for again in (row(2, second.position + 1), row(3)):

@@ -159,18 +159,18 @@ class World:
 
     def end(self, session: Session, frames: list[OutFrame]) -> None:
         del self.running[session.session_id]
-        self.scheduler.forget(session.session_id, 0)
+        self.scheduler.forget(session.session_id)
         self.scheduler.control(frames)
 
     def begin_again(self, session: Session) -> None:
         """After its own fault."""
-        self.scheduler.forget(session.session_id, 0)
+        self.scheduler.forget(session.session_id)
         session.replays += 1
         self.start(session)
 
     def give_way(self, session: Session) -> None:
         """A stage had no lane for it: it waits in line, and has one again at once."""
-        self.scheduler.forget(session.session_id, 0)
+        self.scheduler.forget(session.session_id)
         self.scheduler.control(session.give_way())
         self.start(session)
 
@@ -364,7 +364,7 @@ def test_a_session_without_a_lane_is_no_leader() -> None:
     first, second, third = (session_of(number, (*SYSTEM, number)) for number in (1, 2, 3))
     for session in (first, second):
         world.start(session)
-    world.scheduler.forget(1, 0)
+    world.scheduler.forget(1)
     world.scheduler.control(first.give_way())
     assert world.scheduler.orphans() == [second]
     world.send()

@@ -78,14 +78,14 @@ def test_a_forgotten_session_frees_its_flight_and_leaves_the_pool() -> None:
     for session_id in (1, 2, 3, 4):
         scheduler.decode(row(session_id))
     scheduler.take(0)
-    scheduler.forget(3, 0)
-    scheduler.forget(1, 0)
+    scheduler.forget(3)
+    scheduler.forget(1)
     assert scheduler.take(0) == []
-    scheduler.forget(2, 0)
+    scheduler.forget(2)
     assert ids(scheduler.take(0)) == [[4]]
     assert scheduler.n_decoding == 1
-    scheduler.forget(4, 0)
-    scheduler.forget(4, 0)
+    scheduler.forget(4)
+    scheduler.forget(4)
     assert scheduler.n_decoding == 0
 
 
@@ -94,7 +94,7 @@ def test_a_forgotten_prompt_is_asked_for_nothing_more() -> None:
     session = new_session(1, n_prompt=100)
     start(scheduler, session)
     scheduler.take(0)
-    scheduler.forget(1, 0)
+    scheduler.forget(1)
     assert scheduler.take(0) == []
 
 
@@ -215,11 +215,11 @@ def test_plans_are_made_for_the_contexts_of_those_that_run_and_of_the_prompt_tha
     assert asked == [(201, 0), (201, 0)]
     scheduler.plan()
     assert asked[-1] == (201, 4), "four rows of the prompt have left"
-    scheduler.forget(2, 2)
+    scheduler.forget(2)
     scheduler.plan()
     assert asked[-1] == (101, 4)
-    scheduler.forget(1, 3)
-    scheduler.forget(3, 3)
+    scheduler.forget(1)
+    scheduler.forget(3)
     scheduler.plan()
     assert asked[-1] == (0, 0)
 
@@ -239,7 +239,7 @@ def test_a_train_of_many_prompts_is_planned_for_all_of_them_to_its_end() -> None
     scheduler.plan()
     assert asked == [(4, 24)] * 2, "some of them have left"
     for session_id in range(1, 5):
-        scheduler.forget(session_id, 1)
+        scheduler.forget(session_id)
     scheduler.plan()
     assert asked[-1] == (0, 0)
 
@@ -389,7 +389,7 @@ def test_a_flight_that_a_session_left_tells_nothing_of_round_trips() -> None:
         for session_id in (1, position):
             scheduler.decode(row(session_id, position))
         (envelope,) = scheduler.take(now_ns)
-        scheduler.forget(position, now_ns)
+        scheduler.forget(position)
         now_ns += 50_000_000
         answer(scheduler, [frame for frame in envelope if frame.session.session_id == 1], now_ns)
     assert planner.round_trip.ns == 0

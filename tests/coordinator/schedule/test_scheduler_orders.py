@@ -58,7 +58,7 @@ class Machine:
 
     def end(self, session: Session, *, cancel: bool) -> None:
         del self.sessions[session.session_id]
-        self.scheduler.forget(session.session_id, self.now_ns)
+        self.scheduler.forget(session.session_id)
         if cancel:
             self.scheduler.control(session.cancel())
 
@@ -145,11 +145,11 @@ def test_prompts_of_a_burst_count_twice_until_all_are_read() -> None:
     scheduler.plan()
     assert planner.pressures.pop() == BURST_PRESSURE
     for session in sessions[:2]:
-        scheduler.forget(session.session_id, 0)  # as if read: it runs now
+        scheduler.forget(session.session_id)  # as if read: it runs now
         scheduler.decode(row(session.session_id))
     scheduler.plan()
     assert planner.pressures.pop() == BURST_PRESSURE, "three run and one waits; it came when two ran"
-    scheduler.forget(4, 0)
+    scheduler.forget(4)
     start(scheduler, new_session(5))
     scheduler.plan()
     assert planner.pressures.pop() == 0, "a single arrival is no burst"
@@ -175,7 +175,7 @@ def test_paused_streams_count_until_all_of_them_go_on() -> None:
     start(scheduler, new_session(3, n_prompt=400))
     scheduler.plan()
     assert planner.pressures.pop() == REPLAY_PRESSURE
-    scheduler.forget(2, 0)  # as if read: it runs now
+    scheduler.forget(2)  # as if read: it runs now
     scheduler.decode(row(2))
     scheduler.plan()
     assert planner.pressures.pop() == 0, "a new arrival is no replay"

@@ -283,9 +283,10 @@ class Conductor:
     def _take(self, samples: Sequence[pb.Sampled], now_ns: int) -> None:
         """Take tokens and send what follows, and so on with tokens that have come before their rows were decided."""
         later: list[Instruction] = []
-        what = "taking an answer failed"
+        what = ""
         try:
             while True:
+                what = "taking an answer failed"
                 for sample in samples:
                     if self.grants.takes(sample):
                         self._on_sample(sample, now_ns, later)

@@ -68,6 +68,19 @@ def _prefixes_line(facts: dict[str, int]) -> str:
 
 
 def _status_text(facts: dict[str, Any]) -> str:
+    """Return a pipeline's or gateway's facts as lines: its state, its work, its plan, its processes."""
+    lines = [_head_line(facts)]
+    lines += [f"  {line}" for line in (*_work_lines(facts), *_plan_lines(facts))]
+    if facts["pipelines"]:
+        lines += [f"  {line}" for line in gateway_lines(facts["pipelines"])]
+    lines += [f"  {line}" for line in _process_table(facts["processes"])]
+    for entry in facts["processes"]:
+        if entry["command"] and entry["state"] in (HostState.WAITING, HostState.LOST):
+            lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
+    return "\n".join(lines)
+
+
+def _head_line(facts: dict[str, Any]) -> str:
     head = f"{facts['name']}: {facts['phase']}"
     if facts["phase"] == Phase.DEAD:
         head += " (its supervisor ended unexpectedly; `relayline up` starts it again)"
@@ -77,40 +90,50 @@ def _status_text(facts: dict[str, Any]) -> str:
         head += f", up {_duration(facts['uptime_s'])}, pid {facts['pid']}"
     if facts["url"]:
         head += f", {facts['url']}/v1"
-    lines = [head]
+    return head
+
+
+def _work_lines(facts: dict[str, Any]) -> list[str]:
+    """Return why it is in its state, and what it serves: requests, and stored prefixes."""
+    lines: list[str] = []
     if facts["reason"]:
-        lines.append(f"  {facts['reason']}")
+        lines.append(facts["reason"])
     if facts["requests"] is not None:
-        lines.append(f"  requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
+        lines.append(f"requests: {facts['requests']['running']} running, {facts['requests']['waiting']} waiting")
     elif facts["problem"]:
-        lines.append(f"  requests: {facts['problem']}")
-    if facts["prefixes"] and (facts["prefixes"]["stored"] or facts["prefixes"]["prefixes"]):
-        lines.append(f"  {_prefixes_line(facts['prefixes'])}")
+        lines.append(f"requests: {facts['problem']}")
+    prefixes = facts["prefixes"]
+    if prefixes and (prefixes["stored"] or prefixes["prefixes"]):
+        lines.append(_prefixes_line(prefixes))
+    return lines
+
+
+def _plan_lines(facts: dict[str, Any]) -> list[str]:
+    """Return how evenly the stages share the work, and the plan if it was made from measurements."""
+    lines: list[str] = []
     if facts["stages"] and (unequal := unequal_line({"imbalance": facts["imbalance"], "stages": facts["stages"]})):
-        lines.append(f"  {unequal}")
+        lines.append(unequal)
     if facts["planned"] is not None and facts["planned"].get("from") == "measured":
         from relayline.deploy.planning.plan_description import lines_of
 
-        lines += [f"  {line}" for line in lines_of(facts["planned"])]
-    if facts["pipelines"]:
-        lines += [f"  {line}" for line in gateway_lines(facts["pipelines"])]
+        lines += lines_of(facts["planned"])
+    return lines
+
+
+def _process_table(processes: list[dict[str, Any]]) -> list[str]:
+    """Return a heading, and a line for each process, in columns of equal width."""
     rows = [("process", "state", "layers", "pid", "up", "restarts", "heard", "address", "")]
-    for entry in facts["processes"]:
-        up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
-        pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
-        heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
-        restarts = str(entry["n_restarts"])
+    for entry in processes:
         layers = "{}-{}".format(entry["layers"][0], entry["layers"][1] - 1) if entry["layers"] else ""
-        row = (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
-        rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    for entry in facts["processes"]:
-        if entry["command"] and entry["state"] in (HostState.WAITING, HostState.LOST):
-            lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
-    return "\n".join(lines)
+        pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
+        up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
+        restarts = str(entry["n_restarts"])
+        heard = "" if entry["last_heard_s"] is None else f"{_duration(entry['last_heard_s'])} ago"
+        rows.append(
+            (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _duration(seconds: float) -> str:

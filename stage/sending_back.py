@@ -38,7 +38,10 @@ def write_back(buffer: Buffer, granted: Granted, epoch: int, sequence: int, now_
 
 
 class SendingBack:
-    """Sends tokens to stage 0 in one epoch. Bounded: a session waits for its token before it has another."""
+    """Sends tokens to stage 0 in one epoch.
+
+    Bounded: a session waits for its token before it has another, and nothing is kept while no link takes it.
+    """
 
     def __init__(
         self,
@@ -63,9 +66,14 @@ class SendingBack:
         return self._link is not None
 
     def push(self, granted: Granted) -> None:
-        """Send the tokens of one step. If nothing is being sent, gRPC has them before this returns."""
+        """Send the tokens of one step. If nothing is being sent, gRPC has them before this returns.
+
+        Without a link they are dropped: streams under a grant are then sent anew in the next epoch.
+        """
+        if self._link is None or self._task.done():
+            return
         self._waiting += granted
-        if self._link is not None and self._begun is None and not self._is_sending:
+        if self._begun is None and not self._is_sending:
             self._begun = Begun(self._send(self._link))
         self._wake.set()
 

@@ -295,18 +295,37 @@ def systems_of(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(options.systems) or (HYBRID_SYSTEMS if options.hybrid else UNLESS_NAMED)
 
 
+@dataclasses.dataclass(frozen=True)
+class Usual:
+    """What is measured where the command line does not say."""
+
+    streams: tuple[int, ...]
+    repeats: int
+    n_tokens: int
+    delays_ms: tuple[float, ...]
+    delay_streams: tuple[int, ...]
+    prefill_tokens: int
+    open_rate_per_s: float
+    open_requests: int
+
+
+FULL = Usual((1, 2, 4, 8, 16, 32), 2, 32, (0.0, 1.0, 10.0), (1, 8, 32), 2_000, 1.0, 16)
+QUICK = Usual((1, 4), 1, 16, (0.0, 1.0), (4,), 128, 20.0, 6)
+
+
 def plan_of(options: argparse.Namespace, peers: Mapping[Kernels, Peers]) -> Plan:
     """Return the plan that the command line asks for."""
-    quick, only = options.quick, options.only_streams or options.hybrid
+    usual = QUICK if options.quick else FULL
+    has_streams_alone = options.only_streams or options.hybrid
     cores = tuple(sorted(os.sched_getaffinity(0))[: options.cores])
     wanted = systems_of(options)
     return Plan(
         shape=SHAPES[options.shape or usual_shape(options)],
         mix=options.type,
-        streams=options.streams or ((1, 4) if quick else (1, 2, 4, 8, 16, 32)),
-        repeats=options.repeats or (1 if quick else 2),
+        streams=options.streams or usual.streams,
+        repeats=options.repeats or usual.repeats,
         repeat_minutes=options.repeat_minutes,
-        n_tokens=options.tokens or (16 if quick else 32),
+        n_tokens=options.tokens or usual.n_tokens,
         n_prompt=options.prompt,
         rounds=options.rounds,
         n_stages=2,
@@ -314,11 +333,11 @@ def plan_of(options: argparse.Namespace, peers: Mapping[Kernels, Peers]) -> Plan
         gpu_layers=options.gpu_layers,
         cores=cores,
         systems=tuple(name for name in wanted if name in POLICIES or RIVALS[name] in peers),
-        delays_ms=() if only else (0.0, 1.0) if quick else (0.0, 1.0, 10.0),
-        delay_streams=options.delay_streams or ((4,) if quick else (1, 8, 32)),
-        prefill_tokens=options.long_prompt or (0 if only else 128 if quick else 2_000),
-        open_rate_per_s=0.0 if only or options.no_arrivals else 20.0 if quick else 1.0,
-        open_requests=6 if quick else 16,
+        delays_ms=() if has_streams_alone else usual.delays_ms,
+        delay_streams=options.delay_streams or usual.delay_streams,
+        prefill_tokens=options.long_prompt or (0 if has_streams_alone else usual.prefill_tokens),
+        open_rate_per_s=0.0 if has_streams_alone or options.no_arrivals else usual.open_rate_per_s,
+        open_requests=usual.open_requests,
         sweep=options.sweep,
     )
 

@@ -162,11 +162,10 @@ class GroupPlanner:
     ) -> GroupPlan:
         """Return the plan for this many running streams and this many waiting prompts.
 
-        n_prompt_rows: of these prompts together. It matters while no stream runs: the fewer, the smaller the chunks in
-        which they keep all stages at work, and the more prompts, the sooner most of them should be read. Both are taken
-        in powers of two. pressure_min: at least this many prompts per running
-        stream are assumed. by_hand: decode flights, and rows of the largest, chosen by a setting; only prompt rows are
-        planned around them.
+        n_prompt_rows: of these prompts together. While no stream runs, both numbers set the size of chunks: fewer rows
+        need smaller ones to keep all stages at work, and of many prompts most should be read soon. Both are taken in
+        powers of two. pressure_min: at least this many prompts per running stream are assumed. by_hand: decode flights,
+        and rows of the largest, chosen by a setting; only prompt rows are planned around them.
         """
         if n_streams:
             train = 0, 0

@@ -18,7 +18,7 @@ _PARTIAL_ONLY = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 def read_lane(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
-    """Return the lane's state; None where llama.cpp cannot save it."""
+    """Return the lane's state as bytes, [n] u8; None where llama.cpp cannot save it."""
     state = np.empty(llama.llama_state_seq_get_size(context, lane), np.uint8)
     is_read = llama.llama_state_seq_get_data(context, _pointer(state), state.nbytes, lane) == state.nbytes
     return state if is_read else None

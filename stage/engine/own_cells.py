@@ -74,7 +74,7 @@ class OwnCells:
             view[target, :, first:end] = view[source, :, first:end]
 
     def cell(self, lane: int, position: int) -> list[bytes]:
-        """Return one cell of each tensor."""
+        """Return the bytes of one position's cell in each tensor."""
         return [view[lane, :, position].tobytes() for view in self._views]
 
 

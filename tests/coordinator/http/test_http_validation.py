@@ -306,7 +306,9 @@ def test_long_predictions() -> None:
 
 
 def test_fitting_the_context() -> None:
-    fit = validation.fit_tokens
+    def fit(n_prompt: int, plan: validation.Plan, ctx_tokens: int, param: str, is_strict: bool = False) -> int:
+        return validation.fit_tokens(n_prompt, plan, ctx_tokens, param, is_strict=is_strict)
+
     assert fit(10, completion_plan(), 100, "prompt") == 16
     assert fit(90, completion_plan(), 100, "prompt") == 10
     assert fit(90, completion_plan(max_tokens=10), 100, "prompt") == 10

@@ -283,7 +283,7 @@ class Served:
         artifact = facts.artifact
         info = {
             names.LABEL_STAGE: str(artifact.stage_index),
-            "layers": f"{artifact.layer_start}-{artifact.layer_end - 1}",
+            "layers": artifact.layers_text,
             "pipeline": artifact.pipeline_id[:12],
             "policy": facts.config.engine.policy,
             "version": facts.software_version,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Callable, Collection
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import aiohttp  # a third of a second, which `up`, `logs` and `down` need not wait for
 
 TIMEOUT_S = 15.0
+GATEWAY_PATH = "/v1/pipeline"  # whose answer says whether it is one
 EVENT_WAIT_S = 900.0  # between two events of a stream: a stage may be lost meanwhile, or a queue be long
 DEFAULT_URL = "http://127.0.0.1:8080"
 Command = Callable[..., Any]
@@ -64,7 +66,8 @@ def url_option(command: Command) -> Command:
     """Add --url and --pipeline; without both it is the pipeline that runs on this machine."""
     command = click.option(
         "--url", callback=chosen_url, envvar="RELAYLINE_URL",
-        help=f"The coordinator [default: of the pipeline that runs here, else {DEFAULT_URL}].",
+        help="The coordinator, or GATEWAY/pipelines/NAME [default: of the pipeline that runs here, else "
+        f"{DEFAULT_URL}].",
     )(command)  # fmt: skip
     return click.option(
         "--pipeline", is_eager=True, shell_complete=names_here, help="Name of a pipeline that runs here, not --url."
@@ -152,7 +155,8 @@ class Coordinator:
         """Return the JSON object at `path`.
 
         Raises StartError with one line when nothing answers there, or answers with an error or with something else:
-        no JSON, no object, or one that lacks a key of `wanted`.
+        no JSON, no object, or one that lacks a key of `wanted`. Raises UsageError where a gateway answers that needs to
+        know which of its pipelines is meant.
         """
         return await self._ask("GET", path, None, wanted)
 
@@ -205,11 +209,25 @@ class Coordinator:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise unanswered(self.url, error) from error
         found = parsed(body)
+        if response.status == HTTPStatus.BAD_REQUEST and path != GATEWAY_PATH:
+            await self._check_no_gateway()
         if response.status in KEY_STATUSES or (response.status >= 400 and found is not None):
             raise StartError(refusal(f"{self.url}{path}", response.status, found))
         if not isinstance(found, dict) or not found.keys() >= set(wanted):
             raise StartError(f"{self.url}{path} is not served by a relayline coordinator")
         return found
+
+    async def _check_no_gateway(self) -> None:
+        """Raise UsageError with what to type if this address is that of several pipelines."""
+        try:
+            found = await self.get(GATEWAY_PATH, ("kind", "pipelines"))
+        except StartError:
+            return
+        if found["kind"] == "gateway":
+            names = ", ".join(each["name"] for each in found["pipelines"])
+            raise UsageError(
+                f"{self.url} is a gateway; name one of its pipelines ({names}): --url {self.url}/pipelines/NAME"
+            )
 
 
 def fetch(url: str, path: str, api_key: str = "", wanted: Collection[str] = ()) -> dict[str, Any]:

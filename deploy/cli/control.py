@@ -16,6 +16,7 @@ from relayline.deploy.cli.options import FloatRange
 from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.texts import layer_range
 
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
@@ -124,7 +125,7 @@ def _process_table(processes: list[dict[str, Any]]) -> list[str]:
     """Return a heading, and a line for each process, in columns of equal width."""
     rows = [("process", "state", "layers", "pid", "up", "restarts", "heard", "address", "")]
     for entry in processes:
-        layers = "{}-{}".format(entry["layers"][0], entry["layers"][1] - 1) if entry["layers"] else ""
+        layers = layer_range(*entry["layers"]) if entry["layers"] else ""
         pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))
         up = "" if entry["uptime_s"] is None else _duration(entry["uptime_s"])
         restarts = str(entry["n_restarts"])

@@ -24,6 +24,7 @@ from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.common.errors import ModelFileError
+from relayline.wire.common.texts import layer_range
 from relayline.wire.settings.table import EngineSettings
 
 KIND_WORDS = {ATTENDS: "attention", RECURRENT: "recurrent", BOTH: "both", NEITHER: "neither"}
@@ -272,7 +273,7 @@ def _print_pipeline(pipeline: PipelineFile, out_dir: Path, *, unchanged: bool) -
     for heading in ("stage", "layers", "size", "file"):
         table.add_column(heading, justify="left" if heading == "file" else "right", no_wrap=True)
     for stage in pipeline.stages:
-        layers = f"{stage.layer_start}-{stage.layer_end - 1}"
+        layers = layer_range(stage.layer_start, stage.layer_end)
         table.add_row(str(stage.index), layers, _size(stage.size_bytes), stage.file)
     console = Console()
     console.print(table)

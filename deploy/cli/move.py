@@ -12,6 +12,7 @@ import click
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import parse_cuts
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.texts import layer_range
 
 PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
@@ -61,7 +62,7 @@ def moved_text(found: dict[str, Any]) -> str:
 
 
 def _layers(found: dict[str, Any]) -> str:
-    layers = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
+    layers = ", ".join(layer_range(start, end) for start, end in found["layers"])
     return f"layers {layers}"
 
 

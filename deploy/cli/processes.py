@@ -150,7 +150,7 @@ def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
                 "metrics": facts.metrics_address,
             },
             f"stage {artifact.stage_index} of {artifact.stage_count} "
-            f"(layers {artifact.layer_start}-{artifact.layer_end - 1}) ready on {address}"
+            f"(layers {artifact.layers_text}) ready on {address}"
             + (f", metrics on {metrics_url(facts)}" if facts.metrics_address else ""),
             as_json=given["as_json"],
         )

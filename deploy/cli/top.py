@@ -27,6 +27,7 @@ from relayline.deploy.cli.top_gateway import figures_of, gateway_frame, is_gatew
 from relayline.deploy.cli.unequal import idle_line, unequal_line
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import HostState
+from relayline.wire.common.texts import layer_range
 
 INTERVAL_MIN_S, INTERVAL_MAX_S = 0.2, 60.0
 KEYS_BYTES_MAX = 64
@@ -260,7 +261,7 @@ def _phase(described: dict[str, Any]) -> str:
 def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """Return the cells of a stage: name and layers first, why its batches closed last."""
     name = escape(f"{stage['index']} {stage.get('name') or stage['address']}")
-    layers = f"{stage['layers'][0]}-{stage['layers'][1] - 1}"
+    layers = layer_range(*stage["layers"])
     if not row["up"]:
         heard_s = stage.get("last_heard_s")
         silent = f"no sign of life for {heard_s:.0f} s" if stage.get("silent") and heard_s is not None else ""

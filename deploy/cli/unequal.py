@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from relayline.wire.common.texts import layer_range
+
 
 def unequal_line(described: dict[str, Any]) -> str:
     """Return it if the coordinator reports one in GET /v1/pipeline, else an empty text."""
@@ -12,7 +14,7 @@ def unequal_line(described: dict[str, Any]) -> str:
     if not found:
         return ""
     stage = described["stages"][found["slowest"]]
-    cut = ", ".join(f"{start}-{end - 1}" for start, end in found["layers"])
+    cut = ", ".join(layer_range(start, end) for start, end in found["layers"])
     name = stage.get("name") or f"stage {found['slowest']}"
     slow = f"{name} has slowed the pipeline down for {found['for_s']:.0f} s"
     advice = f"{slow}: layers {cut} would give {found['gain']:.0%} more"

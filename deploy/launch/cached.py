@@ -18,6 +18,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
+from relayline.wire.common.texts import layer_range
 
 IN_USE = "in use"  # why something is not removed
 
@@ -59,7 +60,9 @@ def _split_name(path: Path) -> str:
         file = load_pipeline(path)
     except RelaylineError:
         return path.name
-    return f"{file.model_name}, layers {', '.join(f'{each.layer_start}-{each.layer_end - 1}' for each in file.stages)}"
+    return (
+        f"{file.model_name}, layers {', '.join(layer_range(each.layer_start, each.layer_end) for each in file.stages)}"
+    )
 
 
 def _splits_in_use() -> set[Path]:

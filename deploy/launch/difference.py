@@ -8,6 +8,7 @@ from typing import Any
 
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.manifest import Manifest, Stage
+from relayline.wire.common.texts import layer_range
 
 Cuts = tuple[int, ...]
 
@@ -130,7 +131,7 @@ def _flat(part: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return "nothing" if value is None else f"{value[0]}-{value[1] - 1}" if _is_range(value) else str(value)
+    return "nothing" if value is None else layer_range(*value) if _is_range(value) else str(value)
 
 
 def _is_range(value: Any) -> bool:

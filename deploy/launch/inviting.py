@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from relayline.deploy.launch.invitations import can_sign, invite
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.gateway import is_gateway
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.enrolment import JoinToken
 
@@ -39,6 +40,9 @@ def fresh_line(launched: Launched, name: str, host: str = "") -> str:
     pipeline, address = launched.state.name, launched.state.enrol
     if not launched.is_running:
         raise UsageError(f"{pipeline} does not run; `relayline up` starts it and prints the line of each host")
+    if is_gateway(launched.directory.manifest):
+        names = ", ".join(record.name for record in launched.state.processes if record.role == "pipeline") or "none"
+        raise UsageError(f"{pipeline} is a gateway; name the pipeline with --pipeline NAME (it runs here: {names})")
     manifest = load_manifest(launched.directory.manifest)
     stage = next((stage for stage in manifest.members if stage.name == name), None)
     if stage is not None and not stage.is_local:

@@ -20,6 +20,7 @@ from relayline.coordinator.planner.costs import Costs
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.deploy.planning.report import Plan
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.texts import layer_range
 
 FINE_SHARE, WORRY_SHARE = 0.15, 0.5  # off the plan: as good as right, and no longer explained by a busy machine
 
@@ -85,7 +86,7 @@ def _generated(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def _layers_text(cut: tuple[tuple[int, ...], ...]) -> str:
-    return ", ".join(f"{edge[0]}-{edge[1] - 1}" for edge in cut) or "nothing"
+    return ", ".join(layer_range(*edge) for edge in cut) or "nothing"
 
 
 def _of_stage(plan: Plan, index: int, stage: dict[str, Any]) -> list[Comparison]:

@@ -13,6 +13,7 @@ from relayline.coordinator.planner.predict import predict
 from relayline.coordinator.planner.search import Edges
 from relayline.deploy.planning.busy import BOUNDED, BUSY_SLOWER_MAX
 from relayline.deploy.planning.known_hosts import KnownHost
+from relayline.wire.common.texts import layer_range
 
 ROWS_COMPARED = 8  # of the step by which hosts are compared
 FULL = 0.9  # of the usable memory; from here on a stage's memory limits its layers
@@ -103,7 +104,7 @@ def lines_of(planned: Mapping[str, Any]) -> list[str]:
     width = max(len(stage["name"]) for stage in stages)
     for stage in stages:
         first, end = stage["layers"]
-        layers = f"{first}-{end - 1}"
+        layers = layer_range(first, end)
         lines.append(f"  {stage['name']:<{width}}  layers {layers:<7} ({end - first})  {_why(stage)}")
     equal, rate = planned["equal_tok_s"], planned["tok_s"]
     line = f"  about {rate:.4g} tok/s at {planned['streams']} streams"

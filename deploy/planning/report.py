@@ -13,6 +13,7 @@ from relayline.coordinator.planner.instance import Instance
 from relayline.coordinator.planner.memory import GIB, kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
+from relayline.wire.common.texts import layer_range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ def _memory_table(stages: Sequence[StagePlan]) -> Table:
         table.add_row(
             stage.name,
             stage.machine,
-            f"{stage.layers[0]}-{stage.layers[1] - 1}",
+            layer_range(*stage.layers),
             f"{memory.weights_bytes / GIB:.2f}",
             f"{memory.kv_bytes / GIB:.2f}",
             *((f"{memory.prefix_bytes / GIB:.2f}",) if stores else ()),

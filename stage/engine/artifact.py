@@ -19,6 +19,7 @@ from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
+from relayline.wire.common.texts import layer_range
 from relayline.wire.model_files.gguf_header import GgufFile, read_header
 from relayline.wire.model_files.model_check import check_header
 
@@ -114,6 +115,11 @@ class StageArtifact:
     def is_last(self) -> bool:
         """Whether logits leave here."""
         return self.stage_index == self.stage_count - 1
+
+    @property
+    def layers_text(self) -> str:
+        """Its source layers for a person, see `layer_range`."""
+        return layer_range(self.layer_start, self.layer_end)
 
     @property
     def has_sidebands(self) -> bool:

@@ -120,7 +120,7 @@ class LayerChanges:
         else:
             self._served.switch(self._within_s)
         artifact = self._served.facts.artifact
-        fields = {"layers": f"{artifact.layer_start}-{artifact.layer_end - 1}", "kept": order.change.keeps}
+        fields = {"layers": artifact.layers_text, "kept": order.change.keeps}
         log.info("layers switched", extra={"fields": fields})
         return order
 

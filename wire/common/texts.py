@@ -25,6 +25,11 @@ def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
     return f"{kept}... ({n_more} more characters)" if n_more > 0 else kept
 
 
+def layer_range(start: int, end: int) -> str:
+    """Return the layers from `start` up to but not including `end` for a person: "3-5", and "7" for one alone."""
+    return f"{start}-{end - 1}" if end - start > 1 else str(start)
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from opentelemetry.context import Context
 
+from relayline.wire.common.texts import layer_range
 from relayline.wire.envelopes import trace_context
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.clock import Clock
@@ -109,7 +110,7 @@ class Telemetry:
         if stage_index is not None:
             known[names.RESOURCE_SERVICE_NAME] = f"{names.SERVICE_STAGE}-{stage_index}"
         if layers is not None:
-            known[names.RESOURCE_STAGE_LAYERS] = f"{layers[0]}-{layers[1] - 1}"
+            known[names.RESOURCE_STAGE_LAYERS] = layer_range(*layers)
         if pipeline_name is not None:
             known[names.RESOURCE_SERVICE_NAMESPACE] = pipeline_name
         if stage_name is not None:

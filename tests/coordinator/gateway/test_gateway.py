@@ -21,7 +21,8 @@ from relayline.coordinator.gateway.forward import PIPELINE_HEADER
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.errors import OverloadedError
+from relayline.deploy.cli.console_http import Coordinator
+from relayline.wire.common.errors import OverloadedError, UsageError
 from tests.support.gateway_world import Pipeline, gateway, pipelines, until
 from tests.support.http_support import Gate, Step, says, tokens
 from tests.support.polling import pause
@@ -364,6 +365,20 @@ async def test_every_route_of_one_pipeline_is_below_its_name(tokenizer: Tokenize
             found = (await answer.json())["pipelines"]
         assert [each["name"] for each in found] == ["a", "b"]
         assert {each["phase"] for each in found} == {"ready"}
+
+
+async def test_a_command_about_one_pipeline_says_how_to_name_it(tokenizer: Tokenizer) -> None:
+    async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
+        url = str(session._base_url).rstrip("/")
+        async with Coordinator(url) as front:
+            for ask in (front.get("/v1/pipeline/layers"), front.put("/v1/pipeline/stages/laptop", {"drained": True})):
+                with pytest.raises(UsageError) as refused:
+                    await ask
+                assert refused.value.message == (
+                    f"{url} is a gateway; name one of its pipelines (a, b): --url {url}/pipelines/NAME"
+                )
+        async with Coordinator(f"{url}/pipelines/b") as one:
+            assert "stages" in await one.get("/v1/pipeline")
 
 
 async def test_keys_are_passed_on_and_checked(tokenizer: Tokenizer, tmp_path: Path) -> None:

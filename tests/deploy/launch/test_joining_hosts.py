@@ -124,6 +124,16 @@ def test_a_host_that_has_joined_is_known_to_come_back_by_itself(tmp_path: Path) 
     assert again == "on old, unless it still runs there, run:\n  relayline join X"
 
 
+def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(tmp_path: Path) -> None:
+    directory = StateDir(tmp_path)
+    directory.manifest.write_text("kind: Gateway\n")
+    me = identify(os.getpid())
+    assert me is not None
+    state = LaunchState(STATE_VERSION, "front", "front.yaml", Phase.READY, me.pid, me.start_ticks)
+    with pytest.raises(UsageError, match="front is a gateway; name the pipeline with --pipeline NAME"):
+        fresh_line(Launched(directory, state), "old")
+
+
 def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
     manifest = manifest_of(tmp_path, "host: 10.0.0.9")
     material = make_own_tls(manifest, tmp_path / "tls")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from relayline.wire.common import bounds, logs
-from relayline.wire.common.texts import KEYS_MAX, printable, printable_values, tidy
+from relayline.wire.common.texts import KEYS_MAX, layer_range, printable, printable_values, tidy
 from relayline.wire.pb.relayline.v1 import join_pb2
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -98,3 +98,7 @@ def test_texts_of_messages_are_tidied_however_deep() -> None:
     status = pb.StatusResponse(close_reasons={str(number): number for number in range(500)})
     tidy(status)
     assert len(status.close_reasons) == KEYS_MAX
+
+
+def test_a_layer_alone_is_no_range() -> None:
+    assert [layer_range(0, 1), layer_range(7, 8), layer_range(3, 6)] == ["0", "7", "3-5"]

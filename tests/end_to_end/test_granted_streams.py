@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from relayline.coordinator.sessions.generation import SamplingParams, TokenEvent
+from relayline.coordinator.sessions.streams import SessionStream
+from relayline.deploy.testing.paths import DEMO_MODEL
+from relayline.deploy.testing.processes import running as process_running
 from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.sending_back import SendingBack
 from tests.support.fleet import (
@@ -27,6 +34,7 @@ from tests.support.fleet import (
     tokens_of,
     whole_fixture,
 )
+from tests.support.http_client import Client, assert_same_greedy
 from tests.support.polling import pause
 
 FIXTURES = (artifacts_fixture, whole_fixture)  # pytest finds them in the modules that name them
@@ -55,6 +63,14 @@ def n_granted(running: Fleet) -> int:
     return running.pipeline.conductor.grants.n_granted
 
 
+async def read_until_granted(running: Fleet, stream: SessionStream) -> list[int]:
+    """Read on until the stages have continued some stream by themselves."""
+    tokens: list[int] = []
+    while not n_granted(running):
+        tokens += await read(stream, 1)
+    return tokens
+
+
 @pytest.mark.parametrize("kv_layout", ["unified", "per-lane"])
 @pytest.mark.parametrize("cuts", [[2], [1, 3]], ids=["2 stages", "3 stages"])
 async def test_streams_that_come_and_go(
@@ -76,6 +92,36 @@ async def test_streams_that_come_and_go(
     assert_seeded(whole, prompts[1], drawn, SEEDED)
     for prompt, tokens in ((prompts[0], greedy), (prompts[2], alone), (prompts[3], short)):
         assert_greedy(whole, prompt, tokens)
+
+
+async def test_a_client_that_joins_in_the_middle_ends_the_grant(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    """The rows of both leave together again, and those computed too many are forgotten."""
+    prompts = [prompt_of(81 + at, 5 + at) for at in range(2)]
+    async with granting(artifacts([1, 3]), n_steps=2 * N_TOKENS, mode="fixed") as running:
+        stream = running.pipeline.open(request(prompts[0], 2 * N_TOKENS))
+        tokens = await read_until_granted(running, stream)
+        joined, rest = await asyncio.gather(
+            tokens_of(running.pipeline.open(request(prompts[1], N_TOKENS))), tokens_of(stream)
+        )
+        grants = running.pipeline.conductor.grants
+        assert grants.n_repeated > 0
+        assert grants.n_granted > N_TOKENS // 2
+    assert (len(tokens + rest), len(joined)) == (2 * N_TOKENS, N_TOKENS)
+    assert_greedy(whole, prompts[0], tokens + rest)
+    assert_greedy(whole, prompts[1], joined)
+
+
+async def test_streams_under_grants_are_drained(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    """The coordinator stops while the stages go on by themselves: every token still comes."""
+    prompt = prompt_of(91, 6)
+    async with fleet(artifacts([1, 3]), grant_steps=N_STEPS) as running:
+        await until_linked(running)
+        stream = running.pipeline.open(request(prompt, 2 * N_TOKENS))
+        tokens = await read_until_granted(running, stream)
+        rest = asyncio.create_task(tokens_of(stream))
+    tokens += await rest
+    assert len(tokens) == 2 * N_TOKENS
+    assert_greedy(whole, prompt, tokens)
 
 
 async def test_streams_over_losses(artifacts: Artifacts, whole: ReferenceModel) -> None:
@@ -166,3 +212,74 @@ async def test_a_stage_0_that_takes_no_tokens_gets_no_grants(
         tokens = await tokens_of(running.pipeline.open(request(prompt, 20, GREEDY)))
         assert n_granted(running) == 0
     assert_greedy(whole, prompt, tokens)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """The ready events of the demonstration model over two stages: without grants, and with them."""
+    directory = tmp_path_factory.mktemp("split")
+    flags = ("--stages", "2", "--split-dir", directory, "--http", "127.0.0.1:0", "--json", "--ctx", "512", "--lanes",
+             "4", "--threads", "1", "--no-share", "--draft")  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        events = []
+        for last in (("off", "--name", "plain"), ("auto", "--name", "granting", "--grant-steps", str(N_STEPS))):
+            events.append(stack.enter_context(process_running("up", DEMO_MODEL, *flags, *last)).event)
+        yield events
+
+
+async def rows_granted(client: Client) -> int:
+    rows: int = (await client.pipeline())["grants"]["rows"]
+    return rows
+
+
+async def until_granting(client: Client) -> None:
+    """Ask until the link back stands; drafts are off without a word."""
+    async with asyncio.timeout(WAIT_S):
+        while not await rows_granted(client):
+            await client.complete(PROMPT, max_tokens=N_TOKENS)
+
+
+PROMPT = "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"
+
+
+async def test_a_stop_string_in_the_middle_of_a_grant(served: list[dict[str, Any]]) -> None:
+    """What the stages had computed beyond it is not seen, and the next answer is whole again."""
+    async with aiohttp.ClientSession() as session:
+        client = Client(session, served[1])
+        await until_granting(client)
+        text = (await client.complete(PROMPT, max_tokens=N_TOKENS))["choices"][0]["text"]
+        stop = text[25:32]
+        before = await rows_granted(client)
+        (choice,) = (await client.complete(PROMPT, max_tokens=N_TOKENS, stop=stop))["choices"]
+        assert await rows_granted(client) > before
+        assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+        assert (await client.complete(PROMPT, max_tokens=N_TOKENS))["choices"][0]["text"] == text
+
+
+async def test_a_shape_of_json_takes_the_long_way(served: list[dict[str, Any]]) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 120}}, "required": ["age"]}
+    shape = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    async with aiohttp.ClientSession() as session:
+        plain, client = (Client(session, event) for event in served)
+        await until_granting(client)
+        before = await rows_granted(client)
+        answers = [
+            (await each.complete(PROMPT, max_tokens=100, response_format=shape, ignore_eos=False))["choices"][0]["text"]
+            for each in (plain, client)
+        ]
+        assert await rows_granted(client) == before
+    assert answers[0] == answers[1]
+    assert json.loads(answers[1])["age"] <= 120
+
+
+async def test_several_choices_are_granted_together(served: list[dict[str, Any]]) -> None:
+    async with aiohttp.ClientSession() as session:
+        plain, client = (Client(session, event) for event in served)
+        await until_granting(client)
+        before = await rows_granted(client)
+        several = await client.complete(PROMPT, max_tokens=N_TOKENS, n=3, return_token_ids=True)
+        alone = await plain.complete(PROMPT, max_tokens=N_TOKENS, return_token_ids=True)
+        assert await rows_granted(client) > before + N_TOKENS
+        assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+        for choice in several["choices"]:
+            await assert_same_greedy(client, PROMPT, choice["token_ids"], alone["choices"][0]["token_ids"])

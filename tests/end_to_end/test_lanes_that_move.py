@@ -103,7 +103,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(directory: Path, kv_layout: str) -> AsyncIterator[World]:
+async def world(directory: Path, kv_layout: str, grant_steps: int = 0) -> AsyncIterator[World]:
     authority = directory / "ca"
     init_authority(authority, "ours", NOW)
     issue(authority, "head", [], 90, authority / "head", NOW, role=Role.COORDINATOR)
@@ -118,7 +118,7 @@ async def world(directory: Path, kv_layout: str) -> AsyncIterator[World]:
     joining = JoinConfig(tuple(JoiningStage(name, engine) for name in NAMES))
     roster = make_roster(joining)
     serving = ServingSettings(prefix_lanes=0, share=False, lost_wait_s=WAIT_S)
-    schedule = ScheduleConfig("auto", draft=0, chunk_rows=16)
+    schedule = ScheduleConfig("auto", draft=0, chunk_rows=16, grant_steps=grant_steps)
     config = PipelineConfig((), DTYPE_F32, schedule, serving=serving, security=security)
     pipeline = Pipeline(config, file, lambda _: False, roster)
 
@@ -144,16 +144,23 @@ async def world(directory: Path, kv_layout: str) -> AsyncIterator[World]:
             await run
 
 
-async def streams_over(made: World, whole: ReferenceModel) -> None:
-    """Four streams run as the switch is made, and have the tokens of the whole model."""
-    prompts = [prompt_of(seed, PROMPT_TOKENS + seed) for seed in range(len(SAMPLING))]
-    wanted = [request(prompt, N_TOKENS, how) for prompt, how in zip(prompts, SAMPLING, strict=True)]
+async def streams_over(
+    made: World, whole: ReferenceModel, sampling: tuple[SamplingParams, ...] = SAMPLING, n_granted: int = 0
+) -> None:
+    """Streams run as the switch is made, and have the tokens of the whole model. n_granted: rows under grants before
+    it.
+    """
+    prompts = [prompt_of(seed, PROMPT_TOKENS + seed) for seed in range(len(sampling))]
+    wanted = [request(prompt, N_TOKENS, how) for prompt, how in zip(prompts, sampling, strict=True)]
     streams = [made.pipeline.open(each) for each in wanted]
     said = await asyncio.gather(*(read(stream, N_BEFORE) for stream in streams))
+    while made.pipeline.conductor.grants.n_granted < n_granted:
+        for stream, begun in zip(streams, said, strict=True):
+            begun += await read(stream, 1)
     made.switch()
     rest = await asyncio.gather(*map(tokens_of, streams))
     await made.until_done()
-    for prompt, how, first, then in zip(prompts, SAMPLING, said, rest, strict=True):
+    for prompt, how, first, then in zip(prompts, sampling, said, rest, strict=True):
         tokens = first + then
         assert len(tokens) == N_TOKENS
         if how is PENALISED:
@@ -189,6 +196,24 @@ async def test_streams_keep_all_they_hold_and_all_their_tokens(
         assert move.keeps == (False, False, True)
         assert (move.n_replayed, move.n_kept > len(SAMPLING) * PROMPT_TOKENS) == (0, True)
         assert len(freed) == 2, "a stage that loads other layers gives spare memory back first"
+        await until_free(made)
+
+
+async def test_streams_under_grants_keep_all_their_tokens(tmp_path: Path, whole: ReferenceModel) -> None:
+    """They are held for the move, and there are grants again behind it."""
+    async with world(tmp_path, "unified", grant_steps=8) as made:
+        grants = made.pipeline.conductor.grants
+        await made.prepare((2, 3))
+        while grants._fed_back != made.pipeline.epoch:
+            await pause()
+        await streams_over(made, whole, (GREEDY, SEEDED), n_granted=4)
+        assert made.pipeline.moves.latest is not None
+        assert made.pipeline.moves.latest.n_replayed == 0
+        before = grants.n_granted
+        while grants._fed_back != made.pipeline.epoch:
+            await pause()
+        assert len(await tokens_of(made.pipeline.open(request(prompt_of(9, 8), N_TOKENS)))) == N_TOKENS
+        assert grants.n_granted > before
         await until_free(made)
 
 

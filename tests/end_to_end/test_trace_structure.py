@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow  # real processes, started many times
 N_STAGES = 3
 N_TOKENS = 60
 SKEW_S = 5.0
+GRANTS = ("--grant-steps", "8")
 SKEWED = 1  # the stage whose clock is ahead
 WORDS = re.compile(
     r"positions? \d+(-\d+)?: (\d+ batches, )?waited \d+\.\d\d ms( \(at most \d+\.\d\d ms\))?, decoded \d+\.\d\d ms, "
@@ -39,6 +40,7 @@ class Run:
 
     spans: list[StoredSpan]
     level: str
+    has_grants: bool
 
     @property
     def by_context(self) -> dict[tuple[str, str], StoredSpan]:
@@ -60,20 +62,21 @@ class Run:
         return [span for span in self.spans if span.name in names.BATCH_NAMES and not is_batch(span)]
 
 
-@pytest.fixture(scope="module", params=["batches", "frames"])
+@pytest.fixture(scope="module", params=[("batches", ()), ("frames", ()), ("frames", GRANTS)], ids="{0[0]}{0[1]}".format)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    level, more = request.param
     with receiving() as receiver:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.grpc_endpoint}
         directory = tmp_path_factory.mktemp("split")
         with traced_pipeline(
-            directory, environment, n_stages=N_STAGES, level=request.param, skews_s={SKEWED: SKEW_S}
+            directory, environment, n_stages=N_STAGES, level=level, skews_s={SKEWED: SKEW_S}, more=more
         ) as traced:
             asyncio.run(ask_all(traced, PROMPTS, N_TOKENS))
             asyncio.run(refused(traced.url, traced.model))
             n_steps = sum(status.n_steps for status in asyncio.run(settled(traced.stages)))
             whole = functools.partial(is_complete, n_steps=n_steps, n_requests=len(PROMPTS))
             receiver.wait_for(lambda spans: whole([span for span in spans if not is_refusal(span)]))
-        return Run(receiver.spans, request.param)  # whole: processes hand over their last spans when they stop
+        return Run(receiver.spans, level, bool(more))  # whole: processes hand over their last spans when they stop
 
 
 async def refused(url: str, model: str) -> None:
@@ -81,6 +84,12 @@ async def refused(url: str, model: str) -> None:
         body = {"model": model, "prompt": "x", "max_tokens": -1}
         async with session.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "bad"}) as reply:
             assert reply.status == 400
+
+
+def assert_came_back(run: Run, n_tokens: int) -> None:
+    """All tokens, and with grants also those that were computed in vain."""
+    n_wanted = len(PROMPTS) * N_TOKENS
+    assert n_wanted <= n_tokens <= (2 * n_wanted if run.has_grants else n_wanted)
 
 
 def is_refusal(span: StoredSpan) -> bool:
@@ -132,7 +141,7 @@ def test_the_coordinators_part_of_a_pass_is_there(run: Run) -> None:
         parent = run.parent(span)
         assert parent is not None
         assert parent.name in names.PASSES_NAMES
-    assert sum(span.attributes[names.ATTR_PASS_TOKENS] for span in back) == len(PROMPTS) * N_TOKENS
+    assert_came_back(run, sum(span.attributes[names.ATTR_PASS_TOKENS] for span in back))
     for span in back:
         parent = run.parent(span)
         assert parent is not None
@@ -141,14 +150,19 @@ def test_the_coordinators_part_of_a_pass_is_there(run: Run) -> None:
 
 def test_a_second_of_passes_is_summed_up_at_its_root(run: Run) -> None:
     roots = run.roots_of_passes()
-    assert sum(root.attributes[names.ATTR_PASSES_TOKENS] for root in roots) == len(PROMPTS) * N_TOKENS
+    assert_came_back(run, sum(root.attributes[names.ATTR_PASSES_TOKENS] for root in roots))
     for root in roots:
         inside = run.traces()[root.trace_id]
         sent = [span for span in inside if span.name == names.SPAN_SEND]
-        assert root.attributes[names.ATTR_PASSES] == len(sent)
-        assert root.attributes[names.ATTR_PASSES_ROWS] == sum(span.attributes[names.ATTR_PASS_ROWS] for span in sent)
+        n_rows = sum(span.attributes[names.ATTR_PASS_ROWS] for span in sent)
         most = max(span.attributes[names.ATTR_PASS_STREAMS] for span in sent)
-        assert root.name == names.sized(names.SPAN_PASSES, most)
+        if run.has_grants:  # passes that the stages make by themselves count, and nothing was sent for them
+            assert root.attributes[names.ATTR_PASSES] >= len(sent)
+            assert root.attributes[names.ATTR_PASSES_ROWS] >= n_rows
+        else:
+            assert root.attributes[names.ATTR_PASSES] == len(sent)
+            assert root.attributes[names.ATTR_PASSES_ROWS] == n_rows
+            assert root.name == names.sized(names.SPAN_PASSES, most)
         assert max(span.start_ns for span in sent) - root.start_ns <= WINDOW_NS
         assert len(inside) <= WINDOW_SPANS_MAX + 1 + 8 * (N_STAGES + 2), "and spans under way when it closed"
         assert len(root.attributes[names.ATTR_PASSES_BUSY]) == N_STAGES

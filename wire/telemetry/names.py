@@ -214,7 +214,7 @@ EVENT_ATTR_CAUSE: Final = "cause"
 # --- our attributes: the root of a trace of passes --------------------------------------------------------------------
 
 ATTR_PASSES: Final = "relayline.passes"
-ATTR_PASSES_TOKENS: Final = "relayline.passes.tokens"  # that came back
+ATTR_PASSES_TOKENS: Final = "relayline.passes.tokens"  # that came back, also those computed in vain under grants
 ATTR_PASSES_ROWS: Final = "relayline.passes.rows"  # that left
 ATTR_PASSES_STREAMS: Final = "relayline.passes.streams"  # different ones
 ATTR_PASSES_STREAMS_MAX: Final = "relayline.passes.streams_max"  # of the largest

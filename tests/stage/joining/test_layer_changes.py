@@ -41,7 +41,7 @@ class FakeServed:
         self.hand_over: HandOver | None = None
         self.error, self.facts = (
             error,
-            type("Facts", (), {"artifact": type("A", (), {"layer_start": 2, "layer_end": 4})}),
+            type("Facts", (), {"artifact": type("A", (), {"layer_start": 2, "layer_end": 4, "layers_text": "2-3"})}),
         )
 
     async def prepare(self, config: object, load: object) -> None:

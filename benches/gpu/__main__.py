@@ -82,10 +82,9 @@ def programs(options: argparse.Namespace) -> Peers | None:
         return None if _sees_gpus() else find_peers(Kernels.OURS)
     built = at(options.built) if options.built else build_with_model(options)
     if os.environ.get(LIBRARIES) != str(built.directory) and not options.build_only:
-        os.environ[LIBRARIES] = str(built.directory)
-        os.environ |= preloaded(options.backend)
+        environment = os.environ | {LIBRARIES: str(built.directory)} | preloaded(options.backend)
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "benches.gpu", *sys.argv[1:]])
+        os.execve(sys.executable, [sys.executable, "-m", "benches.gpu", *sys.argv[1:]], environment)
     return built
 
 

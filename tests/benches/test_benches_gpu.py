@@ -87,16 +87,18 @@ def test_without_cuda_or_its_sources_one_line_says_so(
 def test_the_bench_starts_again_with_the_libraries_that_were_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[list[str]] = []
+    started: list[tuple[list[str], str]] = []
     built = Peers(tmp_path, "1")
     monkeypatch.setattr(bench, "build", lambda *_: built)
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr(os, "execve", lambda _, command, new: started.append((command, new[LIBRARIES])))
     monkeypatch.setattr(sys, "argv", ["gpu", "--quick"])
     monkeypatch.setenv(LIBRARIES, "elsewhere")
     options = bench.parse(["--quick"])
+    before = dict(os.environ)
     assert bench.programs(options) == built
-    assert started == [[sys.executable, "-m", "benches.gpu", "--quick"]]
-    assert os.environ[LIBRARIES] == str(tmp_path)
+    assert started == [([sys.executable, "-m", "benches.gpu", "--quick"], str(tmp_path))]
+    assert os.environ == before, "what comes after in this process would see it, too"
+    monkeypatch.setenv(LIBRARIES, str(tmp_path))
     bench.programs(options)
     assert len(started) == 1, "these are its libraries already"
 

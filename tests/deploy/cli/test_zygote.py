@@ -6,13 +6,11 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import uvloop
 
-from relayline.deploy.testing import forked as forks
 from relayline.deploy.testing.forked import _unwrapped, own_processes
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import COMMAND, children, relayline, running
@@ -21,16 +19,6 @@ from relayline.wire.common.child_command import code_command, module_command
 from tests.support.namespaces import network, refusal
 
 HERE = ("--help",), ("inspect", "nowhere.gguf"), ("nonsense",), ("status",), ("stage",), ("serve", "--pipeline", "none")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_fork_server_of_this_file() -> Iterator[None]:
-    """Start a server with the variables of now: the one of the tests before may have been left with others."""
-    before = forks._zygote
-    assert before is not None
-    forks.install(Zygote())
-    yield
-    forks.install(before)
 
 
 def is_fork(pid: int) -> bool:

@@ -44,7 +44,9 @@ class Intake:
                 self._push(route.grants.fed_back(frames))
             else:
                 route.envelopes_in += 1
-                self._push(self._gate.sift(route.grants.came(frames), opens=bool(view.options)))
+                if route.stage_index == 0:  # later stages compute what comes
+                    frames = route.grants.came(frames)
+                self._push(self._gate.sift(frames, opens=bool(view.options)))
             await asyncio.sleep(0)  # results of finished steps leave first
             while self.is_full:
                 self.stepped.clear()

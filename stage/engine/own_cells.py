@@ -4,8 +4,8 @@ llama.cpp has no call for a part of a lane's state. But where each lane has its 
 memory, the cell of a position has a fixed place: llama.cpp fills a lane's cells from the first on, one for each row,
 and rewinding frees the last ones. So any range can be read, and written, while nothing is computed.
 
-Its tensors are found in the graph of the first step (`found`). What is found is held against a state that llama.cpp
-writes itself, byte for byte; where they differ, nothing here is used.
+Its tensors are found in the graph of the first step (`found`). Their cells are compared, byte for byte, with a state
+that llama.cpp writes itself; where they differ, nothing here is used.
 """
 
 from __future__ import annotations

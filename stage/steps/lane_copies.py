@@ -87,11 +87,18 @@ class LaneCopies:
         self, pieces: Pieces, key: int, lane: int, n_tokens: int, done: Callable[[CellState | None], None]
     ) -> None:
         """Copy the first n_tokens of a lane; `done` gets the state, or None: it was given up, or never begun."""
-        read_by = pieces.begin(lane, n_tokens) if self.n_stores < COPIES_MAX else None
+        if self.n_stores >= COPIES_MAX:
+            done(None)
+            return
+        try:
+            state = CellState.empty(pieces.forms, n_tokens)
+        except OSError:  # the system has no memory for it
+            done(None)
+            return
+        read_by = pieces.begin(lane, n_tokens)
         if read_by is None:
             done(None)
             return
-        state = CellState.empty(pieces.forms, n_tokens)
 
         def ended(is_whole: bool) -> None:
             pieces.end(read_by)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from typing import cast
 
 import numpy as np
 import pytest
 
+from relayline.stage.engine import cell_state
 from relayline.stage.engine.cell_state import CellState, Pieces
 from relayline.stage.engine.layer_cells import Tensor
 from relayline.stage.steps.lane_copies import COPIES_MAX, SLICE_MAX_NS, SLICE_NS, LaneCopies
@@ -18,7 +20,7 @@ PIECE = 4
 
 
 class FakePieces:
-    """Lanes of bytes. What is written to a position stays there until something else is."""
+    """Lanes of bytes. A position keeps its byte until another one is written."""
 
     piece_tokens, token_ns, copies, forms = PIECE, 0.0, True, FORMS
 
@@ -218,3 +220,14 @@ def test_a_state_that_is_wanted_before_it_is_stored_is_finished(world: World) ->
     assert world.copies.finish_stores()
     assert not world.copies.finish_stores()
     assert world.values(8) == {8}
+
+
+def test_a_host_without_memory_for_a_copy_stores_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fileno: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(cell_state.mmap, "mmap", refused)
+    world.pieces.begin = lambda lane, n_tokens: pytest.fail("a sequence is held for nothing")  # type: ignore[method-assign]
+    world.store(7, lane=1, n_tokens=8)
+    assert world.stored == {7: None}
+    assert not world.copies

@@ -70,7 +70,7 @@ class Answer:
 
 @dataclasses.dataclass(slots=True)
 class Chat:
-    """What was said so far, and how it is sent."""
+    """The messages so far, and the fields of every request."""
 
     fields: dict[str, Any]
     """Of every request, beside its messages."""

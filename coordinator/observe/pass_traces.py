@@ -74,10 +74,16 @@ class PassTraces:
             self._later(LOOK_S, self._look)
 
     def sent(self, context: bytes, frames: Sequence[Frame], chosen_ns: int, sent_ns: int) -> None:
-        """An envelope that carries a sampled context was handed to gRPC, for stage 0, at sent_ns."""
+        """An envelope that carries a sampled context was handed to gRPC, for stage 0, at sent_ns.
+
+        Without rows it extends grants, and is no pass: the stages' answers tell of those that follow.
+        """
+        n_rows = sum([len(frame.tokens) for frame in frames])
+        if not n_rows:
+            return
         offset_ns = self._telemetry.wall_offset_ns()
         attributes: dict[str, AttributeValue] = {
-            names.ATTR_PASS_ROWS: sum([len(frame.tokens) for frame in frames]),
+            names.ATTR_PASS_ROWS: n_rows,
             names.ATTR_PASS_STREAMS: len({frame.session_id for frame in frames if frame.tokens}),
         }
         self._telemetry.emit(

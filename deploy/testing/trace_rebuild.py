@@ -149,7 +149,7 @@ def is_complete(spans: Iterable[StoredSpan], n_steps: int, n_requests: int) -> b
     spans = list(spans)
     found = collections.Counter(span.name for span in spans)
     is_ended = found[names.SPAN_BATCHES] >= n_requests  # a stage sends its last span of a request at its close
-    roots = {span.context for span in spans if span.name in names.PASSES_NAMES}
-    of_passes = {(span.trace_id, span.parent_id) for span in spans if span.name == names.SPAN_SEND}
+    roots = {span.trace_id for span in spans if span.name in names.PASSES_NAMES}
+    of_passes = {span.trace_id for span in spans if span.parent_id and is_batch(span)}  # also those that stages make
     is_ended &= found[ROUTE] == found[names.SPAN_DECODE] == n_requests
     return is_ended and of_passes <= roots and sum(map(is_batch, spans)) >= n_steps

@@ -155,7 +155,9 @@ def test_a_second_of_passes_is_summed_up_at_its_root(run: Run) -> None:
         inside = run.traces()[root.trace_id]
         sent = [span for span in inside if span.name == names.SPAN_SEND]
         n_rows = sum(span.attributes[names.ATTR_PASS_ROWS] for span in sent)
-        most = max(span.attributes[names.ATTR_PASS_STREAMS] for span in sent)
+        most = max((span.attributes[names.ATTR_PASS_STREAMS] for span in sent), default=0)
+        assert sent or run.has_grants, "only a second that extends grants may have sent no rows"
+        assert all(span.attributes[names.ATTR_PASS_ROWS] > 0 for span in sent)
         if run.has_grants:  # passes that the stages make by themselves count, and nothing was sent for them
             assert root.attributes[names.ATTR_PASSES] >= len(sent)
             assert root.attributes[names.ATTR_PASSES_ROWS] >= n_rows
@@ -163,7 +165,7 @@ def test_a_second_of_passes_is_summed_up_at_its_root(run: Run) -> None:
             assert root.attributes[names.ATTR_PASSES] == len(sent)
             assert root.attributes[names.ATTR_PASSES_ROWS] == n_rows
             assert root.name == names.sized(names.SPAN_PASSES, most)
-        assert max(span.start_ns for span in sent) - root.start_ns <= WINDOW_NS
+        assert all(span.start_ns - root.start_ns <= WINDOW_NS for span in sent)
         assert len(inside) <= WINDOW_SPANS_MAX + 1 + 8 * (N_STAGES + 2), "and spans under way when it closed"
         assert len(root.attributes[names.ATTR_PASSES_BUSY]) == N_STAGES
         assert all(0 < share <= 1 for share in root.attributes[names.ATTR_PASSES_BUSY])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from relayline.coordinator.observe.pass_traces import busy_attributes
+from relayline.coordinator.observe.pass_traces import PassTraces, busy_attributes
 from relayline.coordinator.observe.passes import (
     ANSWER_WAIT_NS,
     WINDOW_NS,
@@ -239,3 +242,13 @@ def test_no_overlap_is_reported_without_an_answer_of_every_stage(
     statuses: list[pb.StatusResponse | None] | None,
 ) -> None:
     assert busy_attributes(statuses, 0, 10) == {}
+
+
+def test_an_envelope_that_only_extends_grants_is_no_pass() -> None:
+    emitted: list[Any] = []
+    telemetry: Any = SimpleNamespace(wall_offset_ns=lambda: 0, emit=emitted.append)
+    traces, context = PassTraces(telemetry, None, lambda: 1.0), trace_context.new_root()
+    traces.sent(context, [Frame(1, 0, (), Flag.EXTEND, 5 << 32)], 1, 2)
+    assert emitted == []
+    traces.sent(context, [Frame(1, 0, (), Flag.EXTEND, 5 << 32), Frame(2, 3, (7,), Flag.WANTS_SAMPLE)], 1, 2)
+    assert [(span.name, span.attributes[names.ATTR_PASS_ROWS]) for span in emitted] == [(names.SPAN_SEND, 1)]

@@ -108,6 +108,9 @@ class _Reader:
     def _transposed(self, n_cells: int) -> None:
         _, value_bytes, n_rows = _TRANSPOSED.unpack_from(self._state, self.at)
         self.keep(_TRANSPOSED.size)
-        self.cells.append(self._state[self.at : self.at + n_rows * n_cells * value_bytes])
+        n_bytes = n_rows * n_cells * value_bytes
+        if not 0 < n_bytes <= len(self._state) - self.at:  # of another form: rows without bytes could be billions
+            raise ValueError("values of another form")
+        self.cells.append(self._state[self.at : self.at + n_bytes])
         for _ in range(n_rows):
             self.keep(n_cells * value_bytes, self._n_times)

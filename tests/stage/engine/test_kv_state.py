@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayline.stage.engine.kv_state import multiplied
+from relayline.stage.engine.kv_state import cells_of, multiplied
 
 
 def cache(
@@ -76,3 +76,11 @@ def test_cells_may_have_positions_on_other_axes_and_layers_no_values() -> None:
 )
 def test_another_format_is_left_alone(state: bytes) -> None:
     assert multiplied(state, 4) is None
+
+
+def test_values_without_bytes_are_another_format_however_many_they_are() -> None:
+    """As where a state without values is read as one with transposed values: the numbers are then anything."""
+    cell = struct.pack("<iIi", 0, 1, 0)
+    keys, values = struct.pack("<iQ", 0, 4) + b"keys", struct.pack("<iII", 0, 0, 0xFFFFFFFF)
+    state = bytes(8) + struct.pack("<II", 1, 1) + cell + struct.pack("<II", 1, 1) + keys + values
+    assert cells_of(state) is None

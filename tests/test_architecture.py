@@ -48,7 +48,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator/schedule", "coordinator/observe"),
         ("coordinator/planner", "coordinator/engine"),
         ("coordinator/http", "coordinator/joining"),
-        ("coordinator/serve.py", "coordinator/gateway"),
+        ("coordinator/config.py", "coordinator/gateway"),
+        ("coordinator/serve.py",),
     ),
     "deploy": (
         ("deploy/__init__.py", "deploy/machine", "deploy/build", "deploy/testing"),

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 from relayline.coordinator.gateway.app import make_gateway
 from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S, READY_POLL_S, READY_TIMEOUT_S
@@ -15,10 +14,10 @@ from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.gateway.router import Health
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import server_tls, start_http
 from relayline.wire.common.bounds import DRAIN_TIMEOUT_S
 from relayline.wire.common.errors import UsageError
-from relayline.wire.links.security import address_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,19 +25,9 @@ class GatewayConfig:
     """One gateway."""
 
     backends: tuple[BackendConfig, ...]
-    host: str = "127.0.0.1"
-    port: int = 8080
-    """0 lets the system choose."""
-    api_keys_file: Path | None = None
-    """File with the keys that are demanded; None demands none, and passes clients' keys on."""
-    http_tls: tuple[Path, Path] | None = None
-    """Certificate (with intermediates) and private key, PEM; None serves in the clear."""
-    allow_hosts: tuple[str, ...] = ()
-    """Host names under which web pages may reach it, besides loopback."""
-    cors: tuple[str, ...] = ()
-    """Origins whose web pages may read it."""
-    protect_metrics: bool = False
-    """Whether /metrics needs a key too."""
+    """The pipelines, in the order of preference."""
+    http: HttpListener = dataclasses.field(default_factory=HttpListener)
+    """Where clients connect. Where it demands no keys, those that clients send are passed on."""
     limits: HttpLimits = dataclasses.field(default_factory=HttpLimits)
     """Bounds of the HTTP side."""
 
@@ -111,22 +100,16 @@ async def serving_gateway(config: GatewayConfig) -> AsyncIterator[ServedGateway]
 
     Raises UsageError, and StartError where the address is taken.
     """
-    context = server_tls(config.http_tls)
+    context = server_tls(config.http.tls)
     async with contextlib.AsyncExitStack() as stack:
         links = await stack.enter_async_context(Links(config.backends))
         app, gateway = make_gateway(links, config.limits)
-        stack.enter_context(
-            protect_http(
-                app, config.host, config.api_keys_file, protect_metrics=config.protect_metrics,
-                is_tls=context is not None, allow_hosts=config.allow_hosts, cors=config.cors,
-            )
-        )  # fmt: skip
-        gateway.forwarder.checks_keys = config.api_keys_file is not None
+        stack.enter_context(protect_http(app, config.http))
+        gateway.forwarder.checks_keys = config.http.api_keys_file is not None
         await asyncio.gather(*map(links.ask, links.links.values()))
-        runner, port = await start_http(app, config.host, config.port, context=context)
+        runner, port = await start_http(app, config.http.host, config.http.port, context=context)
         stack.push_async_callback(runner.cleanup)
-        url = f"{'http' if context is None else 'https'}://{address_of(config.host, port)}"
-        yield ServedGateway(url, links, gateway.forwarder)
+        yield ServedGateway(config.http.url_at(port), links, gateway.forwarder)
         gateway.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT_S):

@@ -8,7 +8,7 @@ import hashlib
 import hmac
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from aiohttp import web
 from relayline.coordinator.http import shapes
 from relayline.coordinator.http.cors import allow_pages
 from relayline.coordinator.http.errors import plain_body
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.middleware import OUTERMOST
 from relayline.coordinator.http.page import OPEN_PATTERN, PATHS
 from relayline.coordinator.http.service import CLIENT
@@ -121,37 +122,30 @@ def _read(path: Path) -> str:
     return text
 
 
-def protect_http(
-    app: web.Application,
-    host: str,
-    path: Path | None,
-    *,
-    protect_metrics: bool,
-    is_tls: bool = False,
-    allow_hosts: Sequence[str] = (),
-    cors: tuple[str, ...] = (),
-) -> contextlib.AbstractContextManager[None]:
-    """Demand the keys in `path`, if one is given, from every client at `host`. Within the returned context SIGHUP reads
-    the file again. For an address beyond this machine a warning says if it demands no keys, or if keys travel in the
-    clear. Without keys web pages are kept out, except those of the hosts in `allow_hosts` and of the origins in `cors`.
-    Raises UsageError. Call it on the event loop, before the app is started.
+def protect_http(app: web.Application, listener: HttpListener) -> contextlib.AbstractContextManager[None]:
+    """Let only those clients use the application whom `listener` allows. Within the returned context SIGHUP reads the
+    keys' file again.
+
+    For an address beyond this machine a warning says if it demands no keys, or if keys travel in the clear. Without
+    keys web pages are kept out, except those of its `allow_hosts` and `cors`. Raises UsageError. Call it on the event
+    loop, before the app is started.
     """
-    rule = page_rule(host, allow_hosts, cors)
-    if path is None or allow_hosts:
-        keep_pages_out(app, rule)
+    host, path = listener.host, listener.api_keys_file
+    if path is None or listener.allow_hosts:
+        keep_pages_out(app, page_rule(host, listener.allow_hosts, listener.cors))
     if path is None:
-        if protect_metrics:
+        if listener.protect_metrics:
             raise UsageError("--protect-metrics needs --api-keys FILE")
         if not is_loopback(host):
             log.warning("the API on %s is open to everyone who reaches it; --api-keys FILE closes it", host)
-        allow_pages(app, cors)
+        allow_pages(app, listener.cors)
         return contextlib.nullcontext()
     keys = ApiKeys(path)
-    if not (is_tls or is_loopback(host)):
+    if listener.tls is None and not is_loopback(host):
         log.warning("API keys travel to %s in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS", host)
     log.info("the API requires a key; known keys: %s", keys.shown)
-    require_keys(app, keys, protect_metrics=protect_metrics)
-    allow_pages(app, cors)  # in front of the keys: preflights bring none
+    require_keys(app, keys, protect_metrics=listener.protect_metrics)
+    allow_pages(app, listener.cors)  # in front of the keys: preflights bring none
     return _reread_on_hangup(keys)
 
 

@@ -18,42 +18,33 @@ from relayline.coordinator.http.middleware import add_request_id, errors_as_json
 from relayline.coordinator.http.observe import note_status, observing
 from relayline.coordinator.http.page import PATHS, read_files, routes
 from relayline.coordinator.http.server import LIMITS
-from relayline.coordinator.http.service import make_service
-from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.http.service import ServedModel, make_service
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
-from relayline.coordinator.text.chat import ChatTemplate
-from relayline.coordinator.text.tokenizer import Tokenizer
 
 TEMPLATE_FAULT = web.AppKey("template_fault", str)  # why the chat template cannot be used, or empty
 
 
 def make_app(
     generator: Generator,
-    tokenizer: Tokenizer,
-    chat: ChatTemplate,
-    model_id: str,
-    created: int,
+    model: ServedModel,
     limits: HttpLimits | None = None,
     control: TelemetryControl | None = None,
     layers: LayerControl | None = None,
-    encoder: Encoder | None = None,
 ) -> web.Application:
-    """Return the OpenAI-compatible application.
+    """Return the OpenAI-compatible application of one model.
 
-    `model_id` is the one model name that is served, `created` when it came up (unix seconds); without `control`
-    nothing is traced beyond this process's own ring, without `layers` none can be moved, without a started `encoder`
-    chats are text alone. Serve the application
-    with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes away. Further
-    routes (metrics) may be added before it is started.
+    Without `control` nothing is traced beyond this process's own ring, without `layers` none can be moved. Serve the
+    application with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes
+    away. Further routes (metrics) may be added before it is started.
     """
     limits = limits or HttpLimits()
     control = control or TelemetryControl(Observer(), tuple)
     observer = control.observer
-    service = make_service(generator, tokenizer, chat, model_id, created, limits, observer, encoder)
+    service = make_service(generator, model, limits, observer)
     middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
     files = read_files()
-    facts: dict[str, object] = {"model_id": model_id, "version": service.fingerprint}
+    facts: dict[str, object] = {"model_id": model.model_id, "version": service.fingerprint}
     if service.images is not None:
         facts["images_max"] = service.images.per_request_max
     feed = LiveFeed(generator, control, facts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from relayline.wire.settings.table import ServingSettings
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HttpLimits:
@@ -35,3 +37,17 @@ class HttpLimits:
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
     model_aliases: tuple[str, ...] = ()  # further names of the model
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
+
+
+def limits_of(serving: ServingSettings) -> HttpLimits:
+    """Return the limits of a coordinator: every client that may queue may also be connected."""
+    usual = HttpLimits()
+    return dataclasses.replace(
+        usual,
+        connections_max=usual.connections_max + serving.queue,
+        connections_per_address_max=serving.connections_per_address,
+        pooling=serving.pooling,
+        strict_max_tokens=serving.strict_max_tokens,
+        model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
+        any_model_name=serving.any_model_name,
+    )

@@ -40,6 +40,20 @@ CLIENT = web.RequestKey("client", str)  # by the key that it has shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of an application, as its clients know it."""
+
+    model_id: str
+    """Its name."""
+    created: int
+    """When it came up, unix seconds."""
+    tokenizer: Tokenizer
+    chat: ChatTemplate
+    encoder: Encoder | None = None
+    """Encodes images, and has been started; None: chats are text alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Service:
     """The parts that handlers share; one per application."""
 
@@ -249,32 +263,24 @@ async def open_streams(generator: Generator, job: Job) -> list[TokenStream]:
     return streams
 
 
-def make_service(
-    generator: Generator,
-    tokenizer: Tokenizer,
-    chat: ChatTemplate,
-    model_id: str,
-    created: int,
-    limits: HttpLimits,
-    observer: Observer,
-    encoder: Encoder | None,
-) -> Service:
-    """Return the parts that the handlers of one application share; `encoder` has been started."""
-    setting = setting_of(model_id, limits, chat, has_images=encoder is not None)
+def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, observer: Observer) -> Service:
+    """Return the parts that the handlers of one application share."""
+    tokenizer, encoder = model.tokenizer, model.encoder
+    setting = setting_of(model.model_id, limits, model.chat, has_images=encoder is not None)
     style = setting.style = find_style(setting, tokenizer.path)
     return Service(
-        generator,
-        tokenizer,
-        Speller(tokenizer),
-        Conversation(chat, tokenizer, style.tool_style()),
-        model_id,
-        created,
-        _fingerprint(),
-        limits,
-        observer,
-        BodyPool(setting, tokenizer),
-        Images(encoder) if encoder is not None else None,
-        style.fault,
+        generator=generator,
+        tokenizer=tokenizer,
+        speller=Speller(tokenizer),
+        conversation=Conversation(model.chat, tokenizer, style.tool_style()),
+        model_id=model.model_id,
+        created=model.created,
+        fingerprint=_fingerprint(),
+        limits=limits,
+        observer=observer,
+        pool=BodyPool(setting, tokenizer),
+        images=Images(encoder) if encoder is not None else None,
+        template_fault=style.fault,
     )
 
 

@@ -9,7 +9,8 @@ import click
 
 from relayline.deploy.cli.join_flags import stage_telemetry
 from relayline.deploy.cli.options import Address, CoreList, log_options, telemetry_options, threads_option
-from relayline.deploy.cli.processes import on_stage_idle, on_stage_ready, watch_stdin
+from relayline.deploy.cli.stage import on_stage_idle, on_stage_ready
+from relayline.deploy.cli.supervised import watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.common.errors import UsageError

@@ -19,9 +19,9 @@ from relayline.wire.settings.table import EngineSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
+    from relayline.coordinator.config import Joinable
     from relayline.coordinator.engine.membership import Place
     from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, PoolState
-    from relayline.coordinator.serve import Joinable
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
     from relayline.wire.pb.relayline.v1 import join_pb2 as pb

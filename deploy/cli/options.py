@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from relayline.deploy.cli.sections import OF_CLIENTS
 from relayline.deploy.cli.sections import Sectioned as Sectioned
 from relayline.deploy.cli.setting_flags import Decorator, setting_options
 from relayline.deploy.machine.cores import Cores, read_cores
@@ -18,6 +20,9 @@ from relayline.wire.links.security import LinkSecurity, address_of, load_securit
 from relayline.wire.settings.setting import entries, entry_of, from_parameters
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, ServingSettings, TelemetrySettings
 from relayline.wire.telemetry.config import Level, TelemetryConfig
+
+if TYPE_CHECKING:
+    from relayline.coordinator.http.listener import HttpListener
 
 
 class Address(click.ParamType[tuple[str, int]]):
@@ -106,7 +111,6 @@ security_options = _apply(
                  help="File with the join token [default: RELAYLINE_TOKEN, or `token` in the --tls directory]."),
 )  # fmt: skip
 
-HTTP_SETTINGS = ("connections_per_address", "protect_metrics", "jaeger_url")  # flags in their own place of the help
 http_security_options = _apply(
     click.option("--http-cert", type=click.Path(path_type=Path), default=None,
                  help="Certificate (PEM); makes the HTTP API HTTPS. A renewed file is read without a restart."),
@@ -116,7 +120,7 @@ http_security_options = _apply(
     click.option("--allow-host", "allow_hosts", multiple=True, metavar="NAME",
                  help="Also answer web pages of this host, and requests to the server under this name; may be repeated "
                  "[default without --api-keys: no pages of other hosts, and on loopback only loopback names]."),
-    setting_options(ServingSettings, only=HTTP_SETTINGS),
+    setting_options(ServingSettings, only=OF_CLIENTS),
 )  # fmt: skip
 
 chat_template_option = click.option(
@@ -149,16 +153,30 @@ def http_tls_from(given: dict[str, Any]) -> tuple[Path, Path] | None:
     return (cert, key) if cert is not None else None
 
 
-def origins_of(serving: ServingSettings) -> tuple[str, ...]:
-    """Return the origins of --cors. Raises UsageError."""
+def with_http_flags(listener: HttpListener, given: dict[str, Any], *, has_address: bool) -> HttpListener:
+    """Return where clients connect, with what the flags of `http_security_options` change of it.
+
+    `has_address`: --http counts too. Raises UsageError.
+    """
+    serving = from_parameters(ServingSettings, given)
     from relayline.coordinator.http.cors import read_origins
 
-    return read_origins(serving.cors)
+    changes: dict[str, Any] = {}
+    if has_address:
+        changes["host"], changes["port"] = given["http"]
+    if (tls := http_tls_from(given)) is not None:
+        changes["tls"] = tls
+    if given["api_keys"] is not None:
+        changes["api_keys_file"] = given["api_keys"]
+    if given["allow_hosts"]:
+        changes["allow_hosts"] = tuple(given["allow_hosts"])
+    cors = read_origins(serving.cors)
+    return dataclasses.replace(listener, protect_metrics=serving.protect_metrics, cors=cors, **changes)
 
 
 telemetry_options = setting_options(TelemetrySettings, but=("content",))
 content_option = setting_options(TelemetrySettings, only=("content",))
-pipeline_options = setting_options(ServingSettings, but=HTTP_SETTINGS)
+pipeline_options = setting_options(ServingSettings, but=OF_CLIENTS)
 
 
 def check_draft(serving: ServingSettings, policy: str) -> None:

@@ -9,13 +9,13 @@ from relayline.wire.settings.table import EngineSettings, ServingSettings, Telem
 
 OWN, ENGINE, SERVING, ACCESS, TRACES = "Options", "Engine", "Serving", "Access", "Traces and logs"
 TITLES = (OWN, ENGINE, SERVING, ACCESS, TRACES)  # in the order of the help
-_OF_CLIENTS = ("connections_per_address", "protect_metrics", "cors")  # settings of serving
+OF_CLIENTS = ("connections_per_address", "protect_metrics", "cors")  # settings of serving; a gateway has them too
 _ACCESS = frozenset({"--http-cert", "--http-key", "--api-keys", "--allow-host", "--tls", "--insecure", "--token-file"})
 _TRACES = frozenset({"--log-json", "--verbose"})
 _TABLES = ((ENGINE, EngineSettings), (SERVING, ServingSettings), (TRACES, TelemetrySettings))
 _TITLE_OF = {
     **{entry.flag: title for title, table in _TABLES for entry in entries(table)},
-    **{entry_of(ServingSettings, name).flag: ACCESS for name in _OF_CLIENTS},
+    **{entry_of(ServingSettings, name).flag: ACCESS for name in OF_CLIENTS},
     entry_of(ServingSettings, "jaeger_url").flag: TRACES,
     **dict.fromkeys(_ACCESS, ACCESS),
     **dict.fromkeys(_TRACES, TRACES),

@@ -94,7 +94,7 @@ def up_command(**given: Any) -> None:
         raise UsageError("give the model either as MODEL or with --model, and no manifest")
     logs.setup("up", as_json=given["log_json"], verbose=given["verbose"])
     if given["exit_with_stdin"]:
-        from relayline.deploy.cli.processes import watch_stdin
+        from relayline.deploy.cli.supervised import watch_stdin
 
         watch_stdin()
     from relayline.deploy.cli.up_manifest import up_manifest

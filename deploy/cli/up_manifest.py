@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from relayline.deploy.cli.apply import applied
-from relayline.deploy.cli.gateway import up_gateway
 from relayline.deploy.cli.options import http_tls_from
 from relayline.deploy.cli.setting_flags import NOT_AGAIN, again
+from relayline.deploy.cli.up_gateway import up_gateway
 from relayline.deploy.cli.up_launch import launch_of
 from relayline.deploy.launch.detach import Report, start_detached
 from relayline.deploy.launch.leftovers import end_leftovers

@@ -26,12 +26,12 @@ def launch_gateway(plan: GatewayPlan, directory: StateDir, emit: Emit, *, echo: 
     with directory.locked(plan.name), log_file(directory.log(SUPERVISOR)):
         register(directory.path)
         end_leftovers(directory.load())
-        config = plan.config
-        if config.port and (problem := port_problem(config.host, config.port)) is not None:
+        listener = plan.config.http
+        if listener.port and (problem := port_problem(listener.host, listener.port)) is not None:
             raise StartError(f"the HTTP API: {problem}; end what holds it or name another port")
         directory.keys.unlink(missing_ok=True)
-        if config.api_keys_file is not None:
-            directory.keys.write_bytes(os.fsencode(config.api_keys_file.absolute()))
+        if listener.api_keys_file is not None:
+            directory.keys.write_bytes(os.fsencode(listener.api_keys_file.absolute()))
 
         write_gateway(plan.manifest, directory.manifest)
         for left in (directory.more, directory.restart):  # of a run before

@@ -96,7 +96,7 @@ class Keeper:
     def _ready(self, url: str, events: Sequence[dict[str, Any]]) -> None:
         self.board.set_phase(Phase.READY)
         models = list(dict.fromkeys(event["model"] for event in events))
-        needs_key = self._plan.config.api_keys_file is not None
+        needs_key = self._plan.config.http.api_keys_file is not None
         facts = {"event": "ready", "role": "gateway", "url": url, "models": models, "needs_key": needs_key}
         if models:
             facts |= {"model": models[0], "chat": events[0].get("chat", True)}

@@ -16,6 +16,7 @@ from typing import Any
 
 from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.serve import GatewayConfig
+from relayline.coordinator.http.listener import HttpListener
 from relayline.deploy.launch.control import first_key
 from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.state import StateDir
@@ -139,14 +140,14 @@ def plan_members(
 def _config_of(manifest: GatewayManifest, backends: tuple[BackendConfig, ...]) -> GatewayConfig:
     spec = manifest.spec
     tls = spec.http.tls
-    return GatewayConfig(
-        backends,
+    listener = HttpListener(
         spec.http.host,
         spec.http.port,
-        manifest.resolve(spec.api_keys_file) if spec.api_keys_file is not None else None,
-        (manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file)) if tls is not None else None,
-        spec.allow_hosts,
+        tls=(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file)) if tls is not None else None,
+        api_keys_file=manifest.resolve(spec.api_keys_file) if spec.api_keys_file is not None else None,
+        allow_hosts=spec.allow_hosts,
     )
+    return GatewayConfig(backends, listener)
 
 
 def _elsewhere(manifest: GatewayManifest, member: Member) -> BackendConfig:

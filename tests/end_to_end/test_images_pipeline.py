@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.projectors import check_projector
@@ -117,8 +117,8 @@ async def chats(model: Model, **settings: Any) -> AsyncIterator[Chats]:
     template = ChatTemplate(CHAT_TEMPLATE)
     n_vocab = len(TOKENS)
     async with fleet(model.paths, file=model.file, n_vocab=n_vocab, **settings) as running:
-        borrowed = _Borrowed(model.encoder)
-        app = make_app(running.pipeline, tokenizer, template, "tiny", 1, HttpLimits(), encoder=borrowed)
+        served = ServedModel("tiny", 1, tokenizer, template, _Borrowed(model.encoder))
+        app = make_app(running.pipeline, served)
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             async with aiohttp.ClientSession() as session:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -15,7 +16,9 @@ from relayline.coordinator.gateway.serve import GatewayConfig, ServedGateway, se
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML
@@ -64,8 +67,8 @@ class Pipeline:
     async def start(self) -> None:
         chat = ChatTemplate(CHATML, bos_text=self._tokenizer.bos_text, eos_text=self._tokenizer.eos_text)
         self.n_starts += 1
-        app = make_app(self.generator, self._tokenizer, chat, self.model, self.n_starts, LIMITS)
-        self._stack.enter_context(protect_http(app, "127.0.0.1", self._keys, protect_metrics=False))
+        app = make_app(self.generator, ServedModel(self.model, self.n_starts, self._tokenizer, chat), LIMITS)
+        self._stack.enter_context(protect_http(app, HttpListener(api_keys_file=self._keys)))
         self._runner, self.port = await start_http(app, "127.0.0.1", self.port, shutdown_timeout_s=0.05)
 
     async def kill(self) -> None:
@@ -95,19 +98,19 @@ async def pipelines(tokenizer: Tokenizer, *models: str, keys: Path | None = None
 
 
 @contextlib.asynccontextmanager
-async def gateway(served: list[Pipeline], key: str = "", **config: object) -> AsyncIterator[aiohttp.ClientSession]:
+async def gateway(served: list[Pipeline], key: str = "", **listener: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A gateway before pipelines, and a client of it."""
-    async with changing_gateway(served, key, **config) as (session, _):
+    async with changing_gateway(served, key, **listener) as (session, _):
         yield session
 
 
 @contextlib.asynccontextmanager
 async def changing_gateway(
-    served: list[Pipeline], key: str = "", **config: object
+    served: list[Pipeline], key: str = "", **listener: Any
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, ServedGateway]]:
     """A client of a gateway, and the gateway as its process changes it."""
     backends = tuple(BackendConfig(each.name, each.url, key) for each in served)
-    settings = GatewayConfig(backends, port=0, **config)
+    settings = GatewayConfig(backends, HttpListener(port=0, **listener))
     async with serving_gateway(settings) as whole, aiohttp.ClientSession(whole.url) as session:
         yield session, whole
 

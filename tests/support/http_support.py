@@ -11,6 +11,7 @@ from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord
@@ -158,7 +159,8 @@ async def serving(
     """Serve a fake generator on a free loopback port; every stream it opened must be closed in the end."""
     generator = generator or FakeGenerator()
     chat = ChatTemplate(template, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(generator, tokenizer, chat, MODEL, CREATED, HttpLimits(**limits), control, encoder=encoder)
+    model = ServedModel(MODEL, CREATED, tokenizer, chat, encoder)
+    app = make_app(generator, model, HttpLimits(**limits), control)
     runner, port = await start_http(app, "127.0.0.1", 0)
     try:
         yield Served(f"http://127.0.0.1:{port}", port, generator)

@@ -15,8 +15,10 @@ from relayline.coordinator.engine.stage_client import RoundTrip, StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.live import FACTS
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.chat import ChatTemplate
@@ -101,8 +103,8 @@ async def served(
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(Observer(), lambda: [stage])
-    app = make_app(generator, tokenizer, chat, MODEL, CREATED, control=control, encoder=encoder)
-    with protect_http(app, "127.0.0.1", keys, protect_metrics=False):
+    app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat, encoder), control=control)
+    with protect_http(app, HttpListener(api_keys_file=keys)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             yield World(f"http://127.0.0.1:{port}", stage, generator, app[FACTS])

@@ -19,7 +19,9 @@ import pytest
 
 from relayline.coordinator.http.api_keys import KEYS_MAX, ApiKeys, parse_keys, protect_http
 from relayline.coordinator.http.app import make_app
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
@@ -72,8 +74,8 @@ class Lines(logging.Handler):
 @contextlib.asynccontextmanager
 async def serving(tokenizer: Tokenizer, path: Path | None, *, protect_metrics: bool = False) -> AsyncIterator[str]:
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(Described(), tokenizer, chat, MODEL, CREATED)
-    with protect_http(app, "127.0.0.1", path, protect_metrics=protect_metrics):
+    app = make_app(Described(), ServedModel(MODEL, CREATED, tokenizer, chat))
+    with protect_http(app, HttpListener(api_keys_file=path, protect_metrics=protect_metrics)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{port}"
@@ -212,9 +214,9 @@ async def test_hangup_reads_the_file_again(tokenizer: Tokenizer, file: Path, cap
 
 async def test_an_open_api_beyond_this_machine_is_warned_about(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
     chat = ChatTemplate(CHATML, bos_text="", eos_text="")
-    app = make_app(FakeGenerator(), tokenizer, chat, MODEL, CREATED)
+    app = make_app(FakeGenerator(), ServedModel(MODEL, CREATED, tokenizer, chat))
     for host, n_lines in (("127.0.0.1", 0), ("0.0.0.0", 1)):
-        with protect_http(app, host, None, protect_metrics=False):
+        with protect_http(app, HttpListener(host)):
             assert len(caplog.records) == n_lines
     assert caplog.records[0].getMessage() == (
         "the API on 0.0.0.0 is open to everyone who reaches it; --api-keys FILE closes it"

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.cors import read_origins
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import start_http
 from relayline.wire.common.errors import UsageError
 
@@ -30,7 +31,7 @@ async def served(cors: tuple[str, ...], keys: Path | None = None) -> AsyncIterat
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", stream)])
-    with protect_http(app, "127.0.0.1", keys, protect_metrics=False, cors=cors):
+    with protect_http(app, HttpListener(api_keys_file=keys, cors=cors)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

@@ -26,6 +26,7 @@ from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.body import usual_path
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.server import LIMITS, start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
@@ -318,7 +319,8 @@ async def test_every_route_bounds_its_body_and_none_reads_a_long_one_on_the_even
 
     monkeypatch.setattr(msgspec.json, "decode", counted)
     limits = HttpLimits(body_bytes_max=1 << 20, linger_s=0.05)
-    app = make_app(FakeGenerator(), tokenizer, ChatTemplate(CHATML), MODEL, CREATED, limits, layers=Layers())
+    model = ServedModel(MODEL, CREATED, tokenizer, ChatTemplate(CHATML))
+    app = make_app(FakeGenerator(), model, limits, layers=Layers())
     routes = [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
     asking = [(method, path) for method, path in routes if method not in ("GET", "HEAD") and path not in NO_BODY]
     assert {("PUT", layer_handlers.PATH), ("PUT", "/v1/telemetry"), ("POST", "/v1/completions")} <= {*asking}

@@ -19,6 +19,7 @@ from aiohttp import web
 from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.connection import Server
 from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import LIMITS, server_tls, start_http
 from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.launch.certificates import init_authority, issue
@@ -176,10 +177,10 @@ async def test_keys_in_the_clear_are_warned_of(
     keys = tmp_path / "keys"
     keys.write_text(f"test: {KEY}\n")
     keys.chmod(0o600)
-    with (
-        caplog.at_level(logging.WARNING),
-        protect_http(web.Application(), host, keys, protect_metrics=False, is_tls=is_tls),
-    ):
+    listener = HttpListener(
+        host, tls=(tmp_path / "cert.pem", tmp_path / "key.pem") if is_tls else None, api_keys_file=keys
+    )
+    with caplog.at_level(logging.WARNING), protect_http(web.Application(), listener):
         logged = [record.getMessage() for record in caplog.records]
     expected = "API keys travel to 0.0.0.0 in PLAINTEXT: give --http-cert and --http-key, or a proxy with TLS"
     assert logged == ([expected] if warns else [])

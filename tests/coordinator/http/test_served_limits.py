@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relayline.coordinator import serve
-from relayline.coordinator.engine.pipeline import PipelineConfig
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.serve import ServeConfig
-from relayline.wire.envelopes.dtypes import DTYPE_F16
+from relayline.coordinator.http.limits import HttpLimits, limits_of
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -30,8 +25,7 @@ from relayline.wire.settings.table import ServingSettings
 )
 def test_each_setting_changes_its_limit_and_no_other(settings: dict[str, Any], expected: dict[str, Any]) -> None:
     def limits(**more: Any) -> HttpLimits:
-        serving = dataclasses.replace(ServingSettings(), **more)
-        return serve._limits(ServeConfig(Path(), PipelineConfig((), DTYPE_F16, serving=serving)))
+        return limits_of(dataclasses.replace(ServingSettings(), **more))
 
     usual = limits()
     assert limits(**settings) == dataclasses.replace(usual, **expected) != usual

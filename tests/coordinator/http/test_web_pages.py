@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from relayline.coordinator.http.api_keys import protect_http
+from relayline.coordinator.http.listener import HttpListener
 from relayline.coordinator.http.server import start_http
 from relayline.coordinator.http.web_pages import page_rule
 from relayline.wire.common.errors import UsageError
@@ -105,7 +106,7 @@ async def served(host: str = "127.0.0.1", keys: Path | None = None, allow: tuple
 
     app = web.Application()
     app.add_routes([web.route("*", path, answer) for path in ("/live", "/health", "/v1/models", "/v1/completions")])
-    with protect_http(app, host, keys, protect_metrics=False, allow_hosts=allow):
+    with protect_http(app, HttpListener(host, api_keys_file=keys, allow_hosts=allow)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:
             yield f"http://127.0.0.1:{port}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.serve import _checked_url
-from relayline.deploy.cli.processes import serve_command
+from relayline.deploy.cli.serve import serve_command
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.wire.common.errors import UsageError
 from tests.support.launches import launched

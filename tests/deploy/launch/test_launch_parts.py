@@ -14,7 +14,7 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.schedule.draft_flights import DRAFT_AUTO
 from relayline.deploy.cli.join_flags import coordinator_join
 from relayline.deploy.cli.options import given_settings
-from relayline.deploy.cli.processes import schedule_config, serve_command
+from relayline.deploy.cli.serve import schedule_config, serve_command
 from relayline.deploy.cli.up import up_command
 from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.doctor.files import look_security, names_here

@@ -49,7 +49,8 @@ sys.modules[name] = room.table = table
 exec(compile(before + head + entry + after, path, "exec"), vars(table))
 
 from relayline.coordinator.joining.config import engine_message
-from relayline.deploy.cli.processes import serve_command, stage_command
+from relayline.deploy.cli.serve import serve_command
+from relayline.deploy.cli.stage import stage_command
 from relayline.deploy.cli.up import up_command
 from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.launch.prepare import override

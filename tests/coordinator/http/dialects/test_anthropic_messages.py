@@ -14,6 +14,7 @@ import pytest
 from relayline.coordinator.http.api_keys import ApiKeys, require_keys
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
@@ -287,7 +288,7 @@ async def test_a_key_may_come_in_a_separate_header(tokenizer: Tokenizer, tmp_pat
     keys.write_text("me: 0123456789abcdef\n")
     keys.chmod(0o600)
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(FakeGenerator(), tokenizer, chat, MODEL, CREATED)
+    app = make_app(FakeGenerator(), ServedModel(MODEL, CREATED, tokenizer, chat))
     require_keys(app, ApiKeys(keys), protect_metrics=False)
     runner, port = await start_http(app, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{port}/v1/messages"

@@ -14,6 +14,7 @@ import pytest
 from relayline.coordinator.http import openapi
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.bodies import decode_body
+from relayline.coordinator.http.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer
@@ -87,7 +88,7 @@ async def test_it_is_written_once_and_only_if_somebody_asks(
 
 def test_every_route_of_the_api_is_in_it(tokenizer: Tokenizer) -> None:
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
-    app = make_app(FakeGenerator(), tokenizer, chat, MODEL, CREATED)
+    app = make_app(FakeGenerator(), ServedModel(MODEL, CREATED, tokenizer, chat))
     document = openapi.describe(app.router.routes())
     served = {
         (route.method.lower(), route.resource.canonical)

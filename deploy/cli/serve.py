@@ -1,12 +1,7 @@
-"""`relayline stage` and `relayline serve`: one process each."""
+"""`relayline serve`: the coordinator's process."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +14,9 @@ from relayline.deploy.cli.join_flags import (
     joinable_event,
     member_event,
     serve_join_options,
-    stage_join,
-    stage_join_options,
-    stage_telemetry,
 )
 from relayline.deploy.cli.options import (
     Address,
-    CoreList,
     Sectioned,
     chat_template_option,
     check_draft,
@@ -33,20 +24,18 @@ from relayline.deploy.cli.options import (
     engine_options,
     given_settings,
     http_security_options,
-    http_tls_from,
     is_given,
     log_options,
-    origins_of,
     pipeline_options,
     security_from,
     security_options,
     supervised_option,
     telemetry_config,
     telemetry_options,
-    threads_option,
+    with_http_flags,
 )
+from relayline.deploy.cli.supervised import announce, watch_stdin
 from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_split
-from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
@@ -54,126 +43,9 @@ from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings, ServingSettings
 
 if TYPE_CHECKING:
+    from relayline.coordinator.config import Callbacks, Joinable, Ready
     from relayline.coordinator.engine.membership import Place
     from relayline.coordinator.schedule.config import ScheduleConfig
-    from relayline.coordinator.serve import Joinable, Ready
-    from relayline.stage.facts import StageFacts
-
-
-def announce(event: dict[str, Any], text: str, *, as_json: bool) -> None:
-    """Print the ready line on stdout."""
-    print(json.dumps(event) if as_json else text, flush=True)
-
-
-def watch_stdin() -> None:
-    """End this process, gracefully, when the supervisor's end of stdin closes."""
-
-    def wait() -> None:
-        # os.read, not sys.stdin: a thread inside a buffered read would hold its lock at interpreter shutdown.
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="supervisor", daemon=True).start()
-
-
-@click.command("stage", cls=Sectioned, short_help="Run one stage process.")
-@stage_join_options
-@click.option(
-    "--listen",
-    type=Address(),
-    default="127.0.0.1:0",
-    show_default=True,
-    help="Where other stages and the coordinator connect.",
-)
-@threads_option
-@click.option("--cores", type=CoreList(), default=None, help="Cores to run on, such as 0-3,8 [default: any].")
-@click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
-@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
-@click.option(
-    "--metrics",
-    type=Address(),
-    default=None,
-    help="Where to serve Prometheus metrics; beyond loopback with TLS if --tls is given [default: nowhere].",
-)
-@telemetry_options
-@engine_options
-@security_options
-@log_options
-@supervised_option
-def stage_command(**given: Any) -> None:
-    """Load one stage artifact and compute for its pipeline until SIGINT or SIGTERM.
-
-    The artifact is a file (--artifact), or the coordinator chooses and sends it (--join).
-    """
-    from relayline.stage.config import StageConfig
-    from relayline.stage.joining.join import run_joined
-    from relayline.stage.process import run_stage
-
-    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
-    if given["cores"]:
-        keep_to(given["cores"])
-    security = security_from(given, Role.STAGE)
-    joining = stage_join(given, security)
-    if given["exit_with_stdin"]:
-        watch_stdin()
-    if joining is not None:
-        run_joined(joining, on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
-        return
-    host, port = given["listen"]
-    config = StageConfig(
-        artifact=given["artifact"],
-        host=host,
-        port=port,
-        engine=from_parameters(EngineSettings, given),
-        verify=not given["no_verify"],
-        telemetry=telemetry_config(given),
-        metrics=given["metrics"],
-        security=security,
-    )
-    run_stage(config, on_stage_ready(given))
-
-
-def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
-    """Return what prints the line of a stage that has begun to serve."""
-
-    def on_ready(address: str, facts: StageFacts) -> None:
-        artifact = facts.artifact
-        announce(
-            {
-                "event": "ready",
-                "role": "stage",
-                "name": given["name"],
-                "address": address,
-                "stage": artifact.stage_index,
-                "layers": [artifact.layer_start, artifact.layer_end],
-                "metrics": facts.metrics_address,
-            },
-            f"stage {artifact.stage_index} of {artifact.stage_count} "
-            f"(layers {artifact.layers_text}) ready on {address}"
-            + (f", metrics on {metrics_url(facts)}" if facts.metrics_address else ""),
-            as_json=given["as_json"],
-        )
-
-    return on_ready
-
-
-def on_stage_idle(given: dict[str, Any]) -> Callable[[], None]:
-    """Return what prints the line of a stage that stands by without layers."""
-
-    def on_idle() -> None:
-        text = f"{given['name']} stands by without layers; the coordinator gives it some when needed"
-        announce({"event": "idle", "role": "stage", "name": given["name"]}, text, as_json=given["as_json"])
-
-    return on_idle
-
-
-def metrics_url(facts: StageFacts) -> str:
-    """Return where a stage's metrics are read."""
-    from relayline.stage.observe.metrics import is_private
-
-    host = facts.config.metrics[0] if facts.config.metrics is not None else ""
-    return f"{'https' if is_private(host, facts.config.security) else 'http'}://{facts.metrics_address}/metrics"
 
 
 def schedule_config(given: dict[str, Any]) -> ScheduleConfig:
@@ -243,15 +115,17 @@ def serve_command(**given: Any) -> None:
     With --manifest, this finds and splits the model, and serves it to the stages of the manifest. Flags override
     RELAYLINE_* variables (RELAYLINE_HTTP for --http), and these override the manifest.
     """
+    from relayline.coordinator.config import ServeConfig
     from relayline.coordinator.engine.pipeline import PipelineConfig
-    from relayline.coordinator.serve import ServeConfig, run_coordinator
+    from relayline.coordinator.http.listener import HttpListener
+    from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.projector import served_projector
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # settings that no stage would take are refused before anything starts
-    (host, port), https = given["http"], http_tls_from(given)
+    listener = with_http_flags(HttpListener(), given, has_address=True)
     if given["exit_with_stdin"]:
         watch_stdin()
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
@@ -269,30 +143,24 @@ def serve_command(**given: Any) -> None:
             security=security_from(given, Role.COORDINATOR),
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
-        host=host,
-        port=port,
+        http=listener,
         join=for_each_stage(
             coordinator_join(given, split.n_stages, split.known), given["manifest"], given_settings(given)
         ),
         cut_model=split.cut_model,
         read_shape=split.read_shape,
         on_moved=split.on_moved,
-        api_keys_file=given["api_keys"],
-        http_tls=https,
-        allow_hosts=tuple(given["allow_hosts"]),
-        cors=origins_of(serving),
         chat_template_file=given["chat_template"],
         telemetry=telemetry,
         push_level=is_given("trace_level"),
         **plan_facts(given),
     )
-    run_coordinator(config, *_announcers(as_json=given["as_json"]))
+    run_coordinator(config, _announcing(as_json=given["as_json"]))
 
 
-def _announcers(
-    *, as_json: bool
-) -> tuple[Callable[[Ready], None], Callable[[Joinable], None], Callable[[Place], None]]:
-    """Return the callback that reports to a supervisor, or a person: serving clients, joinable, joined stages."""
+def _announcing(*, as_json: bool) -> Callbacks:
+    """Return what reports to a supervisor, or a person: that clients are served, that stages may join, who joined."""
+    from relayline.coordinator.config import Callbacks
 
     def on_ready(ready: Ready) -> None:
         announce(
@@ -319,4 +187,4 @@ def _announcers(
         if as_json:  # people read the same in the log
             announce(member_event(place), "", as_json=True)
 
-    return on_ready, on_joinable, on_member
+    return Callbacks(on_ready, on_joinable, on_member)

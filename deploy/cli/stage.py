@@ -1,0 +1,135 @@
+"""`relayline stage`: one stage process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from relayline.deploy.cli.join_flags import (
+    stage_join,
+    stage_join_options,
+    stage_telemetry,
+)
+from relayline.deploy.cli.options import (
+    Address,
+    CoreList,
+    Sectioned,
+    engine_options,
+    log_options,
+    security_from,
+    security_options,
+    supervised_option,
+    telemetry_config,
+    telemetry_options,
+    threads_option,
+)
+from relayline.deploy.cli.supervised import announce, watch_stdin
+from relayline.deploy.machine.cores import keep_to
+from relayline.wire.common import logs
+from relayline.wire.links.roles import Role
+from relayline.wire.settings.setting import from_parameters
+from relayline.wire.settings.table import EngineSettings
+
+if TYPE_CHECKING:
+    from relayline.stage.facts import StageFacts
+
+
+@click.command("stage", cls=Sectioned, short_help="Run one stage process.")
+@stage_join_options
+@click.option(
+    "--listen",
+    type=Address(),
+    default="127.0.0.1:0",
+    show_default=True,
+    help="Where other stages and the coordinator connect.",
+)
+@threads_option
+@click.option("--cores", type=CoreList(), default=None, help="Cores to run on, such as 0-3,8 [default: any].")
+@click.option("--no-verify", is_flag=True, help="Do not check the artifact's sha256.")
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as JSON.")
+@click.option(
+    "--metrics",
+    type=Address(),
+    default=None,
+    help="Where to serve Prometheus metrics; beyond loopback with TLS if --tls is given [default: nowhere].",
+)
+@telemetry_options
+@engine_options
+@security_options
+@log_options
+@supervised_option
+def stage_command(**given: Any) -> None:
+    """Load one stage artifact and compute for its pipeline until SIGINT or SIGTERM.
+
+    The artifact is a file (--artifact), or the coordinator chooses and sends it (--join).
+    """
+    from relayline.stage.config import StageConfig
+    from relayline.stage.joining.join import run_joined
+    from relayline.stage.process import run_stage
+
+    logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    if given["cores"]:
+        keep_to(given["cores"])
+    security = security_from(given, Role.STAGE)
+    joining = stage_join(given, security)
+    if given["exit_with_stdin"]:
+        watch_stdin()
+    if joining is not None:
+        run_joined(joining, on_stage_ready(given), stage_telemetry(given), on_stage_idle(given))
+        return
+    host, port = given["listen"]
+    config = StageConfig(
+        artifact=given["artifact"],
+        host=host,
+        port=port,
+        engine=from_parameters(EngineSettings, given),
+        verify=not given["no_verify"],
+        telemetry=telemetry_config(given),
+        metrics=given["metrics"],
+        security=security,
+    )
+    run_stage(config, on_stage_ready(given))
+
+
+def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:
+    """Return what prints the line of a stage that has begun to serve."""
+
+    def on_ready(address: str, facts: StageFacts) -> None:
+        artifact = facts.artifact
+        announce(
+            {
+                "event": "ready",
+                "role": "stage",
+                "name": given["name"],
+                "address": address,
+                "stage": artifact.stage_index,
+                "layers": [artifact.layer_start, artifact.layer_end],
+                "metrics": facts.metrics_address,
+            },
+            f"stage {artifact.stage_index} of {artifact.stage_count} "
+            f"(layers {artifact.layers_text}) ready on {address}"
+            + (f", metrics on {metrics_url(facts)}" if facts.metrics_address else ""),
+            as_json=given["as_json"],
+        )
+
+    return on_ready
+
+
+def on_stage_idle(given: dict[str, Any]) -> Callable[[], None]:
+    """Return what prints the line of a stage that stands by without layers."""
+
+    def on_idle() -> None:
+        text = f"{given['name']} stands by without layers; the coordinator gives it some when needed"
+        announce({"event": "idle", "role": "stage", "name": given["name"]}, text, as_json=given["as_json"])
+
+    return on_idle
+
+
+def metrics_url(facts: StageFacts) -> str:
+    """Return where a stage's metrics are read."""
+    from relayline.stage.observe.metrics import is_private
+
+    host = facts.config.metrics[0] if facts.config.metrics is not None else ""
+    return f"{'https' if is_private(host, facts.config.security) else 'http'}://{facts.metrics_address}/metrics"

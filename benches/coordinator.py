@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import statistics
@@ -37,8 +36,9 @@ from unittest import mock
 from rich.console import Console
 from rich.table import Table
 
-from benches import interrupt, machine, servers
+from benches import interrupt, servers
 from benches.arguments import number, numbers
+from benches.origin import origin
 from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.splits import split_for
@@ -54,6 +54,7 @@ REPEATS, REPEATS_QUICK = 5, 1
 REQUESTS = 64  # at least, of one token, in each run
 CTX_TOKENS = 256
 GOAL_TOKEN_US = 80
+GOAL_STEP_MS, GOAL_STAGE_MS = 0.8, 0.5  # of one stream beside its arithmetic: one stage, and each further one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,10 +253,10 @@ LABELS = {
     "tok_s": ("tok/s", 0, ""),
 }
 LABELS_BY_STAGES = {
-    "token_us": ("the coordinator's processor time a token, us", 0, ""),
-    "stages_us": ("the stages' own, arithmetic included, us", 0, ""),
-    "step_ms": ("a token's wall time beside the arithmetic, ms", 2, ""),
-    "step_mid_ms": ("the same, median of the runs, ms", 2, ""),
+    "token_us": ("the coordinator's processor time a token, us", 0),
+    "stages_us": ("the stages' own, arithmetic included, us", 0),
+    "step_ms": ("a token's wall time beside the arithmetic, ms", 2),
+    "step_mid_ms": ("the same, median of the runs, ms", 2),
 }
 
 
@@ -281,26 +282,22 @@ def table_of(found: dict[int, list[Found]], n_tokens: int) -> dict[str, Any]:
 
     `found`: by the number of stages, what `rows_of` takes. Of several numbers only a token's figures are shown.
     """
+    whose = "coordinator, " if len(found) == 1 else ""
     if len(found) == 1:
         rows = [row for each in found.values() for row in rows_of(each, LABELS)]
     else:
         rows = []
         for n_stages, each in found.items():
             before = f"{n_stages} {'stage' if n_stages == 1 else 'stages'}: "
-            rows += rows_of(each, LABELS_BY_STAGES, f"_{n_stages}", before)
+            goal = f"{GOAL_STEP_MS + GOAL_STAGE_MS * (n_stages - 1):.1f} at one stream"
+            labels = {name: (*label, goal if name == "step_ms" else "") for name, label in LABELS_BY_STAGES.items()}
+            rows += rows_of(each, labels, f"_{n_stages}", before)
     columns = [str(n_streams) for n_streams in next(iter(found.values()))[0]]
-    return {"corner": f"coordinator, answers of {n_tokens} tokens; streams", "columns": columns, "rows": rows}
-
-
-def origin(machine_name: str, commit: str, command: str) -> dict[str, Any]:
-    """Return where a measurement comes from, as benches/results has it."""
-    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return {"machine": machine_name, "date": date, "commit": commit, "command": command}
+    return {"corner": f"{whose}answers of {n_tokens} tokens; streams", "columns": columns, "rows": rows}
 
 
 async def main(options: argparse.Namespace) -> int:
     """Measure, print, and write the results if asked to."""
-    facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
         each = {n_stages: await measure(options, n_stages, Path(logs)) for n_stages in options.stages}
     found = table_of(each, options.tokens)
@@ -309,7 +306,7 @@ async def main(options: argparse.Namespace) -> int:
         table.add_row(row["label"], *map(str, row["values"]), row.get("goal", ""))
     Console().print(table)
     if options.out:
-        head = origin(options.machine, str(facts["commit"]), "python -m benches.coordinator")
+        head = origin("benches.coordinator", options.machine)
         options.out.write_text(json.dumps(head | found, indent=2) + "\n")
     return 0
 

@@ -24,9 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benches import machine
 from benches.arguments import numbers
-from benches.coordinator import STEPS_MS, STREAMS, STREAMS_QUICK, origin
+from benches.coordinator import STEPS_MS, STREAMS, STREAMS_QUICK
+from benches.origin import origin
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import Dispatch, Generated, Instruction, Send, Tell
@@ -253,8 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(row["label"], *map(str, row["values"]))
     Console().print(table)
     if options.out:
-        commit = str(machine.facts()["commit"])
-        head = origin(options.machine, commit, "python -m benches.coordinator_parts")
+        head = origin("benches.coordinator_parts", options.machine)
         options.out.write_text(json.dumps(head | found, indent=2) + "\n")
     return 0
 

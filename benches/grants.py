@@ -22,7 +22,8 @@ from unittest import mock
 
 from benches import far_serve, interrupt, machine, servers
 from benches.arguments import number, numbers
-from benches.coordinator import Server, ask, origin
+from benches.coordinator import Server, ask
+from benches.origin import origin
 from benches.proxy import delayed
 from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
@@ -104,7 +105,7 @@ async def main(options: argparse.Namespace) -> int:
         print(f"{row['label']}: {row['values']}")
     print(f"load {facts['load_average']} -> {os.getloadavg()}")
     if options.out:
-        head = origin(options.machine, str(facts["commit"]), f"python -m benches.grants --repeats {options.repeats}")
+        head = origin("benches.grants", options.machine)
         options.out.write_text(json.dumps(head | measured, indent=2) + "\n")
     return 0
 

@@ -25,10 +25,10 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from benches import interrupt, machine
+from benches import interrupt
 from benches.arguments import number, numbers
-from benches.coordinator import origin
 from benches.models import MIXES, SHAPES, model
+from benches.origin import origin
 from benches.peers import Peers, PeersUnavailableError, build_peers
 from benches.reference import prompts_for
 from benches.servers import Setup, llama_server, relayline_up
@@ -121,7 +121,6 @@ async def main(options: argparse.Namespace) -> int:
     except PeersUnavailableError as error:
         print(f"llama-server cannot be had: {error}", file=sys.stderr)
         return 1
-    facts = machine.facts()
     with tempfile.TemporaryDirectory(prefix="relayline-bench-") as logs:
         speeds = await measure(options, peers, Path(logs))
     n_cores = len(os.sched_getaffinity(0))
@@ -129,7 +128,7 @@ async def main(options: argparse.Namespace) -> int:
     found = table_of(speeds, f"{options.shape} {options.type.upper()}", options.stages, threads)
     show(found)
     if options.out:
-        head = origin(options.machine, str(facts["commit"]), f"python -m benches.reading --stages {options.stages}")
+        head = origin("benches.reading", options.machine)
         options.out.write_text(json.dumps(head | found, indent=2) + "\n")
     return 0
 

@@ -8,6 +8,7 @@ import pytest
 
 from benches import coordinator, coordinator_parts, sse_client
 from benches.coordinator import LABELS, LABELS_BY_STAGES, Run
+from benches.origin import origin
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.launch.splits import split_for
@@ -72,6 +73,15 @@ def test_several_numbers_of_stages_stand_below_each_other() -> None:
     assert ids == [f"{name}_{n_stages}" for n_stages in (1, 2) for name in LABELS_BY_STAGES]
     assert table["rows"][0]["label"].startswith("1 stage: ")
     assert table["rows"][-1]["label"].startswith("2 stages: ")
+    goals = {row["id"]: row["goal"] for row in table["rows"] if "goal" in row}
+    assert goals == {"step_ms_1": "0.8 at one stream", "step_ms_2": "1.3 at one stream"}
+
+
+def test_a_result_names_the_command_that_another_machine_can_repeat() -> None:
+    given = "--stages 1,2 --beside /tmp/x --out=/tmp/a.json --machine busy --flags".split() + ["--draft off"]
+    head = origin("benches.coordinator", "busy", given)
+    assert head["command"] == "python -m benches.coordinator --stages 1,2 --beside CHECKOUT --flags '--draft off'"
+    assert head["machine"] == "busy"
 
 
 @pytest.fixture(scope="module")

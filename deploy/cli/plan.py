@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +59,7 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     For a gateway's MANIFEST this plans every pipeline that `up` starts, and adds up their needs on shared machines.
     """
     from relayline.deploy.cli.plan_gateway import plan_gateway_manifest
+    from relayline.deploy.cli.planned import planned_manifest
     from relayline.deploy.launch.target import gateway_of
     from relayline.deploy.planning import compare as plan_compare
     from relayline.deploy.planning import report as plan_report
@@ -97,31 +97,6 @@ def plan_command(target: str, hosts: str, streams: int, measure: bool, is_compar
     if why and (seconds or not has_rate):
         advice = "; repeat it while the same streams run, or give --bench the output of `relayline bench URL --json`"
         click.echo(f"no tok/s from these readings: {why}{'' if has_rate else advice}", err=as_json)
-
-
-def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
-    """Return the manifest to plan, with this machine's stages as `localhost`: what `up` would launch.
-
-    Raises UsageError, and for a model of the hub what loading it raises.
-    """
-    from relayline.deploy.launch.gpus import with_usual_gpu
-    from relayline.deploy.launch.here import at_home
-    from relayline.deploy.launch.lanes import with_usual_lanes
-    from relayline.deploy.launch.model_source import resolve_model
-    from relayline.deploy.launch.target import manifest_of
-    from relayline.deploy.manifest import load_manifest
-    from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
-
-    path = manifest_of(target, Path.cwd())
-    if path is None:
-        manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
-        if hosts:
-            return at_home(with_hosts(manifest, hosts))
-        flags = with_usual_gpu(manifest, StageFlags())
-        return with_stages(manifest, flags, 0) if flags.is_set else manifest
-    if hosts:
-        raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
-    return at_home(with_usual_lanes(load_manifest(path)))
 
 
 def make_plan(

@@ -87,12 +87,12 @@ spec:
     # hf: hf://org/repo/file.gguf        # instead of path: from the Hugging Face hub
     # sha256: ...                        # refuse any other file
 
-  context:
-    tokens: 2048               # per stream, prompt and answer together
-    lanes: 32                  # streams at once; each reserves its tokens on every stage
-    # kvType: f16
-    # kvLayout: auto           # per-lane (faster on CPUs for long streams) or unified
-    # prefixLanes: 8           # free lanes for the prefix cache, for example for the next turn of a chat
+  # context:
+  #   tokens: 8192             # per stream, prompt and answer together; default: as the model and the memory allow
+  #   lanes: 32                # streams at once; each reserves its tokens on every stage; default: as memory allows
+  #   kvType: f16
+  #   kvLayout: auto           # per-lane (faster on CPUs for long streams) or unified
+  #   prefixLanes: 8           # free lanes for the prefix cache, for example for the next turn of a chat
 
   stages:
 {stages}    # A stage on another machine; there, run the command that `relayline up` prints:

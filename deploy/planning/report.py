@@ -52,7 +52,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
     Keys, with those of nested objects in parentheses:
 
-    * name, model, cuts, exact, streams, ttft_ms, ttft_prompt_tokens, advice, notes
+    * name, model, cuts, exact, lanes, ctx_tokens, streams, ttft_ms, ttft_prompt_tokens, advice, notes
     * reachable_tok_s: at `streams`, with the best way to group
     * stages (index, name, host, layers [start, end), threads, step_ms by rows, speed_source)
     * of each stage in its host's memory: weights_bytes, kv_bytes, kv_tokens, compute_bytes, process_bytes,
@@ -69,6 +69,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "cuts": [start for start, _ in plan.best.edges[1:]],
         "exact": plan.best.is_exact,
+        "lanes": instance.load.n_lanes,
+        "ctx_tokens": instance.load.ctx_tokens,
         "streams": instance.load.streams,
         "reachable_tok_s": round(plan.best.rate * 1e9, 3),
         "stages": [_stage_json(plan, index, stage) for index, stage in enumerate(prediction.stages)],

@@ -42,7 +42,9 @@ class EngineSettings(Settings):
 
     ctx_tokens: int = setting(
         2_048,
-        "Tokens per stream, prompt and answer together.",
+        """
+    Tokens per stream, prompt and answer together. Where it is not set, `up` chooses 2,048 to 32,768: as many as the
+    model was trained for and half of the free memory allows.""",
         low=8,
         high=bounds.CTX_TOKENS_MAX,
         flag="--ctx",
@@ -51,7 +53,9 @@ class EngineSettings(Settings):
     )
     n_lanes: int = setting(
         32,
-        "Streams that may run at once. The default is lower for models with a large recurrent state per lane.",
+        """
+    Streams that may run at once. The default is lower for models with a large recurrent state per lane, and where `up`
+    finds no memory for 8,192 tokens in each of 32 lanes.""",
         low=1,
         high=LANES_MAX,
         flag="--lanes",

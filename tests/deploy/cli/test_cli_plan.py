@@ -14,7 +14,8 @@ import pytest
 from relayline.coordinator.model.cuts import ranges
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.speed import Sample
-from relayline.deploy.cli.plan import make_plan, planned_manifest
+from relayline.deploy.cli.plan import make_plan
+from relayline.deploy.cli.planned import planned_manifest
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.deploy.planning import compare as plan_compare
 from relayline.deploy.planning.inputs import cuts_for, instance_of, threads_of
@@ -87,8 +88,8 @@ def test_json_has_the_keys_that_its_docstring_names(model: Path, tmp_path: Path)
     done = relayline("plan", path, "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert list(plan) == ["name", "model", "cuts", "exact", "streams", "reachable_tok_s", "stages", "rates", "ttft_ms",
-                          "ttft_prompt_tokens", "links", "one_more", "advice", "notes"]  # fmt: skip
+    keys = ["name", "model", "cuts", "exact", "lanes", "ctx_tokens", "streams", "reachable_tok_s", "stages", "rates"]
+    assert list(plan) == [*keys, "ttft_ms", "ttft_prompt_tokens", "links", "one_more", "advice", "notes"]
     facts = inspect_model(model)
     assert [tuple(stage["layers"]) for stage in plan["stages"]] == list(ranges(facts.n_layers, plan["cuts"]))
     assert sum(stage["weights_bytes"] for stage in plan["stages"]) == (

@@ -12,7 +12,8 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner import memory
 from relayline.coordinator.planner.memory import GIB, MIB, usual_lanes
 from relayline.deploy.cli.model import inspect_command
-from relayline.deploy.cli.plan import make_plan, planned_manifest
+from relayline.deploy.cli.plan import make_plan
+from relayline.deploy.cli.planned import planned_manifest
 from relayline.deploy.doctor.plan import needed_memory_bytes
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import override

@@ -87,7 +87,7 @@ def test_commented_lines_of_a_new_manifest_are_valid_too() -> None:
     """Every comment that shows a key can be uncommented, one block at a time."""
     text = starter_text(MachineFacts(4, 16.0, False), ModelChoice("m.gguf", "x"), "schema.json")
     blocks = re.findall(r"(?m)^  # \w+:\n(?:  #   .*\n)+", text)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         parse_manifest(text.replace(block, re.sub(r"(?m)^  # ", "  ", block)).encode(), "new")
     remote = re.search(r"(?m)^    # - name: box2\n(?:    #   .*\n)+", text)

@@ -1,0 +1,81 @@
+"""The default lanes and context of a pipeline: what its model was trained for and the memory of its hosts allows. Pure.
+
+A context that a chat outgrows after some turns is of little use, and neither is a cache that fills a host. So streams
+get CTX_GOOD tokens before there are many of them, and more than that only where all lanes can have it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from relayline.coordinator.planner.instance import Instance, Load
+from relayline.coordinator.planner.memory import GIB, LANES_LEAST, stage_memory
+from relayline.coordinator.planner.search import Room
+
+CTX_LEAST = 2_048
+CTX_GOOD = 8_192  # enough for most chats, so lanes are given up for it
+CTX_MOST = 32_768  # longer ones are for those that ask for them: the memory is taken whether it is used or not
+CTX_STEP = 256  # llama.cpp rounds the cells of a lane up to this
+CACHE_BYTES_MAX = 8 * GIB  # of all stages together; or as much as the weights, if these are larger
+SPARE = 2  # there must be room for a cache of this size: as much memory stays free as the cache takes
+
+
+def usual_context(instance: Instance, n_lanes: int | None, ctx_tokens: int | None) -> tuple[int, int]:
+    """Return the lanes and the tokens of each: the given ones, and defaults for None.
+
+    instance.load holds the usual ones. They stay where the memory of a host is unknown, and where nothing fits, which
+    the planner then explains.
+    """
+    usual = (n_lanes or instance.load.n_lanes, ctx_tokens or instance.load.ctx_tokens)
+    if any(host.machine.memory_bytes is None and host.memory_bytes is None for host in instance.hosts):
+        return usual
+    all_lanes = (n_lanes,) if n_lanes else tuple(_halves(instance.load.n_lanes, LANES_LEAST))
+    lengths = (ctx_tokens,) if ctx_tokens else tuple(_halves(_longest(instance), CTX_LEAST))
+    for wish in _wishes(all_lanes, lengths):
+        if _is_modest(instance, *wish) and _fits(instance, *wish, SPARE):
+            return wish
+    for times, lanes in itertools.product((SPARE, 1), all_lanes):
+        if _fits(instance, lanes, usual[1], times):
+            return lanes, usual[1]
+    return usual
+
+
+def _longest(instance: Instance) -> int:
+    return max(CTX_LEAST, min(instance.model.ctx_train, CTX_MOST) // CTX_STEP * CTX_STEP)
+
+
+def _halves(most: int, least: int) -> Iterator[int]:
+    """Yield `most`, half of it, and so on while it is not below `least`; `most` in any case."""
+    yield most
+    while (most := most // 2) >= least:
+        yield most
+
+
+def _wishes(all_lanes: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield lanes and tokens of each, the best first. Both arguments fall."""
+    good = min((length for length in lengths if length >= CTX_GOOD), default=lengths[0])
+    for length in lengths:
+        if length >= good:
+            yield all_lanes[0], length
+    for n_lanes in all_lanes[1:]:
+        yield n_lanes, good
+    for length in lengths:
+        if length < good:
+            yield all_lanes[-1], length
+
+
+def _is_modest(instance: Instance, n_lanes: int, ctx_tokens: int) -> bool:
+    model, load = instance.model, _load(instance, n_lanes, ctx_tokens)
+    whole = stage_memory(model, load, 0, model.n_layers)
+    return whole.kv_bytes <= max(CACHE_BYTES_MAX, whole.weights_bytes)
+
+
+def _fits(instance: Instance, n_lanes: int, ctx_tokens: int, times: int = 1) -> bool:
+    load = _load(instance, n_lanes, times * ctx_tokens)
+    return Room(dataclasses.replace(instance, load=load)).some_cuts() is not None
+
+
+def _load(instance: Instance, n_lanes: int, ctx_tokens: int) -> Load:
+    return dataclasses.replace(instance.load, n_lanes=n_lanes, ctx_tokens=ctx_tokens)

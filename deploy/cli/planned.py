@@ -1,0 +1,35 @@
+"""The manifest that `relayline plan` plans: of a model alone, of a model on some hosts, or a file's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from relayline.deploy.launch.gpus import with_usual_gpu
+from relayline.deploy.launch.here import at_home
+from relayline.deploy.launch.lanes import with_usual_lanes
+from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.launch.target import manifest_of
+from relayline.deploy.launch.usual_context import open_context, with_usual_context
+from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
+from relayline.wire.common.errors import UsageError
+
+
+def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
+    """Return the manifest to plan, with this machine's stages as `localhost`: what `up` would launch.
+
+    Raises UsageError, and for a model of the hub what loading it raises.
+    """
+    path = manifest_of(target, Path.cwd())
+    if path is None:
+        manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
+        opened = open_context(manifest)
+        if hosts:
+            return with_usual_context(at_home(with_hosts(manifest, hosts)), opened)
+        flags = with_usual_gpu(manifest, StageFlags())
+        return with_usual_context(with_stages(manifest, flags, 0) if flags.is_set else manifest, opened)
+    if hosts:
+        raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
+    manifest = at_home(with_usual_lanes(load_manifest(path)))
+    return with_usual_context(manifest, open_context(manifest))

@@ -1,0 +1,106 @@
+"""The context of a pipeline that leaves it open: chosen by `up`, `plan` and `doctor`, kept while the pipeline runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from relayline.coordinator.planner.memory import GIB
+from relayline.deploy.cli.main import relayline
+from relayline.deploy.launch import usual_context
+from relayline.deploy.launch.usual_context import open_context, with_usual_context
+from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest.smallest import smallest_manifest
+from relayline.deploy.testing.paths import DEMO_MODEL
+from tests.support.tiny_models import make_tiny
+
+LENGTH = 16_384
+
+
+@pytest.fixture(name="model")
+def long_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small model that was trained for LENGTH tokens, on a machine with much memory and no pipeline."""
+    monkeypatch.setattr("relayline.deploy.machine.facts.available_memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return make_tiny("llama", tmp_path / "model.gguf", tokenizer=True, extra_values={"context_length": LENGTH})
+
+
+def manifest_of(model: Path, context: str = "") -> Path:
+    path = model.parent / "pipeline.yaml"
+    path.write_text(
+        "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: p}\n"
+        f"spec:\n  model: {{path: {model.name}}}\n{context}"
+    )
+    return path
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    """The JSON that a command prints."""
+    result = CliRunner().invoke(relayline, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def context_of(*arguments: str) -> tuple[int, int]:
+    found = planned(*arguments)
+    return found["lanes"], found["ctx_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ("", (32, LENGTH)),
+        ("  context: {tokens: 4096}\n", (32, 4_096)),
+        ("  context: {lanes: 3}\n", (3, LENGTH)),
+        ("  context: {lanes: 3, tokens: 700}\n", (3, 700)),
+    ],
+)
+def test_plan_and_up_choose_it_where_the_manifest_does_not(
+    model: Path, context: str, expected: tuple[int, int]
+) -> None:
+    path = manifest_of(model, context)
+    assert context_of("plan", str(path)) == expected
+    assert context_of("up", str(path), "--dry-run") == expected
+
+
+def test_flags_stand_and_a_model_alone_gets_it_too(model: Path) -> None:
+    assert context_of("plan", str(model)) == (32, LENGTH)
+    assert context_of("up", str(model), "--dry-run", "--stages", "1") == (32, LENGTH)
+    assert context_of("up", str(model), "--dry-run", "--ctx", "1024") == (32, 1_024)
+    assert context_of("up", str(model), "--dry-run", "--lanes", "2", "--stages", "3") == (2, LENGTH)
+    assert context_of("plan", str(DEMO_MODEL)) == (32, 2_048), "it was trained for less"
+
+
+def test_little_memory_gives_less(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = planned("plan", str(model))
+    needed = sum(stage["memory_bytes"] for stage in usual["stages"])
+    monkeypatch.setattr("relayline.deploy.machine.facts.available_memory_bytes", lambda: int(1.5 * needed))
+    assert context_of("plan", str(model)) < (32, LENGTH)
+
+
+def test_a_running_pipeline_keeps_its_own(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settled = tmp_path / "settled.yaml"
+    settled.write_text(manifest_of(model, "  context: {lanes: 5, tokens: 4096}\n").read_text())
+    wanted = load_manifest(manifest_of(model))
+    for is_running, expected in ((True, (5, 4_096)), (False, (32, LENGTH))):
+        one = SimpleNamespace(
+            state=SimpleNamespace(name="p"), is_running=is_running, directory=SimpleNamespace(manifest=settled)
+        )
+        monkeypatch.setattr(usual_context, "launched", lambda *_asked, one=one: [one])
+        engine = with_usual_context(wanted, open_context(wanted)).engine
+        assert (engine.n_lanes, engine.ctx_tokens) == expected
+
+
+def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    absent = smallest_manifest(tmp_path / "absent.gguf")
+    assert with_usual_context(absent, open_context(absent)) is absent
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    unread = smallest_manifest(broken)
+    assert with_usual_context(unread, open_context(unread)) is unread

@@ -78,6 +78,7 @@ class StampingEngine:
         self.begin_ns = self.ready_ns = 0
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = self.device = None
+        self.n_runs = 0
 
     def decode(
         self,

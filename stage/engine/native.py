@@ -300,6 +300,11 @@ class NativeEngine:
         return self._states.exist
 
     @property
+    def n_runs(self) -> int:
+        """How often llama.cpp has computed, for whatever purpose: logits are those of the latest run."""
+        return self._batch.n_filled
+
+    @property
     def rewind_rows(self) -> int:
         """By how many rows of its last step a lane with a recurrent state can be taken back; 0: it cannot."""
         return self._states.n_recent

@@ -29,6 +29,8 @@ class StepBatch:
 
     cut: Cut | None = None
     """How llama.cpp cuts the step that was filled in last; None where it never cuts."""
+    n_filled = 0
+    """Steps that were filled in."""
 
     def __init__(self, rows: Array, positions: Array, lanes: Array, wants: Array, states: RecurrentLanes) -> None:
         """rows: f32 [max_rows, width]; the others [max_rows]. All belong to the caller, who keeps them."""
@@ -57,6 +59,7 @@ class StepBatch:
 
     def fill(self, n_rows: int, grids: Sequence[Grid] = ()) -> Any:
         """Return the llama_batch with the step's rows [0:n_rows). grids: those of images, where positions have axes."""
+        self.n_filled += 1
         batch, order = self._of_order, None
         if self._states.cut_steps:
             self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence, n_tail=self._states.n_tail)

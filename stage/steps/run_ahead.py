@@ -254,9 +254,13 @@ class RunAhead:
             self._drop([self._computed.rows.pop(key) for key in touched & self._computed.rows.keys()])
             if not self._computed.rows:
                 self._computed = None
+        engine = self._executor.engine
+        n_runs = engine.n_runs
         result = self._executor.execute(part, riders)
         if riders:
             self._keep(result)
+        elif engine.n_runs != n_runs:  # controls too may run the engine, as copies of lanes do: its logits are gone
+            self.settle()
         self._expect(result)
         return result
 

@@ -44,6 +44,8 @@ class Engine(Protocol):
     output_rows: npt.NDArray[np.float32]
 
     @property
+    def n_runs(self) -> int: ...  # noqa: D102
+    @property
     def hidden(self) -> Hidden | None: ...  # noqa: D102
     @property
     def device(self) -> Device | None: ...  # noqa: D102

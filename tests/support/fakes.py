@@ -60,7 +60,7 @@ class FakeEngine:
         self.computes_apart = False  # whether it computes in parallel with this processor, as a GPU does
         self.on_decode: Callable[[], None] = lambda: None
         self.make_logits = logits_of
-        self.n_closed = 0
+        self.n_closed = self.n_runs = 0
         self._logits: dict[int, np.ndarray] = {}
 
     def decode(
@@ -74,6 +74,7 @@ class FakeEngine:
         self.n_mutual += is_mutual
         self.grids += grids
         self.on_decode()
+        self.n_runs += 1
         self.steps.append([(int(self.seq_ids[row]), int(self.positions[row])) for row in range(n_rows)])
         before = [len(lane) for lane in self.lanes]
         if self.fail_next is not None:
@@ -98,6 +99,11 @@ class FakeEngine:
 
     def logits(self, row: int) -> np.ndarray:
         return self._logits[row]
+
+    def void_logits(self) -> None:
+        """Do what any run of llama.cpp does to the logits of the one before."""
+        self.n_runs += 1
+        self._logits.clear()
 
     def lane_tokens(self, lane: int) -> int:
         return len(self.lanes[lane])

@@ -98,6 +98,7 @@ class ModelEngine:
         self.output_rows = np.zeros((0 if is_last else ROWS_MAX, WIDTH), np.float32)
         self.micro_batches: tuple[int, ...] = ()
         self.hidden = self.device = None
+        self.n_runs = 0
         self.lanes: list[list[tuple[int, ...]]] = [[] for _ in range(n_lanes)]
         self.memory: list[dict[int, tuple[int, ...]]] = [{} for _ in range(n_lanes)]
         """What was last written to each position of a lane; emptying the lane leaves it there."""
@@ -116,7 +117,7 @@ class ModelEngine:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Compute rows. `is_mutual`: each depends on all of them."""
-        self._tokens.clear()
+        self.void_logits()
         values = self.input_rows[:n_rows, 0].tolist()
         self._places.note(grids)
         if is_mutual and set(self.seq_ids[:n_rows].tolist()) != {int(self.seq_ids[0])}:
@@ -135,6 +136,11 @@ class ModelEngine:
                 self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:
                 self.output_rows[row, 0] = lane[-1][-1]
+
+    def void_logits(self) -> None:
+        """Do what any run of llama.cpp does to the logits of the one before."""
+        self.n_runs += 1
+        self._tokens.clear()
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return logits with one largest."""

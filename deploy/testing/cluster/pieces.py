@@ -63,4 +63,5 @@ class ModelPieces:
             raise Violation(
                 f"lane {lane} holds {len(self._engine.lanes[lane])} rows, and is given those from {first} on"
             )
+        self._engine.void_logits()  # a lane is given cells by a run of llama.cpp
         self._engine.fill(lane, rows)

@@ -116,6 +116,16 @@ def test_a_lane_goes_on_in_another_as_if_it_had_not_been_away(engine: NativeEngi
     assert pieces_of(engine).token_ns > 0
 
 
+def test_a_copy_that_voids_the_logits_counts_as_a_run(engine: NativeEngine) -> None:
+    """`stage.steps.run_ahead` keeps logits from step to step, as long as nothing else has run."""
+    feed(engine, 1, 0, N_HELD)
+    state = taken(engine, 1, N_HELD)
+    logits, n_runs = feed(engine, 0, 0, 2), engine.n_runs
+    put(engine, 2, state, N_HELD)
+    if engine.n_runs == n_runs:
+        assert np.array_equal(engine.logits(1), logits)
+
+
 def test_any_beginning_of_a_state_can_be_put_back(engine: NativeEngine) -> None:
     feed(engine, 0, 0, N_HELD)
     state = taken(engine, 0, N_HELD)

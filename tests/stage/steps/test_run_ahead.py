@@ -68,6 +68,27 @@ def test_any_guesses_retries_and_faults(seed: int, kind: str, faults: float) -> 
     assert ahead.history == truth
 
 
+def test_a_copy_that_runs_the_engine_voids_the_logits_of_rows_ahead() -> None:
+    """Copies of lanes with their own cells claim cells by a step. A stream's end copies its lane, and no row comes."""
+    plain, ahead = DraftWorld(KINDS["greedy"]), ahead_world()
+    truth = played_plainly(plain, N_TOKENS)
+    copy_prefix = ahead.engine.copy_prefix
+
+    def copied_by_a_step(*lanes: int) -> None:
+        copy_prefix(*lanes)
+        ahead.engine.void_logits()
+
+    ahead.engine.copy_prefix = copied_by_a_step  # type: ignore[method-assign]
+    (route_id, source), kept = KEYS[0], 99
+    for at in range(N_TOKENS):
+        ahead.run([ahead.row(key) for key in KEYS])
+        opening = control(kept + at, Flag.OPEN, route_id=route_id)
+        copying = control(kept + at, Flag.COPY_PREFIX, 2, argument=source, route_id=route_id)
+        ahead.run([opening, copying, control(kept + at, Flag.CLOSE, route_id=route_id)])
+    assert ahead.history == truth
+    assert ahead.ahead.n_dropped > 0
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.sampled_from(PLAIN_KINDS))
 def test_streams_in_any_company(seed: int, kind: str) -> None:

@@ -45,9 +45,9 @@ class Pool:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def add(self, name: str) -> None:
-        """A further place, for a stage that is not a spare."""
-        self._hosts.append(_Host(name, is_spare=False))
+    def add(self, name: str, *, is_spare: bool = False) -> None:
+        """A further place."""
+        self._hosts.append(_Host(name, is_spare))
 
     def came(self, index: int, now_ns: int) -> None:
         """A stage is at its place."""

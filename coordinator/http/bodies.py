@@ -233,9 +233,10 @@ class DrainBody(Struct, forbid_unknown_fields=True):
 
 
 class NewStageBody(Struct, forbid_unknown_fields=True):
-    """Body of POST /v1/pipeline/stages: the name of a stage that may join."""
+    """Body of POST /v1/pipeline/stages: the name of a stage that may join, and whether it is a spare."""
 
     name: str
+    spare: bool = False
 
 
 Body = TypeVar("Body", bound=Struct)

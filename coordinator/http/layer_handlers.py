@@ -24,7 +24,7 @@ class LayerControl(Protocol):
     async def drain(self, name: str, *, is_drained: bool) -> None:
         """Begin to free a stage of its layers, or offer it some again. Raises InvalidRequestError, NotReadyError."""
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, is_spare: bool) -> None:
         """Let one more stage join. Raises InvalidRequestError."""
 
     def describe(self) -> dict[str, object]:
@@ -53,7 +53,8 @@ def layer_routes(control: LayerControl | None) -> list[web.RouteDef]:
 
     async def add(request: web.Request) -> web.StreamResponse:
         """POST /v1/pipeline/stages: make a place for one more stage; 201."""
-        control.add(decode_body(await read_small(request), NewStageBody).name)
+        body = decode_body(await read_small(request), NewStageBody)
+        control.add(body.name, is_spare=body.spare)
         return json_response(msgspec.json.encode(control.describe()), 201)
 
     return [

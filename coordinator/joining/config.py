@@ -121,6 +121,8 @@ class PoolState:
     """Those that are to hold none."""
     added: tuple[str, ...] = ()
     """Those that came while it served."""
+    added_spares: tuple[str, ...] = ()
+    """Which of `added` are spares."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

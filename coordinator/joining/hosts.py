@@ -108,7 +108,9 @@ class Hosts:
         """Report the present holders of layers."""
         names, moves = self._roster.names(), self._layers.moves
         drained = tuple(name for at, name in enumerate(names) if self._pool.is_drained(at))
-        self._on_changed(PoolState(moves.cuts, tuple(names[at] for at in moves.holders), drained, tuple(self._added)))
+        spares = tuple(name for name in self._added if self._pool.is_spare(names.index(name)))
+        holders = tuple(names[at] for at in moves.holders)
+        self._on_changed(PoolState(moves.cuts, holders, drained, tuple(self._added), spares))
 
     async def run(self) -> None:
         """Check again and again whether other stages should hold layers."""
@@ -181,17 +183,17 @@ class Hosts:
             raise NotReadyError(f"{name} is the only stage that can hold layers; let another stage join first")
         await self._change(holders)
 
-    def add(self, stage: str) -> None:
+    def add(self, stage: str, *, is_spare: bool) -> None:
         """Make a place for a stage that was not named at the start. Raises InvalidRequestError."""
         if stage in self._roster.names():
             raise InvalidRequestError(f"there already is a stage {stage}")
         like = self._service.place(self._layers.moves.holders[0])
         try:
-            self._service.add(JoiningStage(stage, like.engine, like.telemetry))
+            self._service.add(JoiningStage(stage, like.engine, like.telemetry, is_spare=is_spare))
         except UsageError as error:
             raise InvalidRequestError(error.message) from error
         self._layers.moves.add(stage)
-        self._pool.add(stage)
+        self._pool.add(stage, is_spare=is_spare)
         self._added.append(stage)
         log.info("a stage may join", extra={"fields": {"stage": stage}})
         self.keep()

@@ -113,9 +113,9 @@ class LayerMover:
         """Free a stage of its layers, or offer it layers again; see `Hosts.drain`."""
         await self._known_hosts.drain(name, is_drained=is_drained)
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, is_spare: bool) -> None:
         """Make a place for one more stage; see `Hosts.add`."""
-        self._known_hosts.add(name)
+        self._known_hosts.add(name, is_spare=is_spare)
 
     @property
     def _known_hosts(self) -> Hosts:

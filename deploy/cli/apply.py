@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Sequence
 
 import click
 
@@ -19,7 +18,7 @@ from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.launch.take_on import start_more
-from relayline.deploy.manifest import Manifest, Stage, load_manifest
+from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import Phase
 
@@ -79,7 +78,7 @@ def applied(to_start: Launch, directory: StateDir, *, is_dry: bool, as_json: boo
             f"down {name}`, then `up` again, or start another one with --name"
         )
     if differs.added:
-        _take_on(launched, found.running, differs.added, url, key, as_json=as_json)
+        _take_on(launched, found.running, differs, url, key, as_json=as_json)
     if differs.layers:
         after = asyncio.run(moved_layers(url, key, differs.cuts, tell=not as_json))
         click.echo(json.dumps({"event": "moved", **after}) if as_json else moved_text(after))
@@ -88,12 +87,11 @@ def applied(to_start: Launch, directory: StateDir, *, is_dry: bool, as_json: boo
     return True
 
 
-def _take_on(
-    launched: Launched, running: Manifest, stages: Sequence[Stage], url: str, key: str, *, as_json: bool
-) -> None:
+def _take_on(launched: Launched, running: Manifest, differs: Difference, url: str, key: str, *, as_json: bool) -> None:
     """Let more stages join a running pipeline: start those of this machine, and print the line for other hosts."""
+    stages = differs.added
     for stage in stages:
-        asyncio.run(added(url, key, stage.name))
+        asyncio.run(added(url, key, stage.name, is_spare=stage.name in differs.spares))
     if here := [stage for stage in stages if stage.is_local]:
         start_more(launched, running, here)
     for stage in stages:
@@ -115,7 +113,8 @@ def show_difference(name: str, differs: Difference, *, is_dry: bool, as_json: bo
     if not differs.layers and not differs.others and not differs.added:
         click.echo(f"{name} already runs with these settings; nothing to change")
     for stage in differs.added:
-        click.echo(f"stages[{stage.name}] on {stage.host}: joins while the pipeline serves, and gets layers")
+        part, then = ("spares", "stands by") if stage.name in differs.spares else ("stages", "gets layers")
+        click.echo(f"{part}[{stage.name}] on {stage.host}: joins while the pipeline serves, and {then}")
     for change in differs.layers:
         click.echo(f"{change}: moves while it serves")
     for change in differs.others:

@@ -79,12 +79,12 @@ async def _put(url: str, api_key: str, host: str, *, is_drained: bool, tell: boo
         return await followed(coordinator, found, WANTED, tell=tell)
 
 
-async def added(url: str, api_key: str, name: str) -> None:
+async def added(url: str, api_key: str, name: str, *, is_spare: bool = False) -> None:
     """Let one more stage join a pipeline that serves, if it is none of its stages yet. Raises StartError."""
     async with Coordinator(url, api_key) as coordinator:
         found = await coordinator.get(PATH, WANTED)
         if name not in found["hosts"]:
-            await coordinator.post(STAGES_PATH, {"name": name}, WANTED)
+            await coordinator.post(STAGES_PATH, {"name": name, "spare": is_spare}, WANTED)
 
 
 def let_join(launched: Launched, name: str) -> None:

@@ -111,8 +111,10 @@ def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | No
     spares = given_spares(given)
     stages = [JoiningStage(name, engine) for name in names]
     stages += [JoiningStage(name, engine, is_spare=True) for name in spares]
-    added = known.added if known is not None else ()
-    stages += [JoiningStage(name, engine) for name in added if name not in (*names, *spares)]
+    added, added_spares = (known.added, known.added_spares) if known is not None else ((), ())
+    stages += [
+        JoiningStage(name, engine, is_spare=name in added_spares) for name in added if name not in (*names, *spares)
+    ]
     return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), known=known)
 
 

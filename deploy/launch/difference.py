@@ -39,6 +39,8 @@ class Difference:
     """What needs a new start."""
     added: tuple[Stage, ...] = ()
     """Stages that join the running pipeline."""
+    spares: frozenset[str] = frozenset()
+    """Names of those in `added` that are to be spares."""
 
 
 def difference(
@@ -57,6 +59,7 @@ def difference(
     """
     old, new = [[stage.name for stage in manifest.members] for manifest in (running, wanted)]
     added = tuple(stage for stage in wanted.members if stage.name not in {*old, *known})
+    spares = frozenset(stage.name for stage in added if stage in wanted.spares)
     both = [name for name in new if name in old]
     if both != old or (added and _reaches(running) != _reaches(wanted)):
         return Difference((), cuts, (Change("stages", ", ".join(old), ", ".join(new)),))
@@ -73,7 +76,9 @@ def difference(
         if before.get(key) != after.get(key) and not key.endswith("].layers")
     )
     if names != list(holders if holders is not None else names):
-        return Difference((), cuts, others, added)  # others have taken their places: there is nothing to compare
+        return Difference(
+            (), cuts, others, added, spares
+        )  # others have taken their places: there is nothing to compare
     edges = (0, *cuts, n_layers)
     ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
     new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(wanted.fixed_cuts(), cuts, strict=True))
@@ -83,7 +88,7 @@ def difference(
         for at, (name, held) in enumerate(zip(names, ranges, strict=True))
         if list(held) != [ends[at], ends[at + 1]]
     )
-    return Difference(moved, new_cuts, others, added)
+    return Difference(moved, new_cuts, others, added, spares)
 
 
 def _reaches(manifest: Manifest) -> tuple[bool, bool]:

@@ -75,6 +75,13 @@ def has_joined(directory: Path, name: str, host: str) -> bool:
     return bool(_joined_by(_rows(directory).get(name), stage))
 
 
+def invited_host(directory: Path, name: str) -> str:
+    """Return the host that the stage `name` was last invited from; "" if it never was."""
+    row = _rows(directory).get(name)
+    stage = identity_named(row.stage) if row is not None else None
+    return stage.host if stage is not None else ""
+
+
 def _joined_by(row: _Row | None, stage: Identity) -> str:
     return "" if row is None or row.stage != stage.uri else row.used_by or row.joined_by
 

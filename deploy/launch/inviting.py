@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayline.deploy.launch.invitations import can_sign, invite
+from relayline.deploy.launch.invitations import can_sign, invite, invited_host
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
 from relayline.wire.common.errors import UsageError
@@ -35,7 +35,7 @@ def join_line(address: str, token: JoinToken) -> str:
 def fresh_line(launched: Launched, name: str, host: str = "") -> str:
     """Return a new line for a stage of a pipeline that runs here. Raises UsageError if there is no line to give.
 
-    `host`: of a stage that the manifest does not name.
+    `host`: of a stage that the manifest does not name; it can be left out once the stage was invited.
     """
     pipeline, address = launched.state.name, launched.state.enrol
     if not launched.is_running:
@@ -45,13 +45,15 @@ def fresh_line(launched: Launched, name: str, host: str = "") -> str:
         raise UsageError(f"{pipeline} is a gateway; name the pipeline with --pipeline NAME (it runs here: {names})")
     manifest = load_manifest(launched.directory.manifest)
     stage = next((stage for stage in manifest.members if stage.name == name), None)
+    authority = authority_of(manifest)
+    if stage is None and not host and authority is not None:
+        host = invited_host(authority, name)
     if stage is not None and not stage.is_local:
         host = stage.host
     elif stage is not None or not host:
         remote = ", ".join(stage.name for stage in manifest.members if not stage.is_local) or "none"
         more = "" if stage is not None else "; for a new stage give its address too: --host ADDRESS"
         raise UsageError(f"{pipeline} has no stage {name!r} on another host; its stages there: {remote}{more}")
-    authority = authority_of(manifest)
     if authority is None or not address:
         raise UsageError(
             f"hosts of {pipeline} get their credentials by hand: its links are plaintext, or its CA's key is elsewhere"

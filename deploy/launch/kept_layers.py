@@ -30,6 +30,8 @@ class KeptLayers(msgspec.Struct, frozen=True):
     """Those that are to hold none."""
     added: tuple[str, ...] = ()
     """Those that came while it served."""
+    added_spares: tuple[str, ...] = ()
+    """Which of `added` are spares."""
 
 
 def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
@@ -42,7 +44,7 @@ def keeper(path: Path | None, base: Path) -> Callable[[PoolState], None] | None:
     base_id = load_pipeline(base, stages_here=False).pipeline_id
 
     def keep(state: PoolState) -> None:
-        kept = KeptLayers(base_id, state.cuts, state.stages, state.drained, state.added)
+        kept = KeptLayers(base_id, state.cuts, state.stages, state.drained, state.added, state.added_spares)
         try:
             write_again(path, msgspec.json.encode(kept))
         except OSError as error:
@@ -64,7 +66,7 @@ def kept_state(path: Path | None, base: Path) -> PoolState | None:
         return None
     if kept.base != load_pipeline(base, stages_here=False).pipeline_id:
         return None
-    return PoolState(kept.cuts, kept.stages, kept.drained, kept.added)
+    return PoolState(kept.cuts, kept.stages, kept.drained, kept.added, kept.added_spares)
 
 
 def kept_split(

@@ -86,6 +86,15 @@ def test_one_more_is_offered_layers_once_it_is_steady() -> None:
     assert one.wanted(ABC, 3, 999 * S) == (), "a model of three layers has no fourth part"
 
 
+def test_one_more_spare_stands_by_until_a_place_is_free() -> None:
+    one = pool()
+    one.add("d", is_spare=True)
+    one.came(3, 10 * S)
+    assert one.wanted(ABC, N_LAYERS, 99 * S) == (), "it was never meant to have a share"
+    one.drain(1)
+    assert one.wanted(ABC, N_LAYERS, 99 * S) == (0, 3, 2)
+
+
 def test_the_last_one_cannot_be_freed() -> None:
     one = pool()
     for index in ABC:

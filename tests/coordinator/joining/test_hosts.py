@@ -50,7 +50,7 @@ class World:
         self.kept: list[PoolState] = []
         file = SimpleNamespace(n_layers=8)
         self.pipeline = SimpleNamespace(phase=Phase.READY, file=file, stages=(), conductor=conductor)
-        service = SimpleNamespace(roster=self.roster, place=lambda at: self.places[at], add=self.places.append)
+        service = SimpleNamespace(roster=self.roster, place=lambda at: self.places[at], add=self.add)
         shape = ModelShape((LAYER_BYTES,) * 8, 0, 0, (0,) * 8, 64, 100, 64)
         self.hosts = Hosts(
             cast(Pipeline, self.pipeline),
@@ -64,6 +64,10 @@ class World:
             facts = ("host", "Linux", 4, memory_gib * GIB)
             membership.join(Introduction(name, name, bounds.PROTOCOL_VERSION, "1.0.0", f"10.0.0.{at}", *facts), 0)
             self.hosts.came(at)
+
+    def add(self, place: JoiningStage) -> None:
+        self.places.append(place)
+        self.roster.add(place.name)
 
     def move(self, cuts: tuple[int, ...], holders: tuple[int, ...] = ()) -> None:
         self.moves.begin(cuts, self.now_ns, holders)
@@ -136,12 +140,21 @@ async def test_no_stage_takes_over_layers_that_are_not_known_to_fit(
     assert world.begun == [((4,), (0, 2))], "an operator who asks for it decides"
 
 
+async def test_one_more_spare_stays_a_spare_for_a_restarted_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, 64)
+    world.hosts.add("d", is_spare=False)
+    world.hosts.add("e", is_spare=True)
+    assert (world.kept[-1].added, world.kept[-1].added_spares) == (("d", "e"), ("e",))
+    assert world.places[-1] == JoiningStage("e", world.places[0].engine, world.places[0].telemetry, is_spare=True)
+    assert world.hosts.describe(S)["e"]["spare"] is True
+
+
 async def test_an_impossible_order_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 64)
     with pytest.raises(InvalidRequestError, match="there is no stage x; the stages are a, b, c"):
         await world.hosts.drain("x", is_drained=True)
     with pytest.raises(InvalidRequestError, match="there already is a stage b"):
-        world.hosts.add("b")
+        world.hosts.add("b", is_spare=False)
     world.hosts.left(2)
     with pytest.raises(NotReadyError, match="c is not here to take layers"):
         await world.hosts.drain("b", is_drained=True)

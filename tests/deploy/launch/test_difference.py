@@ -71,6 +71,7 @@ def test_one_more_stage_joins_a_running_pipeline() -> None:
     wanted = manifest([*named("auto", "auto"), {"name": "fifth"}], spares=[{"name": "spare"}])
     differs = against(running, wanted, 8)
     assert [stage.name for stage in differs.added] == ["fifth", "spare"]
+    assert differs.spares == {"spare"}
     assert (differs.layers, differs.others) == ((), ())
     again = difference(settled(running, Path("/models/m.gguf"), [(0, 8), (8, 24)]), wanted, (8, 12), N_LAYERS,
                        holders=["desk", "laptop", "fifth"], known=["desk", "laptop", "fifth", "spare"])  # fmt: skip

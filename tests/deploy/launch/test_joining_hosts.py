@@ -153,6 +153,10 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
             UsageError, match=rf"no stage '{name}' on another host; its stages there: desk, server, old"
         ):
             fresh_line(Launched(directory, state), name)
+    later = fresh_line(Launched(directory, state), "later", "10.0.0.7").split()[3]
+    again = fresh_line(Launched(directory, state), "later").split()[3]
+    assert read_token(again).name == "later", "its host is known since it was invited"
+    assert again != later
     ended = LaunchState(STATE_VERSION, "four", "four.yaml", Phase.STOPPED, me.pid, me.start_ticks - 1)
     with pytest.raises(UsageError, match="four does not run"):
         fresh_line(Launched(directory, ended), "old")

@@ -26,7 +26,7 @@ def test_moved_layers_are_served_again(base: Path, tmp_path: Path) -> None:
     keep = keeper(kept, base)
     assert keep is not None
     keep(PoolState((3,), ("a", "b")))
-    state = PoolState((5,), ("a", "d"), ("b",), ("d",))
+    state = PoolState((5,), ("a", "d"), ("b",), ("d", "s"), ("s",))
     keep(state)
     assert kept_state(kept, base) == state
     directory, known = kept_split(kept, base, DEMO, ("a", "b"))

@@ -18,7 +18,7 @@ from relayline.stage.engine.place import idle_gpus, place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.sampling.constraint import read_vocabulary
 from relayline.stage.speed.curves import Curves
-from relayline.stage.speed.device_turn import measured_alone
+from relayline.stage.speed.device_turn import first_curves
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
@@ -69,12 +69,7 @@ def _load(
     place = place_of(settings)
     try:
         embeddings = EmbeddingTable(artifact, engine.config.settings.n_threads) if artifact.is_first else None
-        if like is not None:
-            curves = like.copy(has_head=engine.is_last)
-        else:
-            curves = (
-                measured_alone(engine, place, load) if settings.calibrate else Curves.of_stage(has_head=engine.is_last)
-            )
+        curves = like.copy(has_head=engine.is_last) if like is not None else first_curves(engine, place, load)
     except BaseException:
         engine.close()
         raise

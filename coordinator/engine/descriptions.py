@@ -89,6 +89,7 @@ def stage_cost(
         _price_ns(reported.context_tiled_ns),
         is_per_lane=is_per_lane,
         takes_lanes_apart=reported.takes_lanes_apart,
+        has_tiles=reported.has_tiles,
         runs_ahead=reported.runs_ahead,
         shares_host=shares_host,
         device=device,

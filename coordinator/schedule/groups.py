@@ -107,7 +107,7 @@ class GroupPlanner:
         self.shares_host = any(stage.shares_host for stage in stages)
         """Whether stages compute on one host."""
         has_time = has_time_for_tiles((stage.prefill for stage in stages), self.rows_max)
-        tiled = [stage for stage in stages if stage.context_tiled_ns > 0]
+        tiled = [stage for stage in stages if stage.may_tile]
         has_tiles = self.is_per_lane or bool(tiled)
         is_avoided = has_tiles and not self.is_per_lane and all(stage.takes_lanes_apart for stage in tiled)
         self.tile_rule = TileRule(has_tiles, self.is_per_lane, has_tiles and has_time and not is_avoided, is_avoided)

@@ -32,6 +32,7 @@ class StageCost:
     prompt_tokens: int = 0  # and of a prompt row
     is_per_lane: bool = False  # per-lane KV cells: decode rows and prompt rows are computed separately
     takes_lanes_apart: bool = False  # decode rows cost context_ns however many they are; see also goes_by_tiles
+    has_tiles: bool = False  # where lanes share cells, steps of many rows go by tiles, whatever these cost
     device: int = -1  # stages of the same number, from 0 on, take turns: they compute on one device
     shares_host: bool = False  # another stage of the pipeline computes on the same host, and reads the same memory
     runs_ahead: bool = False  # it computes the next rows of its streams before they are asked for
@@ -40,6 +41,11 @@ class StageCost:
     def shares_longest(self) -> bool:
         """Whether decode rows computed together all pay for the longest of their lanes, see stage.speed.curves."""
         return self.is_per_lane and self.context_tiled_ns > 0
+
+    @property
+    def may_tile(self) -> bool:
+        """Whether steps of many rows may round differently. Older stages state the price of tiles alone."""
+        return self.has_tiles or self.context_tiled_ns > 0
 
     def decode_ns(self, rows: int) -> float:
         """Predict a step of decode rows, padding included."""
@@ -72,7 +78,7 @@ class StageCost:
         if self.is_per_lane:
             return n_rows
         rows_max = self.rows_max
-        if self.context_tiled_ns and n_rows < ATTENTION_TILE_ROWS:  # see stage.speed.curves
+        if self.may_tile and n_rows < ATTENTION_TILE_ROWS:  # see stage.speed.curves
             rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
         most = self.decode.padded_rows(n_rows, rows_max)
         may_be = [most]

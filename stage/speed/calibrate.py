@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import msgspec
@@ -145,18 +146,24 @@ def calibrate(engine: NativeEngine, budget_s: float = BUDGET_S, times: StepTimes
     """Measure curves and context. The engine must be idle; its lanes are empty again afterwards."""
     now_s, times = time.monotonic(), times or step_times(engine)
     decode, prefill = row_costs(engine, times, now_s + DECODE_UNTIL * budget_s, now_s + PREFILL_UNTIL * budget_s)
-    curves = Curves.of_stage(has_head=engine.is_last, decode=decode, prefill=prefill)
+    curves = curves_of(engine, decode=decode, prefill=prefill)
     context = _measure_context(engine, times, curves, now_s + CONTEXT_UNTIL * budget_s, TILE_PART * budget_s)
     if context.tile_step_ns and TILE not in dict(curves.prefill.points()):
         prefill.append((TILE, context.tile_step_ns))  # no ladder had the time to come so far
+    return curves_of(
+        engine, decode=decode, prefill=prefill, context_ns=context.row_ns, context_tiled_ns=context.tiled_ns
+    )
+
+
+def curves_of(engine: NativeEngine, **measured: Any) -> Curves:
+    """Return curves with what was measured, as `Curves.of_stage` takes it, and what is known without."""
+    is_per_lane = engine.config.settings.kv_layout == "per-lane"
     return Curves.of_stage(
         has_head=engine.is_last,
-        decode=decode,
-        prefill=prefill,
-        context_ns=context.row_ns,
-        context_tiled_ns=context.tiled_ns,
-        is_per_lane=engine.config.settings.kv_layout == "per-lane",
+        is_per_lane=is_per_lane,
         takes_lanes_apart=takes_lanes_apart(engine.config.settings.kv_type),
+        has_tiles=not is_per_lane and _has_two_prices(engine),
+        **measured,
     )
 
 
@@ -363,11 +370,7 @@ def cached_curves(engine: NativeEngine, cache_dir: Path | None = None, load: Loa
         stored = msgspec.json.decode(_path(engine, cache_dir).read_bytes(), type=_Stored)
     except (OSError, msgspec.MsgspecError):
         return fresh_curves(engine, cache_dir, load)  # not measured yet, or an unusable file
-    is_per_lane = engine.config.settings.kv_layout == "per-lane"
-    apart = takes_lanes_apart(engine.config.settings.kv_type)
-    curves = Curves.of_stage(
-        has_head=engine.is_last, is_per_lane=is_per_lane, takes_lanes_apart=apart, **msgspec.structs.asdict(stored)
-    )
+    curves = curves_of(engine, **msgspec.structs.asdict(stored))
     return fresh_curves(engine, cache_dir, load) if _is_outrun(engine, curves, load) else curves
 
 

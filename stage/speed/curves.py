@@ -120,6 +120,9 @@ class Curves:
     every token before it, however many they are; 0.0 where attention goes row by row."""
     takes_lanes_apart: bool = False
     """Rows of a step most of which are decode rows pay for their own lanes, however many they are."""
+    has_tiles: bool = False
+    """Where lanes share cells: steps of many rows may go by tiles, and then have other bits. That is known without a
+    measurement, unlike the price of tiles."""
 
     @property
     def doubt(self) -> str:
@@ -144,6 +147,7 @@ class Curves:
         context_tiled_ns: float = 0.0,
         is_per_lane: bool = False,
         takes_lanes_apart: bool = False,
+        has_tiles: bool = False,
     ) -> Curves:
         """Return the curves of a stage from (rows, ns) points.
 
@@ -151,7 +155,7 @@ class Curves:
         also teach the cost of numbers of decode rows that no plan has tried.
         """
         rows = (CostCurve(decode), CostCurve(prefill)) if has_head else (CostCurve((*decode, *prefill)),) * 2
-        return cls(*rows, context_ns, context_tiled_ns, is_per_lane, takes_lanes_apart)
+        return cls(*rows, context_ns, context_tiled_ns, is_per_lane, takes_lanes_apart, has_tiles)
 
     def copy(self, *, has_head: bool) -> Curves:
         """Return curves that know the same, and learn on their own."""
@@ -164,6 +168,7 @@ class Curves:
             context_tiled_ns=self.context_tiled_ns,
             is_per_lane=self.is_per_lane,
             takes_lanes_apart=self.takes_lanes_apart,
+            has_tiles=self.has_tiles,
         )
 
     def scale(self, factor: float) -> None:
@@ -186,7 +191,7 @@ class Curves:
         (coordinator.schedule.tiles). Prompt rows and decode rows differ in cost, so with prompt rows scratch rows must
         pay by the cost of such a step.
         """
-        if self.context_tiled_ns and shape.n_rows < ATTENTION_TILE_ROWS:
+        if (self.has_tiles or self.context_tiled_ns) and shape.n_rows < ATTENTION_TILE_ROWS:
             rows_max = min(rows_max, ATTENTION_TILE_ROWS - 1)
         most = self.decode.padded_rows(shape.n_rows, rows_max)
         may_be = [most]
@@ -201,7 +206,7 @@ class Curves:
         for points, curve in ((message.decode_curve, self.decode), (message.prefill_curve, self.prefill)):
             points.extend(pb.CostPoint(n_rows=n_rows, cost_ns=cost_ns) for n_rows, cost_ns in curve.points())
         message.context_ns, message.context_tiled_ns = self.context_ns, self.context_tiled_ns
-        message.takes_lanes_apart = self.takes_lanes_apart
+        message.takes_lanes_apart, message.has_tiles = self.takes_lanes_apart, self.has_tiles
 
     def observe(self, shape: StepShape, ns: int) -> None:
         """Refine from a real step.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from relayline.stage.engine.loading import MEASURING, Load
 from relayline.stage.engine.native import NativeEngine
-from relayline.stage.speed.calibrate import cached_curves
+from relayline.stage.speed.calibrate import cached_curves, curves_of
 from relayline.stage.speed.curves import Curves
 from relayline.wire.common import places
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -26,6 +26,14 @@ log = logging.getLogger("relayline.stage")
 
 WAIT_MAX_S = 60.0  # for all others on the device; one measurement takes BUDGET_S of `stage.speed.calibrate` at most
 LOOK_EVERY_S = 0.05
+
+
+def first_curves(engine: NativeEngine, place: pb.Place, load: Load | None) -> Curves:
+    """Return the curves of an engine that was just loaded; unless they are to be measured, they know of no time.
+
+    Raises LoadStoppedError.
+    """
+    return measured_alone(engine, place, load) if engine.config.settings.calibrate else curves_of(engine)
 
 
 def measured_alone(engine: NativeEngine, place: pb.Place, load: Load | None) -> Curves:

@@ -143,6 +143,9 @@ def test_stages_are_taken_to_go_by_tiles_where_they_may() -> None:
         (StageCost(curve, curve, TILE - 1, context_tiled_ns=2.0), IN_PARTS),
         (StageCost(curve, curve, 64, context_tiled_ns=2.0, takes_lanes_apart=True), AVOIDED),
         (StageCost(curve, curve, 64, takes_lanes_apart=True), TileRule()),
+        (StageCost(curve, curve, 64, has_tiles=True, takes_lanes_apart=True), AVOIDED),
+        (StageCost(CostCurve(), CostCurve(), 64, has_tiles=True, takes_lanes_apart=True), AVOIDED),
+        (StageCost(curve, curve, 64, has_tiles=True), SHARED),
         (StageCost(curve, curve, 64, is_per_lane=True, takes_lanes_apart=True), PER_LANE),
     ):
         assert GroupPlanner([StageCost(curve, curve, 64), cost]).tile_rule == rule

@@ -19,7 +19,7 @@ from relayline.stage.engine.kv_cache import takes_lanes_apart
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed import calibrate as calibration
-from relayline.stage.speed.calibrate import StepTimes, cached_curves, calibrate, fresh_curves
+from relayline.stage.speed.calibrate import StepTimes, cached_curves, calibrate, curves_of, fresh_curves
 from relayline.stage.speed.curves import shape_of
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS, LADDER, further_ns
 from relayline.wire.envelopes.frames import Flag
@@ -263,6 +263,7 @@ def test_a_tile_that_a_slow_machine_would_need_long_for_is_not_measured(
     curves = calibrate(roomy)
     assert curves.context_ns == pytest.approx(20_000)
     assert curves.context_tiled_ns == 0.0, "which means unknown"
+    assert curves.has_tiles, "which is known all the same: rows of tiles have other bits"
     assert max(machine.steps) < 64
     assert machine.now_ns < 10_000 * MS
 
@@ -272,8 +273,10 @@ def test_nor_is_one_when_the_time_is_spent_or_attention_knows_no_tiles(
 ) -> None:
     PricedMachine(roomy, monkeypatch, row_ms=1, tiled_ns=5_000)
     assert calibrate(roomy, budget_s=0).context_tiled_ns == 0.0
+    assert curves_of(roomy).has_tiles, "with --no-calibrate"
     monkeypatch.setattr(roomy.attention, "goes_by_tiles", False)
     assert calibrate(roomy).context_tiled_ns == 0.0
+    assert not curves_of(roomy).has_tiles
 
 
 def test_noise_that_hides_a_tiles_cost_of_context_leaves_a_price_to_refine(

@@ -70,6 +70,27 @@ def test_the_plan_knows_it_from_the_handshake() -> None:
     assert not stage_cost(status, 512).takes_lanes_apart
 
 
+@pytest.mark.parametrize("message", [pb.DescribeResponse(), pb.StatusResponse()])
+def test_the_plan_knows_of_tiles_whose_price_was_not_measured(
+    message: pb.DescribeResponse | pb.StatusResponse,
+) -> None:
+    """Rows of a tile have other bits, whether or not a busy host let the stage measure what they cost."""
+    unmeasured = Curves.of_stage(has_head=True, has_tiles=True).copy(has_head=True)
+    unmeasured.tell(message)
+    assert stage_cost(message, 512).may_tile
+    Curves.of_stage(has_head=True).tell(message)
+    assert not stage_cost(message, 512).may_tile
+
+
+def test_scratch_rows_make_no_step_tiled_whose_price_was_not_measured() -> None:
+    """By the curve 64 rows are cheaper than 63."""
+    points = [(1, 1e6), (63, 63e6), (64, 10e6)]
+    plain, tiled = (Curves.of_stage(has_head=True, decode=points, has_tiles=each) for each in (False, True))
+    step = StepShape(63, 0, 0, 0, 0, 0)
+    assert plain.padded_rows(step, 128) == 64
+    assert tiled.padded_rows(step, 128) == 63
+
+
 def step(n_decode: int, n_prompt: int) -> StepShape:
     prompt = [rows_frame(99, TOKENS, hidden(n_prompt), Flag.PREFILL)] if n_prompt else []
     return shape_of([rows_frame(session_id, TOKENS) for session_id in range(n_decode)] + prompt)

@@ -105,7 +105,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "place", "takes_lanes_apart", "takes_rows", "options")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "has_tiles", "place", "takes_lanes_apart", "takes_rows", "options")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class DescribeResponse(_message.Message):
     RESTORE_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     STORE_FROM_NS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TILES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     TAKES_LANES_APART_FIELD_NUMBER: _ClassVar[int]
     TAKES_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -176,11 +177,12 @@ class DescribeResponse(_message.Message):
     restore_token_ns: float
     stored: _containers.RepeatedCompositeFieldContainer[StoredState]
     store_from_ns: int
+    has_tiles: bool
     place: Place
     takes_lanes_apart: bool
     takes_rows: bool
     options: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "devices", "cores", "n_threads")
@@ -584,7 +586,7 @@ class RouteWork(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., returned: _Optional[int] = ..., is_sending: _Optional[bool] = ..., session_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route", "resident_bytes", "memory_bytes", "memory_free_bytes", "tier_memory_bytes", "tier_disk_bytes", "tier_states", "tier_hits", "tier_misses", "kernels", "runs_ahead", "place", "takes_lanes_apart", "metrics_address", "metrics_tls")
+    __slots__ = ("stage_index", "instance_id", "steps_by_rows", "steps_by_sessions", "n_steps", "n_rows", "n_frames", "busy_ns", "uptime_ns", "recent_wait_ns", "lanes_used", "lanes_total", "queued_rows", "envelopes_in", "envelopes_out", "payload_bytes_in", "payload_bytes_out", "faults_by_label", "close_reasons", "n_padded_rows", "decode_curve", "prefill_curve", "step_start_ns", "step_end_ns", "now_ns", "n_micro_batches", "context_ns", "context_tiled_ns", "kv_per_lane", "n_decode_frames", "decode_held_ns", "lanes_kept", "route", "resident_bytes", "memory_bytes", "memory_free_bytes", "tier_memory_bytes", "tier_disk_bytes", "tier_states", "tier_hits", "tier_misses", "kernels", "runs_ahead", "has_tiles", "place", "takes_lanes_apart", "metrics_address", "metrics_tls")
     class StepsByRowsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -656,6 +658,7 @@ class StatusResponse(_message.Message):
     TIER_MISSES_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     RUNS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    HAS_TILES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     TAKES_LANES_APART_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -703,11 +706,12 @@ class StatusResponse(_message.Message):
     tier_misses: int
     kernels: str
     runs_ahead: bool
+    has_tiles: bool
     place: Place
     takes_lanes_apart: bool
     metrics_address: str
     metrics_tls: bool
-    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., tier_memory_bytes: _Optional[int] = ..., tier_disk_bytes: _Optional[int] = ..., tier_states: _Optional[int] = ..., tier_hits: _Optional[int] = ..., tier_misses: _Optional[int] = ..., kernels: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., metrics_address: _Optional[str] = ..., metrics_tls: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., steps_by_rows: _Optional[_Mapping[int, int]] = ..., steps_by_sessions: _Optional[_Mapping[int, int]] = ..., n_steps: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_frames: _Optional[int] = ..., busy_ns: _Optional[int] = ..., uptime_ns: _Optional[int] = ..., recent_wait_ns: _Optional[_Iterable[int]] = ..., lanes_used: _Optional[int] = ..., lanes_total: _Optional[int] = ..., queued_rows: _Optional[int] = ..., envelopes_in: _Optional[int] = ..., envelopes_out: _Optional[int] = ..., payload_bytes_in: _Optional[int] = ..., payload_bytes_out: _Optional[int] = ..., faults_by_label: _Optional[_Mapping[str, int]] = ..., close_reasons: _Optional[_Mapping[str, int]] = ..., n_padded_rows: _Optional[int] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., step_start_ns: _Optional[_Iterable[int]] = ..., step_end_ns: _Optional[_Iterable[int]] = ..., now_ns: _Optional[int] = ..., n_micro_batches: _Optional[int] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., n_decode_frames: _Optional[int] = ..., decode_held_ns: _Optional[int] = ..., lanes_kept: _Optional[int] = ..., route: _Optional[_Union[RouteWork, _Mapping]] = ..., resident_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., tier_memory_bytes: _Optional[int] = ..., tier_disk_bytes: _Optional[int] = ..., tier_states: _Optional[int] = ..., tier_hits: _Optional[int] = ..., tier_misses: _Optional[int] = ..., kernels: _Optional[str] = ..., runs_ahead: _Optional[bool] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., metrics_address: _Optional[str] = ..., metrics_tls: _Optional[bool] = ...) -> None: ...
 
 class SetTelemetryRequest(_message.Message):
     __slots__ = ("level",)

@@ -41,9 +41,10 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     from relayline.deploy.launch.control import launched
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
-    from relayline.deploy.launch.usual_context import open_context, with_usual_context
+    from relayline.deploy.launch.usual_context import with_usual_context
     from relayline.deploy.manifest import load_manifest
     from relayline.deploy.manifest.gateway import is_gateway, load_gateway
+    from relayline.deploy.manifest.settings import open_context
 
     if manifest is None:
         findings = asyncio.run(examine_machine(timeout, deep=deep))
@@ -56,7 +57,7 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
         findings = asyncio.run(examine_gateway(gateway, pipelines, known, timeout, deep=deep))
     else:
         loaded = at_home(with_usual_lanes(load_manifest(manifest)))
-        loaded = with_usual_context(loaded, open_context(loaded))
+        loaded = with_usual_context(loaded, open_context(loaded.spec))
         same = next((one for one in launched(None) if one.state.name == loaded.name), None)
         findings = asyncio.run(examine_manifest(loaded, same, timeout, deep=deep))
     if as_json:

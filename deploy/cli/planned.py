@@ -10,8 +10,9 @@ from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.target import manifest_of
-from relayline.deploy.launch.usual_context import open_context, with_usual_context
+from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
 from relayline.wire.common.errors import UsageError
 
@@ -24,7 +25,7 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
     path = manifest_of(target, Path.cwd())
     if path is None:
         manifest = with_usual_lanes(smallest_manifest(resolve_model(target)))
-        opened = open_context(manifest)
+        opened = open_context(manifest.spec)
         if hosts:
             return with_usual_context(at_home(with_hosts(manifest, hosts)), opened)
         flags = with_usual_gpu(manifest, StageFlags())
@@ -32,4 +33,4 @@ def planned_manifest(target: str, hosts: Sequence[str]) -> Manifest:
     if hosts:
         raise UsageError("--hosts belongs to a MODEL; a manifest lists its hosts itself")
     manifest = at_home(with_usual_lanes(load_manifest(path)))
-    return with_usual_context(manifest, open_context(manifest))
+    return with_usual_context(manifest, open_context(manifest.spec))

@@ -18,6 +18,7 @@ from relayline.deploy.launch.plan_file import read_plan, write_plan
 from relayline.deploy.launch.run import write_settled
 from relayline.deploy.launch.serving import for_each_stage
 from relayline.deploy.launch.survey import Planned, is_about, moved_plan_record, survey_and_plan
+from relayline.deploy.manifest.settings import open_context, value_at
 from relayline.deploy.planning.known_hosts import refine_hosts
 from relayline.wire.common.process import run
 from relayline.wire.links.roles import Role
@@ -53,8 +54,8 @@ def announce_survey(*, as_json: bool) -> Announce:
 def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     """Survey the hosts and plan, where the manifest leaves layers open and a plan is wanted; else do nothing.
 
-    Changes manifest, split and ports in `given` to what came of it. Ends the command if it is stopped in the meantime.
-    Raises what `survey_and_plan` raises.
+    Changes manifest, context, split and ports in `given` to what came of it. Ends the command if it is stopped in the
+    meantime. Raises what `survey_and_plan` raises.
     """
     manifest, plan_file = given["manifest"], given["plan_file"]
     if manifest is None or plan_file is None or given["join_listen"] is None or None not in manifest.fixed_cuts():
@@ -76,6 +77,10 @@ def planned_from_hosts(given: dict[str, Any], announce: Announce) -> None:
     write_plan(plan_file, record)
     if given["settle"] is not None:  # a restarted one then finds fixed layers, and continues with them
         write_settled(planned.manifest, given["settle"])
+    by_flag = given_settings(given)
+    for entry in open_context(manifest.spec):
+        if entry.name not in by_flag:
+            given[entry.parameter] = value_at(planned.manifest.spec, entry)
     given["manifest"], given["directory"] = planned.manifest, planned.directory
     given["join_listen"] = (given["join_listen"][0], _port(planned.join))
     if given["enrol_listen"] is not None:

@@ -17,8 +17,9 @@ from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
-from relayline.deploy.launch.usual_context import open_context, with_usual_context
+from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest
 
 
@@ -46,7 +47,7 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
         manifest = named(manifest, given["name"], "--name")
     manifest = with_projector(manifest, "" if path is not None else str(target))
     check_draft(manifest.serving, manifest.engine.policy)
-    opened = () if given["change"] else open_context(manifest)  # pipelines behind one gateway share their hosts
+    opened = () if given["change"] else open_context(manifest.spec)  # pipelines behind one gateway share their hosts
     manifest = with_usual_context(with_stage_flags(manifest, given, changed), opened, given["state_dir"])
     is_again = given["report_fd"] is not None
     return Launch(manifest, source, log_flags, given["split_dir"], given["measure"], is_again)

@@ -26,6 +26,7 @@ from relayline.deploy.launch.own_tls import (
 from relayline.deploy.launch.splits import split_for
 from relayline.deploy.machine.cores import shares, write_cores
 from relayline.deploy.manifest import Manifest, Stage
+from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.planning.inputs import cuts_for
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import TOKEN_FILE
@@ -127,10 +128,15 @@ def settle(manifest: Manifest, model: Path, file: PipelineFile) -> Manifest:
 
 
 def settled(manifest: Manifest, model: Path, ranges: Sequence[tuple[int, int] | None]) -> Manifest:
-    """Return the same, with the layers of each stage: the first, and one past the last; None leaves them open."""
+    """Return the same, with the layers of each stage: the first, and one past the last.
+
+    None leaves them open, until the hosts are surveyed; then the context stays open as well where it was.
+    """
     data = manifest.model_dump(mode="json", by_alias=True, exclude_none=True)
     spec = data["spec"]
     spec["model"] = {"path": str(model.absolute())}
+    for opened in open_context(manifest.spec) if None in ranges else ():
+        del spec["context"][opened.key]
     for part, key in (
         (spec["coordinator"], "apiKeysFile"),
         (spec["coordinator"], "chatTemplateFile"),

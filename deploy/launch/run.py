@@ -148,8 +148,8 @@ def plan_of(to_start: Launch, directory: StateDir) -> tuple[LaunchPlan, Mend]:
 
 
 def write_settled(manifest: Manifest, path: Path) -> None:
-    """Write a settled manifest where the coordinator reads it."""
-    text = json.dumps(manifest.model_dump(mode="json", by_alias=True, exclude_none=True), indent=2)
+    """Write a settled manifest where the coordinator reads it. What a survey is to choose is not in it."""
+    text = json.dumps(manifest.model_dump(mode="json", by_alias=True, exclude_unset=True), indent=2)
     write_again(path, text.encode() + b"\n")
 
 

@@ -20,6 +20,8 @@ from relayline.coordinator.model.split import HollowSlice, hollow_slices
 from relayline.deploy.launch.prepare import settled
 from relayline.deploy.launch.split_apart import split_apart
 from relayline.deploy.launch.splits import split_place
+from relayline.deploy.launch.usual_context import with_fitting_context
+from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.planning.inputs import best_for, instance_of, is_declared
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, remember_hosts
 from relayline.deploy.planning.measure import slices_for
@@ -49,7 +51,7 @@ class Planned:
     """The result of a survey."""
 
     manifest: Manifest
-    """With the layers of each stage."""
+    """With the layers of each stage, and a context."""
     directory: Path
     """The split."""
     join: str
@@ -139,7 +141,7 @@ async def survey_and_plan(
             await first_of(plan, stop)
             if stop.done():
                 return None
-            cuts, planned = plan.result()
+            manifest, cuts, planned = plan.result()
             seconds = max((report.took_ns / 1e9 for report in survey.reports.values()), default=0.0)
             planned |= {"survey_s": round(seconds, 1), "waited_s": round(time.monotonic() - began_s, 1)}
             tell({"event": "planned", "message": "\n".join(lines_of(planned)), "plan": planned})
@@ -156,16 +158,19 @@ async def survey_and_plan(
         stop.cancel()
 
 
-def _plan(manifest: Manifest, model: Path, reports: dict[str, HostReport]) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Keep the hosts' reports and plan from them; returns the cuts and their description."""
+def _plan(
+    manifest: Manifest, model: Path, reports: dict[str, HostReport]
+) -> tuple[Manifest, tuple[int, ...], dict[str, Any]]:
+    """Keep the hosts' reports and plan from them; returns the manifest with a context, the cuts, their description."""
     known: dict[str, KnownHost] = known_hosts(manifest, model)
     # A host with a known speed has reported only today's link and memory.
     fresh = [report for name, report in reports.items() if report.samples or name not in known]
     known |= remember_hosts(manifest, model, fresh)
+    manifest = with_fitting_context(manifest, model, open_context(manifest.spec), known)
     facts: ModelFacts = inspect_model(model)
     instance = instance_of(manifest, facts, known=known)
     best = best_for(instance)
-    return tuple(start for start, _ in best.edges[1:]), describe_plan(instance, best.edges, known)
+    return manifest, tuple(start for start, _ in best.edges[1:]), describe_plan(instance, best.edges, known)
 
 
 async def _split(model: Path, cuts: tuple[int, ...], split_dir: Path | None, tell: Tell) -> Path:

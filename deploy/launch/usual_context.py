@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from relayline.coordinator.model.inspection import inspect_model
@@ -11,22 +11,13 @@ from relayline.coordinator.planner.usual_context import usual_context
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest, load_manifest
+from relayline.deploy.manifest.settings import LANES, TOKENS, value_at
 from relayline.deploy.planning.inputs import instance_of
+from relayline.deploy.planning.known_hosts import KnownHost
 from relayline.wire.common.errors import RelaylineError
-from relayline.wire.settings.setting import Setting, entry_of
-from relayline.wire.settings.table import EngineSettings
+from relayline.wire.settings.setting import Setting
 
 log = logging.getLogger("relayline.up")
-
-LANES, TOKENS = (entry_of(EngineSettings, name) for name in ("n_lanes", "ctx_tokens"))
-
-
-def open_context(manifest: Manifest) -> tuple[Setting, ...]:
-    """Return those of lanes and tokens that a manifest does not set.
-
-    To be asked before stages are put into the manifest, which writes every default down.
-    """
-    return tuple(entry for entry in (LANES, TOKENS) if entry.key not in manifest.spec.context.model_fields_set)
 
 
 def with_usual_context(manifest: Manifest, opened: Collection[Setting], state_dir: Path | None = None) -> Manifest:
@@ -39,34 +30,41 @@ def with_usual_context(manifest: Manifest, opened: Collection[Setting], state_di
     if not opened or path is None or not path.exists():
         return manifest
     try:
-        wanted = _running_context(manifest.name, state_dir) or _chosen(manifest, path, opened)
+        running = _of_running(manifest.name, state_dir)
+        return with_fitting_context(manifest, path, opened) if running is None else _with(manifest, opened, running)
     except RelaylineError:
         return manifest
-    changes = {entry.place: wanted[entry.name] for entry in opened}
-    return override(manifest, {place: value for place, value in changes.items() if value != _at(manifest, place)})
 
 
-def _at(manifest: Manifest, place: str) -> int:
-    return manifest.engine.n_lanes if place == LANES.place else manifest.engine.ctx_tokens
+def with_fitting_context(
+    manifest: Manifest, model: Path, opened: Collection[Setting], known: Mapping[str, KnownHost] | None = None
+) -> Manifest:
+    """Return the manifest with `opened` chosen for the model and its hosts; `known` as in `instance_of`.
 
-
-def _running_context(name: str, state_dir: Path | None) -> dict[str, int] | None:
-    for pipeline in launched(state_dir, name):
-        if pipeline.state.name == name and pipeline.is_running and pipeline.directory.manifest.exists():
-            engine = load_manifest(pipeline.directory.manifest).engine
-            return {LANES.name: engine.n_lanes, TOKENS.name: engine.ctx_tokens}
-    return None
-
-
-def _chosen(manifest: Manifest, path: Path, opened: Collection[Setting]) -> dict[str, int]:
-    facts = inspect_model(path)
+    Raises ModelFileError, UsageError.
+    """
     engine = manifest.engine
     n_lanes, ctx_tokens = usual_context(
-        instance_of(manifest, facts),
+        instance_of(manifest, inspect_model(model), known=known),
         None if LANES in opened else engine.n_lanes,
         None if TOKENS in opened else engine.ctx_tokens,
     )
     if (n_lanes, ctx_tokens) != (engine.n_lanes, engine.ctx_tokens):
         log.info("%d streams of %d tokens, as the model and the free memory allow; %s and %s set them",
                  n_lanes, ctx_tokens, LANES.flag, TOKENS.flag)  # fmt: skip
-    return {LANES.name: n_lanes, TOKENS.name: ctx_tokens}
+    return _with(manifest, opened, {LANES.name: n_lanes, TOKENS.name: ctx_tokens})
+
+
+def _of_running(name: str, state_dir: Path | None) -> dict[str, int] | None:
+    """Return lanes and tokens of the pipeline of this name, if it runs."""
+    for pipeline in launched(state_dir, name):
+        if pipeline.state.name == name and pipeline.is_running and pipeline.directory.manifest.exists():
+            spec = load_manifest(pipeline.directory.manifest).spec
+            return {entry.name: value_at(spec, entry) for entry in (LANES, TOKENS)}
+    return None
+
+
+def _with(manifest: Manifest, opened: Collection[Setting], wanted: Mapping[str, int]) -> Manifest:
+    changes = {entry.place: wanted[entry.name] for entry in opened}
+    same = {entry.place: value_at(manifest.spec, entry) for entry in opened}
+    return override(manifest, {place: value for place, value in changes.items() if value != same[place]})

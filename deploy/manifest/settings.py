@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from relayline.deploy.manifest.scalars import Text
-from relayline.wire.settings.setting import STAGES, Setting, Settings, Table, entries
-from relayline.wire.settings.table import TABLES
+from relayline.wire.settings.setting import STAGES, Setting, Settings, Table, entries, entry_of
+from relayline.wire.settings.table import TABLES, EngineSettings
 
+LANES, TOKENS = (entry_of(EngineSettings, name) for name in ("n_lanes", "ctx_tokens"))
 _LITERAL: Any = Literal  # of values that only the table knows
 
 
@@ -73,6 +74,14 @@ def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
 
 def _tag(value: Any) -> str:
     return "word" if isinstance(value, str) else "count"
+
+
+def open_context(spec: Any) -> tuple[Setting, ...]:
+    """Return those of lanes and tokens that a manifest's `spec` does not set.
+
+    To be asked before stages are put into the manifest, which writes every default down.
+    """
+    return tuple(entry for entry in (LANES, TOKENS) if entry.key not in spec.context.model_fields_set)
 
 
 def value_at(spec: Any, entry: Setting) -> Any:

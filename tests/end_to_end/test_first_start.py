@@ -16,8 +16,9 @@ from relayline.deploy.launch.prepare import planned_cuts
 from relayline.deploy.launch.survey import wants_survey
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
-from relayline.deploy.testing.slow_hosts import SLOWED, local_command, manifest_text
+from relayline.deploy.testing.slow_hosts import CTX_TOKENS, SLOWED, local_command, manifest_text
 from relayline.wire.common.child_command import module_command
+from tests.support.tiny_models import make_tiny
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -105,3 +106,18 @@ def test_the_first_start_plans_from_measurements_and_the_next_one_at_once(
     manifest = load_manifest(directory / "manifest.yaml")
     assert not wants_survey(manifest, DEMO_MODEL, measure=None), "the next start plans at once"
     assert planned_cuts(manifest, DEMO_MODEL) == (slow["layers"][1],), "and to the same layers"
+
+
+def test_an_open_context_is_chosen_when_the_hosts_are_known(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf", tokenizer=True, extra_values={"context_length": 4_096})
+    text = manifest_text(model, list(LAYER_MS), 4, calibrates=False)
+    given = f"tokens: {CTX_TOKENS}, "
+    assert given in text
+    (tmp_path / "manifest.yaml").write_text(text.replace(given, ""))
+    with Up(tmp_path) as up:
+        assert up.of("planned")
+        with urllib.request.urlopen(f"{up.of('ready')[0]['url']}/v1/pipeline") as answer:
+            described = json.load(answer)
+        assert (described["lanes"], described["ctx_tokens"]) == (4, 4_096)
+        settled = load_manifest(tmp_path / "state" / "manifest.json")
+        assert settled.engine.ctx_tokens == 4_096, "a restarted coordinator does not choose again"

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from relayline.coordinator.planner.memory import GIB
 from relayline.deploy.cli.main import relayline
 from relayline.deploy.launch import usual_context
-from relayline.deploy.launch.usual_context import open_context, with_usual_context
+from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import load_manifest
+from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.testing.paths import DEMO_MODEL
 from tests.support.tiny_models import make_tiny
@@ -93,14 +94,14 @@ def test_a_running_pipeline_keeps_its_own(model: Path, monkeypatch: pytest.Monke
             state=SimpleNamespace(name="p"), is_running=is_running, directory=SimpleNamespace(manifest=settled)
         )
         monkeypatch.setattr(usual_context, "launched", lambda *_asked, one=one: [one])
-        engine = with_usual_context(wanted, open_context(wanted)).engine
+        engine = with_usual_context(wanted, open_context(wanted.spec)).engine
         assert (engine.n_lanes, engine.ctx_tokens) == expected
 
 
 def test_a_model_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     absent = smallest_manifest(tmp_path / "absent.gguf")
-    assert with_usual_context(absent, open_context(absent)) is absent
+    assert with_usual_context(absent, open_context(absent.spec)) is absent
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     unread = smallest_manifest(broken)
-    assert with_usual_context(unread, open_context(unread)) is unread
+    assert with_usual_context(unread, open_context(unread.spec)) is unread

@@ -37,7 +37,7 @@ from benches import interrupt, machine
 from benches.arguments import number
 from benches.hop_floor import one_way_us, wake_us
 from benches.hop_stage import N_VOCAB, PIPELINE_ID, SOURCE_SHA256, Stamps
-from relayline.coordinator.engine.connection import Connection, Peers
+from relayline.coordinator.engine.connection import Connection, EpochEvents, EpochTerms, Peers
 from relayline.coordinator.model.pipeline_file import ArtifactFile, PipelineFile, Source, StageFile
 from relayline.deploy.cli.load import percentile
 from relayline.deploy.machine.cores import shares, write_cores
@@ -164,11 +164,8 @@ async def measure(width: int, rows: tuple[int, ...], n_steps: int, swept_bytes: 
             driver.connection = await Connection.open(
                 Peers([first, second]),
                 _pipeline(width),
-                route_id=ROUTE,
-                epoch=EPOCH,
-                wire_dtype=DTYPE_F16,
-                on_return=driver.on_return,
-                on_lost=driver.on_lost,
+                EpochTerms(ROUTE, EPOCH, DTYPE_F16),
+                EpochEvents(driver.on_return, driver.on_lost),
             )
             try:
                 session = 1

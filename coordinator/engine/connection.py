@@ -8,7 +8,8 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from typing import Any
 
 from relayline.coordinator.engine.descriptions import check_stages, described_costs, merge, stage_cost
 from relayline.coordinator.engine.epoch_facts import EpochFacts
@@ -62,18 +63,45 @@ class Peers:
         ]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EpochTerms:
+    """What is settled for an epoch before its stages are asked."""
+
+    route_id: int
+    epoch: int
+    wire_dtype: int
+    """Dtype of the rows between stages (wire.envelopes.dtypes)."""
+    wants_rows: bool = False
+    """Whether stage 0 gets rows of images."""
+    gives_grants: bool = False
+    """Whether the last stage links to stage 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EpochEvents:
+    """Who hears of what happens in an epoch."""
+
+    on_return: Callable[[pb.ReturnResponse], None]
+    """Called with every message of a stage."""
+    on_lost: Callable[[RelaylineError], None]
+    """Called when a stream breaks or a message is missing: the epoch is over."""
+    on_heard: Callable[[int], None] = lambda index: None
+    """Called with the index of a stage whenever it gives a sign of life."""
+
+
 class Connection:
     """All streams of one epoch. Make it with `Connection.open`."""
 
     def __init__(
         self,
-        epoch: int,
+        terms: EpochTerms,
+        events: EpochEvents,
         stages: Sequence[StageClient],
         facts: Sequence[pb.DescribeResponse],
         held: Sequence[Mapping[int, int]],
     ) -> None:
         """`held` has, for each stage, the sessions of the last epoch: {session id: tokens of its history}."""
-        self.epoch = epoch
+        self.route_id, self.epoch, self._events = terms.route_id, terms.epoch, events
         self.stages, self.facts = stages, facts
         self.held = held_by_all(held)
         self.link: RelayLink
@@ -89,71 +117,59 @@ class Connection:
         return described_costs([stage.address for stage in self.stages], self.facts)
 
     @classmethod
-    async def open(
-        cls,
-        peers: Peers,
-        pipeline: PipelineFile,
-        *,
-        route_id: int,
-        epoch: int,
-        wire_dtype: int,
-        wants_rows: bool = False,
-        gives_grants: bool = False,
-        on_return: Callable[[pb.ReturnResponse], None],
-        on_lost: Callable[[RelaylineError], None],
-        on_heard: Callable[[int], None] = lambda index: None,
-    ) -> Connection:
+    async def open(cls, peers: Peers, pipeline: PipelineFile, terms: EpochTerms, events: EpochEvents) -> Connection:
         """Check, configure (downstream first) and connect every stage.
 
-        `on_heard` is called with the index of a stage whenever it gives a sign of life. `wants_rows`: stage 0 gets rows
-        of images. `gives_grants`: the last stage links to stage 0. Raises HandshakeError when stages do not fit the
-        pipeline or each other, StageLostError when one cannot be reached, UnauthenticatedError when either side refuses
-        the other, NotReadyError when one stops or restarts in the meantime. After an error nothing stays open.
+        Raises HandshakeError when stages do not fit the pipeline or each other, StageLostError when one cannot be
+        reached, UnauthenticatedError when either side refuses the other, NotReadyError when one stops or restarts in
+        the meantime. After an error nothing stays open.
         """
         stages = peers.clients()
         revocations, security, addresses = peers.revocations, peers.security, peers.addresses
-        n_passes = len(stages) + (gives_grants and len(stages) > 1)  # the last one is of the link back to stage 0
+        n_passes = len(stages) + (terms.gives_grants and len(stages) > 1)  # the last one is of the link back to stage 0
         passes = [secrets.token_hex(PASS_BYTES) for _ in range(n_passes)]
         try:
             if revocations is not None:
                 await check_servers(addresses, security, revocations)
-            facts = await _describe_all(stages, on_heard)
-            check_stages(addresses, facts, pipeline, wants_rows=wants_rows)
+            facts = await _describe_all(stages, events.on_heard)
+            check_stages(addresses, facts, pipeline, wants_rows=terms.wants_rows)
             if revocations is not None:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []
             for index in reversed(range(len(stages))):
-                request = _order(index, peers, facts, pipeline, passes, wire_dtype)
-                request.route_id, request.epoch = route_id, epoch
-                held.append(await stages[index].configure(request))
-            connection = cls(epoch, stages, facts, held)
-            subscription = pb.ReturnRequest(route_id=route_id, epoch=epoch)
-            await asyncio.gather(
-                *(
-                    stage.listen(
-                        subscription,
-                        on_return,
-                        functools.partial(_lost_at, index, on_lost),
-                        functools.partial(on_heard, index),
-                        passes[index],
-                    )
-                    for index, stage in enumerate(stages)
-                )
+                held.append(await stages[index].configure(_order(index, peers, facts, pipeline, passes, terms)))
+            connection = cls(terms, events, stages, facts, held)
+            await asyncio.gather(*(connection._listen(index, passes[index]) for index in range(len(stages))))
+            hello = _hello(pipeline, terms)
+            connection.link = await RelayLink.open(
+                addresses[0], hello, events.on_lost, security, passes[0], is_watched=False
             )
-            hello = _hello(pipeline, route_id, epoch)
-            connection.link = await RelayLink.open(addresses[0], hello, on_lost, security, passes[0], is_watched=False)
             if revocations is not None:
-                connection.push_revocations(revocations, security, on_lost)
+                connection._keep(push_revocations(revocations, stages, security, events.on_lost))
             await connection.heartbeat.first()
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
         return connection
 
+    async def _listen(self, index: int, upstream_pass: str) -> None:
+        """Subscribe to what a stage returns."""
+        await self.stages[index].listen(
+            pb.ReturnRequest(route_id=self.route_id, epoch=self.epoch),
+            self._events.on_return,
+            functools.partial(_lost_at, index, self._events.on_lost),
+            functools.partial(self._events.on_heard, index),
+            upstream_pass,
+        )
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let it run for as long as this connection stands."""
+        self._tasks.append(asyncio.create_task(work))
+
     def keep_costs(self, audiences: Sized, update: Callable[[list[StageCost], list[Held]], None]) -> None:
         """Let `refresh_costs` and the heartbeat run for as long as this connection stands."""
-        self._tasks.append(asyncio.create_task(refresh_costs(self, audiences, update)))
-        self._tasks.append(asyncio.create_task(self.heartbeat.keep(audiences)))
+        self._keep(refresh_costs(self, audiences, update))
+        self._keep(self.heartbeat.keep(audiences))
 
     async def statuses(self, *, with_recent: bool = False) -> list[pb.StatusResponse | None]:
         """Ask every stage for its counters and its latest steps (with_recent: and waits); None: no answer."""
@@ -161,22 +177,10 @@ class Connection:
         return list(await asyncio.gather(*asking))
 
     def keep_watch(
-        self,
-        route_id: int,
-        under_way: Callable[[], UnderWay],
-        is_idle: Callable[[], bool],
-        on_silent: Callable[[set[int]], None],
-        on_lost: Callable[[RelaylineError], None],
+        self, under_way: Callable[[], UnderWay], is_idle: Callable[[], bool], on_silent: Callable[[set[int]], None]
     ) -> None:
         """Let `watch_silence` run for as long as this connection stands."""
-        watching = watch_silence(self, route_id, under_way, is_idle, on_silent, on_lost)
-        self._tasks.append(asyncio.create_task(watching))
-
-    def push_revocations(
-        self, revocations: Revocations, security: LinkSecurity, on_lost: Callable[[RelaylineError], None]
-    ) -> None:
-        """Let `coordinator.engine.revoking.push_revocations` run for as long as this connection stands."""
-        self._tasks.append(asyncio.create_task(push_revocations(revocations, self.stages, security, on_lost)))
+        self._keep(watch_silence(self, under_way, is_idle, on_silent, self._events.on_lost))
 
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
@@ -191,7 +195,7 @@ def _order(
     facts: Sequence[pb.DescribeResponse],
     pipeline: PipelineFile,
     passes: Sequence[str],
-    wire_dtype: int,
+    terms: EpochTerms,
 ) -> pb.ConfigureRequest:
     """Return a stage's place in the pipeline: its neighbours, and the credentials that they show each other.
 
@@ -202,12 +206,14 @@ def _order(
     links_back = len(passes) > len(addresses)
     return pb.ConfigureRequest(
         protocol_version=bounds.PROTOCOL_VERSION,
+        route_id=terms.route_id,
+        epoch=terms.epoch,
         pipeline_id=pipeline.pipeline_id,
         pipeline_name=peers.pipeline_name,
         stage_index=index,
         stage_name=names[index] if index < len(names) else "",
         next_address="" if is_last else addresses[index + 1],
-        wire_dtype=pb.Dtype.Name(wire_dtype),
+        wire_dtype=pb.Dtype.Name(terms.wire_dtype),
         instance_id=facts[index].instance_id,
         upstream_pass=passes[index],
         next_pass="" if is_last else passes[index + 1],
@@ -218,12 +224,12 @@ def _order(
     )
 
 
-def _hello(pipeline: PipelineFile, route_id: int, epoch: int) -> pb.LinkOpen:
+def _hello(pipeline: PipelineFile, terms: EpochTerms) -> pb.LinkOpen:
     """Return the coordinator's first message on its stream to stage 0."""
     return pb.LinkOpen(
         protocol_version=bounds.PROTOCOL_VERSION,
-        route_id=route_id,
-        epoch=epoch,
+        route_id=terms.route_id,
+        epoch=terms.epoch,
         pipeline_id=pipeline.pipeline_id,
         source_sha256=pipeline.source.sha256,
         next_layer=0,
@@ -237,9 +243,7 @@ def _lost_at(index: int, on_lost: Callable[[RelaylineError], None], error: Relay
     on_lost(error)
 
 
-async def _describe_all(
-    stages: Sequence[StageClient], on_heard: Callable[[int], None] = lambda index: None
-) -> list[pb.DescribeResponse]:
+async def _describe_all(stages: Sequence[StageClient], on_heard: Callable[[int], None]) -> list[pb.DescribeResponse]:
     """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell.
 
     Meanwhile, those that have answered keep giving signs of life. Nothing else asks them while one stage is waited for,
@@ -290,7 +294,6 @@ async def refresh_costs(
 
 async def watch_silence(
     connection: Connection,
-    route_id: int,
     under_way: Callable[[], UnderWay],
     is_idle: Callable[[], bool],
     on_silent: Callable[[set[int]], None],
@@ -307,7 +310,7 @@ async def watch_silence(
         silent = silence.silent(under_way(), time.monotonic_ns())
         if not silent:
             continue
-        works = await _works_now(connection, route_id)
+        works = await _works_now(connection)
         silent &= silence.silent(under_way(), now_ns := time.monotonic_ns())
         if works is None or not is_idle():
             continue
@@ -320,9 +323,9 @@ async def watch_silence(
             on_lost(StageLostError(f"{text}, though its link stands"))
 
 
-async def _works_now(connection: Connection, route_id: int) -> list[Work] | None:
+async def _works_now(connection: Connection) -> list[Work] | None:
     """Ask every stage for its state of the route; None unless all answer, in this epoch."""
-    asked = (stage.status(with_recent=False, route_id=route_id) for stage in connection.stages)
+    asked = (stage.status(with_recent=False, route_id=connection.route_id) for stage in connection.stages)
     statuses = await asyncio.gather(*asked)
     works: list[Work] = []
     for stage, status in zip(connection.stages, statuses, strict=True):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.engine.conductor import Conductor
-from relayline.coordinator.engine.connection import Connection, Peers
+from relayline.coordinator.engine.connection import Connection, EpochEvents, EpochTerms, Peers
 from relayline.coordinator.engine.descriptions import device_lines
 from relayline.coordinator.engine.instructions import Instruction
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
@@ -143,26 +143,23 @@ class Epochs:
     async def _open(self, addresses: tuple[str, ...]) -> Connection:
         """Make one attempt to connect."""
         self._lost = asyncio.get_running_loop().create_future()
-        file = self.file
-        connection = await Connection.open(
-            Peers(
-                addresses,
-                self._config.security,
-                self._roster.identities(),
-                self._revocations,
-                self._config.name,
-                self.stage_names,
-            ),
-            file,
-            route_id=self._route_id,
-            epoch=self._conductor.begin_epoch(),
-            wire_dtype=self._config.wire_dtype,
-            wants_rows=bool(self._config.serving.mmproj),
-            gives_grants=self._config.schedule.grant_steps > 0,
-            on_return=self._on_return,
-            on_lost=self.lose,
-            on_heard=self._on_heard,
+        file, config = self.file, self._config
+        peers = Peers(
+            addresses,
+            config.security,
+            self._roster.identities(),
+            self._revocations,
+            config.name,
+            self.stage_names,
         )
+        terms = EpochTerms(
+            self._route_id,
+            self._conductor.begin_epoch(),
+            config.wire_dtype,
+            wants_rows=bool(config.serving.mmproj),
+            gives_grants=config.schedule.grant_steps > 0,
+        )
+        connection = await Connection.open(peers, file, terms, EpochEvents(self._on_return, self.lose, self._on_heard))
         if file is not self.file:
             await connection.close()
             raise NotReadyError("layers were moved meanwhile")
@@ -177,7 +174,7 @@ class Epochs:
         instructions = conductor.connected(connection.merged(), time.monotonic_ns())
         scheduler = conductor.scheduler
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
-        connection.keep_watch(self._route_id, scheduler.under_way, self._is_sent, self._on_silent, self.lose)
+        connection.keep_watch(scheduler.under_way, self._is_sent, self._on_silent)
         observer.connected(len(self.file.stages), connection.statuses)
         for line in device_lines(connection.facts, self.stage_names):
             log.warning("%s", line)

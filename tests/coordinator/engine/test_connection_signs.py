@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.engine.connection import Connection, Peers
+from relayline.coordinator.engine.connection import Connection, EpochEvents, EpochTerms, Peers
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -19,16 +19,8 @@ WAIT_S = 20
 
 async def opened(addresses: list[str], heard: Any) -> None:
     unread: Any = None  # the pipeline is not looked at before every stage has answered
-    await Connection.open(
-        Peers(addresses),
-        unread,
-        route_id=1,
-        epoch=1,
-        wire_dtype=pb.DTYPE_F32,
-        on_return=lambda message: None,
-        on_lost=lambda error: None,
-        on_heard=heard,
-    )
+    events = EpochEvents(lambda message: None, lambda error: None, heard)
+    await Connection.open(Peers(addresses), unread, EpochTerms(1, 1, pb.DTYPE_F32), events)
 
 
 async def test_a_stage_that_is_gone_silences_no_other() -> None:

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from relayline.coordinator.engine.connection import Connection, _costs_now, refresh_costs
+from relayline.coordinator.engine.connection import Connection, EpochTerms, _costs_now, refresh_costs
 from relayline.coordinator.engine.descriptions import device_lines, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.schedule.groups import GroupPlanner
@@ -181,7 +181,8 @@ async def test_stages_that_name_one_device_are_planned_as_one(ids: tuple[str, st
     ]
     statuses = [pb.StatusResponse(decode_curve=points, prefill_curve=points) for _ in ids]
     stages = [mock.Mock(address="a:1", status=mock.AsyncMock(return_value=status)) for status in statuses]
-    connection = Connection(1, stages, facts, [{}, {}])
+    unheard: Any = None
+    connection = Connection(EpochTerms(1, 1, pb.DTYPE_F16), unheard, stages, facts, [{}, {}])
     again, _ = await _costs_now(connection)
     for costs in (connection.stage_costs(), again):
         assert GroupPlanner(costs).plan(16, n_prompts=0).n_groups == n_groups

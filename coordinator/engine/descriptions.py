@@ -14,7 +14,7 @@ from relayline.coordinator.sessions.tier import TierFacts, stored_by_all
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.common.sampler_fields import OPTIONS
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import named_layers
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 Descriptions = Sequence[pb.DescribeResponse]
@@ -135,7 +135,7 @@ def check_stages(
         if fact.stage_index != index:
             raise HandshakeError(
                 f"stages are in the wrong order: {address} is stage {fact.stage_index} "
-                f"(layers {layer_range(fact.layer_start, fact.layer_end)}), but is number {index} in --stages"
+                f"({named_layers(fact.layer_start, fact.layer_end)}), but is number {index} in --stages"
             )
         if fact.n_embd != pipeline.n_embd:
             raise HandshakeError(f"{address} has rows of {fact.n_embd} values, the pipeline {pipeline.n_embd}")

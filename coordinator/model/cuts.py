@@ -11,6 +11,7 @@ from typing import Protocol
 
 from relayline.coordinator.model.family import ATTENDS, BOTH, RECURRENT
 from relayline.wire.common.errors import CutError
+from relayline.wire.common.texts import named_layers
 
 STAGES_MAX = 256
 # A plan may be this much slower than the best one if that needs less memory on the fullest machine.
@@ -119,7 +120,7 @@ def check_cuts(facts: CutFacts, cuts: Sequence[int]) -> None:
     for start, end in ranges(facts.n_layers, cuts):
         if not is_allowed(facts, start, end):
             reason = _reason(facts, (start, end))
-            raise CutError(f"layers {start} to {end - 1} cannot be one stage: {reason}; legal cuts: {listed}")
+            raise CutError(f"{named_layers(start, end)} cannot be one stage: {reason}; legal cuts: {listed}")
 
 
 def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
@@ -144,7 +145,7 @@ def _reason(facts: CutFacts, edges: Sequence[int]) -> str:
 
 
 def _listed(legal: Sequence[int]) -> str:
-    """Write 1,2,3,4 as 1-4 and 4,8,12 as 4,8,12."""
+    """Return 1,2,3,4 as 1-4 and 4,8,12 as 4,8,12."""
     if len(legal) > 2 and legal[-1] - legal[0] == len(legal) - 1:
         return f"{legal[0]}-{legal[-1]}"
     return ",".join(map(str, legal)) or "none"

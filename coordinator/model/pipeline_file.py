@@ -12,6 +12,7 @@ import msgspec
 
 from relayline.wire.common.errors import ArtifactError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.texts import named_layers
 
 PIPELINE_NAME = "pipeline.json"
 PIPELINE_VERSION = 1
@@ -116,7 +117,7 @@ def _contradiction(pipeline: PipelineFile) -> str | None:
         return f"{len(pipeline.stages)} stages for {len(pipeline.cuts)} cuts"
     for index, stage in enumerate(pipeline.stages):
         if (stage.index, stage.layer_start, stage.layer_end) != (index, edges[index], edges[index + 1]):
-            return f"stage {index} does not hold the layers {edges[index]} to {edges[index + 1] - 1}"
+            return f"stage {index} does not hold {named_layers(edges[index], edges[index + 1])}"
     for entry in _entries(pipeline):
         if Path(entry.file).name != entry.file or entry.file in ("", ".", ".."):
             return f"file name {entry.file!r} leaves the directory"

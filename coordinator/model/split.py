@@ -39,6 +39,7 @@ from relayline.coordinator.model.pipeline_file import (
 from relayline.coordinator.model.slices import PlannedArtifact, SplitPlan, plan_split
 from relayline.wire.common.errors import ArtifactError, ModelFileError, UnsupportedArchitectureError, UsageError
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
+from relayline.wire.common.texts import named_layers
 from relayline.wire.model_files.gguf_header import Tensor
 
 log = logging.getLogger("relayline.split")
@@ -300,10 +301,9 @@ class _Writer:
         for artifact in plan.artifacts:
             problem = None if artifact.layers is None else self.probe(_partial(self.out_dir / artifact.file))
             if problem is not None and artifact.layers is not None:
-                start, end = artifact.layers
                 raise UnsupportedArchitectureError(
-                    f"architecture {self.facts.architecture!r} cannot be split here: layers {start} to {end - 1} "
-                    f"do not run as a stage: {problem}"
+                    f"architecture {self.facts.architecture!r} cannot be split here: "
+                    f"no stage can run {named_layers(*artifact.layers)}: {problem}"
                 )
 
     def _publish(self, plan: SplitPlan, hashes: list[str]) -> PipelineFile:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from relayline.coordinator.planner.running_plan import cut_by_speed
 from relayline.coordinator.planner.search import Edges
 from relayline.coordinator.schedule.stage_cost import StageCost
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import layer_ranges
 
 GAIN_MIN = 0.15  # more tokens per second by another cut, from which on it is worth moving weights
 GAIN_KEPT = 0.08  # a reported imbalance is over below this: near GAIN_MIN it would come and go
@@ -46,7 +46,7 @@ class Imbalance:
     def words(self, stage_names: Sequence[str]) -> str:
         """Return it as one line for a person."""
         name = stage_names[self.slowest] if self.slowest < len(stage_names) else f"stage {self.slowest}"
-        cut = ", ".join(layer_range(start, end) for start, end in self.layers)
+        cut = layer_ranges(self.layers)
         return (
             f"{name} slows the pipeline down: with layers {cut} it would make about {self.gain:.0%} more tokens; "
             f"`relayline move --cuts {','.join(str(start) for start, _ in self.layers[1:])}` moves them while it serves"

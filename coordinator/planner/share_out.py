@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from relayline.wire.common.errors import NotReadyError
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import named_layers
 
 GIB = 1 << 30
 Need = Callable[[int, int], int]
@@ -116,7 +116,7 @@ def _why(
     if wished is None:
         return f"the model's {n_layers} layers cannot be cut for {len(holders)} stages"
     short = [
-        f"{holder.name} would need {_gib(need(start, end))} for layers {layer_range(start, end)} and has "
+        f"{holder.name} would need {_gib(need(start, end))} for {named_layers(start, end)} and has "
         + (f"{_gib(holder.room_bytes)} free" if holder.room_bytes is not None else "an unknown amount")
         for holder, (start, end) in zip(holders, _edges(wished, n_layers), strict=True)
         if not fits(holder, start, end)

@@ -12,6 +12,7 @@ from relayline.coordinator.planner.instance import Host, Instance, Machine
 from relayline.coordinator.planner.memory import GIB, HEADROOM, pools_of, stage_memory, usable_bytes
 from relayline.coordinator.planner.quantisations import smaller_quantisation
 from relayline.coordinator.planner.search import Best, Room, best_split
+from relayline.wire.common.texts import named_layers
 
 MEMORY_STEP_BYTES = GIB // 2  # the steps in which a further machine's memory is given
 ROWS_STEP = 64  # in which smaller steps are proposed
@@ -75,7 +76,7 @@ def explain(instance: Instance) -> Infeasible:
     shortages = _shortages(instance, found)
     remedies = _remedies(instance)
     shortage_text = "; ".join(
-        f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for layers {short.layers[0]}..{short.layers[1] - 1} "
+        f"{short.place} needs {short.needed_bytes / GIB:.2f} GiB for {named_layers(*short.layers)} "
         f"but has {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
         for short in shortages
     )

@@ -12,7 +12,7 @@ import click
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import parse_cuts
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import layer_ranges
 
 PATH = "/v1/pipeline/layers"
 LOOK_EVERY_S = 0.2
@@ -62,8 +62,7 @@ def moved_text(found: dict[str, Any]) -> str:
 
 
 def _layers(found: dict[str, Any]) -> str:
-    layers = ", ".join(layer_range(start, end) for start, end in found["layers"])
-    return f"layers {layers}"
+    return f"layers {layer_ranges(found['layers'])}"
 
 
 async def moved_layers(url: str, api_key: str, cuts: tuple[int, ...] | None, *, tell: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import layer_ranges
 
 
 def unequal_line(described: dict[str, Any]) -> str:
@@ -14,7 +14,7 @@ def unequal_line(described: dict[str, Any]) -> str:
     if not found:
         return ""
     stage = described["stages"][found["slowest"]]
-    cut = ", ".join(layer_range(start, end) for start, end in found["layers"])
+    cut = layer_ranges(found["layers"])
     name = stage.get("name") or f"stage {found['slowest']}"
     slow = f"{name} has slowed the pipeline down for {found['for_s']:.0f} s"
     advice = f"{slow}: layers {cut} would give {found['gain']:.0%} more"

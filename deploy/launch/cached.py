@@ -18,7 +18,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import layer_ranges
 
 IN_USE = "in use"  # why something is not removed
 
@@ -60,9 +60,8 @@ def _split_name(path: Path) -> str:
         file = load_pipeline(path)
     except RelaylineError:
         return path.name
-    return (
-        f"{file.model_name}, layers {', '.join(layer_range(each.layer_start, each.layer_end) for each in file.stages)}"
-    )
+    edges = ((stage.layer_start, stage.layer_end) for stage in file.stages)
+    return f"{file.model_name}, layers {layer_ranges(edges)}"
 
 
 def _splits_in_use() -> set[Path]:

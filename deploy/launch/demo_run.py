@@ -23,7 +23,7 @@ from relayline.deploy.launch.local import running
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.wire.common import logs
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import named_layers
 
 MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 N_STAGES = 3
@@ -93,9 +93,7 @@ def report(pipeline: dict[str, Any], states: list[dict[str, Any]], elapsed_s: fl
     for stage in pipeline["stages"]:
         first, end = stage["layers"]
         waits = f"wait p50 {stage['wait_p50_ns'] / 1e6:.2f} ms, p95 {stage['wait_p95_ns'] / 1e6:.2f} ms"
-        console.print(
-            f"\n[bold]stage {stage['index']}[/] layers {layer_range(first, end)}: {stage['steps']} steps, {waits}"
-        )
+        console.print(f"\n[bold]stage {stage['index']}[/] {named_layers(first, end)}: {stage['steps']} steps, {waits}")
         counts = {int(size): n for size, n in stage["steps_by_sessions"].items()}
         most = max(counts.values(), default=1)
         for size in sorted(counts):

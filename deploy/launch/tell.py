@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import named_layers
 
 QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
 BEGINNING = "def factorial(n):\n"
@@ -63,7 +63,7 @@ def curl_of(event: dict[str, Any]) -> str:
 
 def _process_line(event: dict[str, Any]) -> str:
     layers = event.get("layers")
-    held = f"layers {layer_range(*layers)} " if layers else ""
+    held = f"{named_layers(*layers)} " if layers else ""
     who = f"pid {event['pid']}" if event["pid"] else "on its own host"
     again = f", restart {event['restarts']}" if event["restarts"] else ""
     return f"{event['name']:<12} ready  {held}{event['address']}  ({who}{again})"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from relayline.deploy.manifest.stage import Stage
 from relayline.stage.joining.usual_port import STAGE_PORT as STAGE_PORT
+from relayline.wire.common.texts import named_layers
 
 METRICS_PORT = 9_464  # as Prometheus's exporter allocations give to OpenTelemetry
 
@@ -65,9 +66,9 @@ def check_layers(stages: Sequence[Stage]) -> None:
         left = start - end
         where = f"after stage {before!r} ends at {end}" if before else "at the start of the model"
         if left < 0:
-            raise StageError(index, "layers", f"stage {before!r} holds {_layers(start, end)} already")
+            raise StageError(index, "layers", f"stage {before!r} holds {named_layers(start, end)} already")
         if n_auto == 0 and left > 0:
-            raise StageError(index, "layers", f"no stage holds {_layers(end, start)} {where}; start at {end}")
+            raise StageError(index, "layers", f"no stage holds {named_layers(end, start)} {where}; start at {end}")
         if left < n_auto:
             raise StageError(
                 index, "layers", f"{n_auto} auto stages have to share {left} layers {where}; each needs at least one"
@@ -99,7 +100,3 @@ def metrics_port(stages: Sequence[Stage], stage: Stage) -> int:
 def place_on_host(stages: Sequence[Stage], stage: Stage) -> int:
     """Return how many stages of the same host come before this one."""
     return [other.name for other in stages if other.host == stage.host].index(stage.name)
-
-
-def _layers(start: int, end: int) -> str:
-    return f"layer {start}" if end - start == 1 else f"layers {start}..{end - 1}"

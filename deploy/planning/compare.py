@@ -20,7 +20,7 @@ from relayline.coordinator.planner.costs import Costs
 from relayline.coordinator.schedule.overhead import HOST_STEP_NS
 from relayline.deploy.planning.report import Plan
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.texts import layer_range
+from relayline.wire.common.texts import layer_ranges
 
 FINE_SHARE, WORRY_SHARE = 0.15, 0.5  # off the plan: as good as right, and no longer explained by a busy machine
 
@@ -51,7 +51,7 @@ def compare(
     cut = tuple(tuple(stage["layers"]) for stage in found)
     if cut != plan.best.edges:
         raise StartError(
-            f"the running pipeline has layers {_layers_text(cut)}, this plan {_layers_text(plan.best.edges)}"
+            f"the running pipeline has layers {layer_ranges(cut) or 'none'}, this plan {layer_ranges(plan.best.edges)}"
         )
     if not all(stage.get("steps") for stage in found):
         raise StartError("the running pipeline has not decoded anything yet; send it some requests first")
@@ -83,10 +83,6 @@ def why_no_rate(plan: Plan, before: dict[str, Any], after: dict[str, Any], wall_
 def _generated(before: dict[str, Any], after: dict[str, Any]) -> int:
     """Tokens of answers between two looks. Rows of a stage would count prompts as well."""
     return int(after["generated_tokens"]) - int(before["generated_tokens"])
-
-
-def _layers_text(cut: tuple[tuple[int, ...], ...]) -> str:
-    return ", ".join(layer_range(*edge) for edge in cut) or "nothing"
 
 
 def _of_stage(plan: Plan, index: int, stage: dict[str, Any]) -> list[Comparison]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -28,6 +29,16 @@ def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:
 def layer_range(start: int, end: int) -> str:
     """Return the layers from `start` up to but not including `end` for a person: "3-5", and "7" for one alone."""
     return f"{start}-{end - 1}" if end - start > 1 else str(start)
+
+
+def layer_ranges(edges: Iterable[Sequence[int]]) -> str:
+    """Return the (first, end) of several stages for a person: "0-3, 4-7"."""
+    return ", ".join(layer_range(start, end) for start, end in edges)
+
+
+def named_layers(start: int, end: int) -> str:
+    """Return `layer_range` with its noun: "layers 3-5", "layer 7"."""
+    return f"layer{'s' if end - start > 1 else ''} {layer_range(start, end)}"
 
 
 def _escaped(character: str) -> str:

@@ -75,7 +75,7 @@ def test_every_stage_needs_a_layer_with_a_window() -> None:
     assert legal_cuts(facts) == (1, 2, 3, 4)
     with pytest.raises(CutError, match=r"cut 5 .* only together with one that has a window; legal cuts: 1-4"):
         check_cuts(facts, (5,))
-    with pytest.raises(CutError, match=r"layers 2 to 2 cannot be one stage: llama.cpp runs layers without"):
+    with pytest.raises(CutError, match=r"layer 2 cannot be one stage: llama.cpp runs layers without"):
         check_cuts(facts, (2, 3))
     assert balanced_cuts(facts, 4) == (1, 2, 4)
     with pytest.raises(CutError, match="the maximum is 4"):

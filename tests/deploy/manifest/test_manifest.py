@@ -211,7 +211,7 @@ def test_anchors_are_fine_in_moderation() -> None:
         (with_stages("name: a, gpuLayers: 3"), "spec.stages[0].gpuLayers: gpuLayers needs `device: gpu`"),
         (with_stages("name: a, layers: [1, 3]"), "no stage holds layer 0 at the start of the model; start at 0"),
         (with_stages("name: a, layers: [0, 3]", "name: b, layers: [5, 6]"),
-         "no stage holds layers 3..4 after stage 'a' ends at 3"),
+         "no stage holds layers 3-4 after stage 'a' ends at 3"),
         (with_stages("name: a, layers: [0, 3]", "name: b, layers: [2, 6]"), "stage 'a' holds layer 2 already"),
         (with_stages("name: a, layers: [0, 3]", "name: b", "name: c, layers: [3, 6]"),
          "1 auto stages have to share 0 layers"),

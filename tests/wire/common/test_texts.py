@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 
 from relayline.wire.common import bounds, logs
-from relayline.wire.common.texts import KEYS_MAX, layer_range, printable, printable_values, tidy
+from relayline.wire.common.texts import (
+    KEYS_MAX,
+    layer_range,
+    layer_ranges,
+    named_layers,
+    printable,
+    printable_values,
+    tidy,
+)
 from relayline.wire.pb.relayline.v1 import join_pb2
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
@@ -102,3 +110,5 @@ def test_texts_of_messages_are_tidied_however_deep() -> None:
 
 def test_a_layer_alone_is_no_range() -> None:
     assert [layer_range(0, 1), layer_range(7, 8), layer_range(3, 6)] == ["0", "7", "3-5"]
+    assert [named_layers(7, 8), named_layers(3, 5)] == ["layer 7", "layers 3-4"]
+    assert layer_ranges([(0, 4), (4, 5)]) == "0-3, 4"

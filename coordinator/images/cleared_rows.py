@@ -10,21 +10,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from relayline.wire.common.ggml_tensor import GgmlTensor
+
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
-_SCALE, _MAX_DIMS, _N_PARAMS = b"SCALE", 4, 16  # of ggml.h
-
-
-class _Node(ctypes.Structure):
-    """The beginning of struct ggml_tensor."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * _MAX_DIMS),
-        ("nb", ctypes.c_size_t * _MAX_DIMS),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_float * _N_PARAMS),
-    ]
+_SCALE = b"SCALE"  # ggml's name of the operation
 
 
 def clearing(library: ctypes.CDLL) -> Any:
@@ -42,7 +31,7 @@ def clearing(library: ctypes.CDLL) -> Any:
         if not is_question:
             ggml.ggml_backend_tensor_memset(node, 0, 0, ggml.ggml_nbytes(node))
             return True  # go on
-        factor, bias, *_ = _Node.from_address(node).op_params
+        factor, bias, *_ = GgmlTensor.from_address(node).op_params
         return (factor, bias) == (0.0, 0.0) and ggml.ggml_op_desc(node) == _SCALE
 
     return _CALLBACK(visit)

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.artifact import StageArtifact
-from relayline.stage.engine.device_rows import DeviceRows, Tensor, n_blocks_of
+from relayline.stage.engine.device_rows import DeviceRows, n_blocks_of
 from relayline.stage.engine.ggml_functions import calls
 from relayline.wire.common.errors import InternalError, NativeError
+from relayline.wire.common.ggml_tensor import GgmlTensor
 from relayline.wire.settings.table import EngineSettings
 
 
@@ -81,7 +82,7 @@ class DeviceGreedy:
             return
         self._is_new = False
         # A lane's row is a view into the logits of all rows; the trial graph of a new chain has a row alone.
-        whole = Tensor.from_address(row).view_src or row
+        whole = GgmlTensor.from_address(row).view_src or row
         tokens, sums = calls.ggml_argmax(ggml_context, whole), calls.ggml_sum_rows(ggml_context, whole)
         for tensor in (whole, tokens, sums):
             calls.ggml_set_output(tensor)  # its memory is not used again within the graph

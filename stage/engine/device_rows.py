@@ -8,7 +8,6 @@ decode.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -17,28 +16,10 @@ import numpy.typing as npt
 from relayline.stage.engine.ggml_functions import InitParams, calls
 from relayline.stage.sampling.draws import BLOCK, BLOCKS_FROM
 from relayline.wire.common.errors import NativeError
+from relayline.wire.common.ggml_tensor import GgmlTensor
 
 GATHERED_MAX = 65_536  # logits that one graph gathers
-_MAX_DIMS, _OP_PARAMS_BYTES, _MAX_SRC = 4, 64, 10  # of ggml.h
-_F32, _I32, _POOL_MAX, _CPU = 0, 26, 0, 0  # of its enums
-
-
-class Tensor(ctypes.Structure):
-    """The beginning of struct ggml_tensor."""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * _MAX_DIMS),
-        ("nb", ctypes.c_size_t * _MAX_DIMS),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_char * _OP_PARAMS_BYTES),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * _MAX_SRC),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-    ]
+_F32, _I32, _POOL_MAX, _CPU = 0, 26, 0, 0  # of ggml.h's enums
 
 
 def n_blocks_of(n_vocab: int) -> int:
@@ -53,7 +34,7 @@ class DeviceRows:
         """`logits` is the tensor of a step that was computed. Raises NativeError where its device runs no graph."""
         self._n_vocab, self._n_blocks = n_vocab, n_blocks_of(n_vocab)
         self._arena = self._buffer = None
-        kind = calls.ggml_backend_buffer_get_type(Tensor.from_address(logits).buffer)
+        kind = calls.ggml_backend_buffer_get_type(GgmlTensor.from_address(logits).buffer)
         device = calls.ggml_backend_buft_get_device(kind) or calls.ggml_backend_dev_by_type(_CPU)  # a CPU's has none
         self._backend: Any = calls.ggml_backend_dev_init(device, None) if device else None
         if not self._backend:
@@ -85,7 +66,7 @@ class DeviceRows:
         """
         _use(self._blocks, logits)
         for tensor in (self._blocks, self._maxima):
-            Tensor.from_address(tensor).ne[2] = n_rows
+            GgmlTensor.from_address(tensor).ne[2] = n_rows
         self._run(0)
         found = np.empty((n_rows, self._n_blocks), np.float32)
         calls.ggml_backend_tensor_get(self._maxima, found.ctypes.data, 0, found.nbytes)
@@ -94,12 +75,12 @@ class DeviceRows:
     def gathered(self, logits: int, n_rows: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return logits of a step's first rows: f32 [n], of places: row x n_vocab + token. Raises NativeError."""
         _use(self._tokens, logits)
-        Tensor.from_address(self._tokens).ne[1] = n_rows * self._n_vocab
+        GgmlTensor.from_address(self._tokens).ne[1] = n_rows * self._n_vocab
         found = np.empty(places.size, np.float32)
         for begin in range(0, places.size, GATHERED_MAX):
             some, part = places[begin : begin + GATHERED_MAX].astype(np.int32), found[begin : begin + GATHERED_MAX]
-            Tensor.from_address(self._places).ne[0] = some.size
-            Tensor.from_address(self._gathered).ne[1] = some.size
+            GgmlTensor.from_address(self._places).ne[0] = some.size
+            GgmlTensor.from_address(self._gathered).ne[1] = some.size
             calls.ggml_backend_tensor_set(self._places, some.ctypes.data, 0, some.nbytes)
             self._run(1)
             calls.ggml_backend_tensor_get(self._gathered, part.ctypes.data, 0, part.nbytes)
@@ -123,5 +104,5 @@ class DeviceRows:
 
 def _use(tensor: int, other: int) -> None:
     """Let a tensor have another one's memory."""
-    mine, theirs = Tensor.from_address(tensor), Tensor.from_address(other)
+    mine, theirs = GgmlTensor.from_address(tensor), GgmlTensor.from_address(other)
     mine.data, mine.buffer = theirs.data, theirs.buffer

@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.engine.cell_state import CellState
-from relayline.stage.engine.device_rows import Tensor
 from relayline.stage.engine.ggml_functions import calls
 from relayline.stage.engine.kv_state import cells_of
-from relayline.stage.engine.layer_cells import Form
-from relayline.stage.engine.layer_cells import Tensor as TensorForm
+from relayline.stage.engine.layer_cells import Form, Tensor
+from relayline.wire.common.ggml_tensor import GgmlTensor
 
 _CACHES = ("cache_k_", "cache_v_")  # the beginnings of their names in llama_kv_cache
 Bytes = npt.NDArray[np.uint8]
@@ -42,9 +41,9 @@ class NodeNotes:
     def note(self, address: int, name: str) -> None:
         """Take note of a node."""
         self._names.append(name)
-        node = Tensor.from_address(address)
+        node = GgmlTensor.from_address(address)
         for used in (address, *(source for source in node.src if source)):
-            whole = Tensor.from_address(used).view_src
+            whole = GgmlTensor.from_address(used).view_src
             if whole and whole not in self.tensors and (found := _name(whole)).startswith(_CACHES):
                 self.tensors[whole] = found
 
@@ -87,12 +86,13 @@ def found(notes: NodeNotes, state: Bytes, n_lanes: int) -> OwnCells | None:
     if known is None or not notes.tensors:
         return None
     cells, is_transposed = known
-    layers: dict[str, list[tuple[TensorForm, Bytes]]] = {}
+    layers: dict[str, list[tuple[Tensor, Bytes]]] = {}
     for address, name in sorted(notes.tensors.items(), key=lambda item: _place(item[1])):
-        view = _view(Tensor.from_address(address), n_lanes, is_transposed=is_transposed and name.startswith(_CACHES[1]))
+        cache = GgmlTensor.from_address(address)
+        view = _view(cache, n_lanes, is_transposed=is_transposed and name.startswith(_CACHES[1]))
         if view is None:
             return None
-        form = TensorForm(Tensor.from_address(address).type, view.shape[1], view.shape[3])
+        form = Tensor(cache.type, view.shape[1], view.shape[3])
         layers.setdefault(name[len(_CACHES[0]) :], []).append((form, view))
     views = [view for layer in layers.values() for _, view in layer]
     own = OwnCells(views, tuple(tuple(form for form, _ in layer) for layer in layers.values()))

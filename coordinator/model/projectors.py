@@ -62,18 +62,25 @@ def check_projector(path: Path, pipeline: PipelineFile) -> str:
     """Return a projector's kind. Raises UsageError, which says why, for a file that is not served with the pipeline;
     ModelFileError if it is not a GGUF file.
     """
-    kind, width = read_projector(path)
-    served = PROJECTORS[kind].architectures
-    if pipeline.architecture not in served:
-        text = (
-            f"models of the architecture {pipeline.architecture} are not served with images by a projector of the kind"
-        )
-        raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
+    kind = check_belongs(path, pipeline.architecture, pipeline.n_embd)
     if pipeline.stages[0].row_width not in (0, pipeline.n_embd):
         text = "each layer of this model takes inputs of its own for each token, which rows of images do not have"
         raise UsageError(f"--mmproj {path}: {text}")
-    if width != pipeline.n_embd:
-        text = f"its rows have {width} values, but the model's have {pipeline.n_embd}: it belongs to another model"
+    return kind
+
+
+def check_belongs(path: Path, architecture: str, n_embd: int) -> str:
+    """Return a projector's kind. Raises as `check_projector`, but for models with inputs of each layer.
+
+    `architecture` and `n_embd`, the values of a row, are the model's.
+    """
+    kind, width = read_projector(path)
+    served = PROJECTORS[kind].architectures
+    if architecture not in served:
+        text = f"models of the architecture {architecture} are not served with images by a projector of the kind"
+        raise UsageError(f"--mmproj {path}: {text} {kind}; those of {', '.join(served)} are")
+    if width != n_embd:
+        text = f"its rows have {width} values, but the model's have {n_embd}: it belongs to another model"
         raise UsageError(f"--mmproj {path}: {text}")
     return kind
 

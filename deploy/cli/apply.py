@@ -125,8 +125,10 @@ def _show_plan(to_start: Launch, *, as_json: bool) -> None:
     from rich.console import Console
 
     from relayline.deploy.cli.plan import make_plan
+    from relayline.deploy.launch.stage_checks import check_stage_devices
     from relayline.deploy.planning import report
 
+    check_stage_devices(to_start.manifest)
     plan = make_plan(to_start.manifest, quiet=as_json)
     if as_json:
         click.echo(json.dumps({"event": "plan", **report.as_json(plan)}))

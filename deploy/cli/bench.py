@@ -25,7 +25,7 @@ from relayline.deploy.cli.console_http import (
     refusal,
     unanswered,
 )
-from relayline.deploy.cli.options import FloatRange, is_given
+from relayline.deploy.cli.options import FloatRange, IntRange, Name, is_given
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import StartError, UsageError
 
@@ -60,7 +60,7 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 
 
 @click.command("bench", short_help="Send load to a running server and measure its answers.")
-@click.argument("url", required=False, callback=chosen_url)
+@click.argument("url", type=Name(), required=False, callback=chosen_url)
 @click.option(
     "--streams",
     callback=_counts,
@@ -70,24 +70,22 @@ def _rate(_: click.Context, __: click.Parameter, per_s: float | None) -> float |
 )
 @click.option(
     "--rounds",
-    type=click.IntRange(1, REQUESTS_MAX),
+    type=IntRange(1, REQUESTS_MAX),
     default=1,
     show_default=True,
     help="Requests of each stream. With more, its start and end count less.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(2, CTX_TOKENS_MAX), default=64, show_default=True, help="Tokens of each answer."
+    "--tokens", type=IntRange(2, CTX_TOKENS_MAX), default=64, show_default=True, help="Tokens of each answer."
 )
 @click.option(
-    "--prompt-tokens", type=click.IntRange(1, CTX_TOKENS_MAX), default=32, show_default=True,
+    "--prompt-tokens", type=IntRange(1, CTX_TOKENS_MAX), default=32, show_default=True,
     help="Tokens of each prompt.",
 )  # fmt: skip
 @click.option(
     "--rate", type=float, callback=_rate, default=None, help="Instead of streams: requests per second, at random times."
 )
-@click.option(
-    "--requests", type=click.IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate."
-)
+@click.option("--requests", type=IntRange(1, REQUESTS_MAX), default=32, show_default=True, help="Requests with --rate.")
 @click.option(
     "--temperature",
     type=FloatRange(0, TEMPERATURE_MAX),

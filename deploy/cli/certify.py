@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relayline.deploy.cli.model import MODEL
-from relayline.deploy.cli.options import log_options, parse_cuts
+from relayline.deploy.cli.options import IntRange, log_options, parse_cuts
 from relayline.deploy.cli.setting_flags import setting_option, setting_options
 from relayline.wire.common import logs
 from relayline.wire.settings.setting import entry_of, from_parameters
@@ -50,7 +50,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
 @click.option(
     "--stages",
     "n_stages",
-    type=click.IntRange(2, 64),
+    type=IntRange(2, 64),
     default=None,
     help="One pipeline of so many stages, with balanced cuts.",
 )
@@ -62,7 +62,7 @@ def _parse_seeds(_: click.Context, __: click.Parameter, text: str) -> tuple[int,
     show_default=True,
     help="Random seeds of the prompts; each adds one lone session and one mixed batch.",
 )
-@click.option("--steps", type=click.IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
+@click.option("--steps", type=IntRange(16, 256), default=24, show_default=True, help="Decode steps per session.")
 @setting_options(EngineSettings, only=("ctx_tokens", "n_threads", "gpu_layers", "kv_type", "kv_layout"))
 @click.option("--keep", type=click.Path(path_type=Path), default=None, help="Keep the artifacts in this directory.")
 @click.option("--experimental", is_flag=True, help="Accept a model family that nobody has certified.")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.options import Name, NamedPath
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import NAME, Identity, Role
 from relayline.wire.links.security import TOKEN_FILE, credential_host
 
-DIRECTORY = click.Path(path_type=Path)
+DIRECTORY = NamedPath(path_type=Path)
 
 
 @click.group("certs", short_help="Make and show the certificates of a pipeline.")
@@ -58,7 +59,7 @@ def _one_role(coordinator: bool, stage: str, monitor: bool) -> tuple[Role, str]:
 
 @certs_command.command("issue")
 @click.argument("directory", type=DIRECTORY)
-@click.argument("host")
+@click.argument("host", type=Name())
 @click.option("--coordinator", is_flag=True, help="For the coordinator on HOST.")
 @click.option("--stage", default="", metavar="NAME", help="For the stage NAME on HOST.")
 @click.option("--monitor", is_flag=True, help="For a Prometheus on HOST: it may only read the metrics of stages.")
@@ -95,7 +96,7 @@ def issue_command(
 
 @certs_command.command("invite")
 @click.argument("directory", type=DIRECTORY)
-@click.argument("host")
+@click.argument("host", type=Name())
 @click.option("--stage", required=True, metavar="NAME", help="The stage that HOST may become.")
 def invite_command(directory: Path, host: str, stage: str) -> None:
     """Print a token with which HOST gets its certificate from a coordinator: relayline join HOST:PORT TOKEN.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.deploy.cli.console_http import names_here
-from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.options import FloatRange, IntRange, Name
 from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
@@ -32,7 +32,7 @@ state_dir_option = click.option(
 
 
 @click.command("status", short_help="Show pipelines that run on this machine.")
-@click.argument("name", required=False, shell_complete=names_here)
+@click.argument("name", type=Name(), required=False, shell_complete=names_here)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 @state_dir_option
 @click.pass_context
@@ -147,7 +147,7 @@ def _duration(seconds: float) -> str:
 
 
 @click.command("down", short_help="End a pipeline that runs on this machine.")
-@click.argument("name", required=False, shell_complete=names_here)
+@click.argument("name", type=Name(), required=False, shell_complete=names_here)
 @click.option(
     "--timeout", type=FloatRange(0), default=DOWN_TIMEOUT_S, show_default=True, help="Seconds to wait for the end."
 )
@@ -170,12 +170,12 @@ def down_command(name: str | None, timeout: float, force: bool, state_dir: Path 
 
 
 @click.command("logs", short_help="Show the logs of a pipeline's processes.")
-@click.argument("name", required=False, shell_complete=names_here)
-@click.argument("process", required=False)
+@click.argument("name", type=Name(), required=False, shell_complete=names_here)
+@click.argument("process", type=Name(), required=False)
 @click.option(
     "--lines",
     "n_lines",
-    type=click.IntRange(0, 100_000),
+    type=IntRange(0, 100_000),
     default=50,
     show_default=True,
     help="How many of the last lines.",

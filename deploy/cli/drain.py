@@ -11,6 +11,7 @@ import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.move import PATH, followed, moved_text
+from relayline.deploy.cli.options import Name
 from relayline.wire.common.errors import StartError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ WANTED = ("cuts", "layers", "stages", "move", "hosts")
 
 
 @click.command("drain", short_help="Take a host's layers away for maintenance, while serving.")
-@click.argument("host")
+@click.argument("host", type=Name())
 @click.option("--json", "as_json", is_flag=True, help="Print the layers and the change as JSON at the end.")
 @url_option
 @key_option
@@ -50,7 +51,7 @@ def drain_command(host: str, as_json: bool, url: str, api_key: str, **_: Any) ->
 
 
 @click.command("uncordon", short_help="Let a drained host hold layers again.")
-@click.argument("host")
+@click.argument("host", type=Name())
 @click.option("--json", "as_json", is_flag=True, help="Print the state of the stages as JSON.")
 @url_option
 @key_option

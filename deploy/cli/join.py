@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.deploy.cli.join_flags import stage_telemetry
-from relayline.deploy.cli.options import Address, CoreList, log_options, telemetry_options, threads_option
+from relayline.deploy.cli.options import Address, CoreList, Name, log_options, telemetry_options, threads_option
 from relayline.deploy.cli.stage import on_stage_idle, on_stage_ready
 from relayline.deploy.cli.supervised import watch_stdin
 from relayline.deploy.machine.cores import keep_to
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command("join", short_help="Make this host a stage of a pipeline, with the line that `up` printed.")
 @click.argument("address", type=Address(), metavar="[HOST:PORT]", required=False)
-@click.argument("token", required=False)
+@click.argument("token", type=Name(), required=False)
 @click.option("--name", default="", help="Without TOKEN: the stage to run, if this host has joined as several.")
 @click.option("--listen", type=Address(), help="Where others connect [default: this host's address towards HOST].")
 @click.option(
@@ -116,7 +116,7 @@ def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
 
 
 @click.command("invite", short_help="Print a new join line for a host of a pipeline that runs here.")
-@click.argument("stage")
+@click.argument("stage", type=Name())
 @click.option("--pipeline", default=None, help="Name of the pipeline, if several run here.")
 @click.option("--host", default="", help="Address of a machine that the manifest does not name.")
 @click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")

@@ -18,7 +18,7 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
-from relayline.deploy.cli.options import parse_cuts
+from relayline.deploy.cli.options import NamedPath, parse_cuts
 from relayline.deploy.launch.model_source import is_on_hub, local_model
 from relayline.deploy.launch.progress import progress_bar
 from relayline.deploy.launch.trial import probe_artifact, try_artifacts
@@ -37,7 +37,7 @@ def _model_here(_: click.Context, __: click.Parameter, named: str) -> Path:
     return local_model(named)
 
 
-MODEL = click.argument("model", type=click.Path(), callback=_model_here)
+MODEL = click.argument("model", type=NamedPath(), callback=_model_here)
 
 
 @click.command("inspect", short_help="Show a model's layers, sizes and legal cuts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ class Address(click.ParamType[tuple[str, int]]):
             return value
         host, colon, port = str(value).rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
-            self.fail(f"{value!r} is not HOST:PORT", param, ctx)
+            self.fail(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8080", param, ctx)
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host and not host.startswith(("unix:", "unix-abstract:")):
@@ -44,15 +45,53 @@ class Address(click.ParamType[tuple[str, int]]):
         return host, int(port)
 
 
+class Name(click.ParamType[str]):
+    """Any text but an empty one, which is most often a variable of a shell that is not set."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Check one text."""
+        if not str(value).strip():
+            self.fail("it is empty", param, ctx)
+        return str(value)
+
+
+class NamedPath(click.Path):
+    """click's, without an empty path, which would mean this folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Check one path."""
+        if not os.fspath(value):
+            self.fail("it is empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class FloatRange(click.FloatRange):
     """click's, without "nan", which no comparison finds out of range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Read and check one number."""
+        try:
+            float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
         number = float(super().convert(value, param, ctx))
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
         return number
+
+
+class IntRange(click.IntRange):
+    """click's, which calls any text that is no number "not a valid integer range"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read and check one number."""
+        try:
+            int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number", param, ctx)
+        return int(super().convert(value, param, ctx))
 
 
 class AddressList(click.ParamType[tuple[str, ...]]):

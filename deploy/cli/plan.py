@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from relayline.deploy.cli.options import FloatRange
+from relayline.deploy.cli.options import FloatRange, IntRange, NamedPath
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 
@@ -25,11 +25,11 @@ COMPARED = ("running", "generated_tokens", "stages")  # of GET /v1/pipeline
 
 
 @click.command("plan", short_help="Show which stage gets which layers, and the predicted speed.")
-@click.argument("target", metavar="MANIFEST|MODEL", type=click.Path())
+@click.argument("target", metavar="MANIFEST|MODEL", type=NamedPath())
 @click.option(
     "--hosts", default="", help="For a MODEL: hosts of its stages in layer order, separated by commas [default: here]."
 )
-@click.option("--streams", type=click.IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
+@click.option("--streams", type=IntRange(0), default=0, help="Streams to optimise for [default: all lanes].")
 @click.option("--measure", is_flag=True, help="First measure this machine on slices of the model (cached).")
 @click.option("--compare", "is_compare", is_flag=True, help="Compare the plan with the running pipeline.")
 @click.option("--url", default="", help="The running coordinator [default: the manifest's].")

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import click
 
+from relayline.deploy.cli.options import Name
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
 
 @click.command("pull", short_help="Download a model from the Hugging Face hub.")
-@click.argument("model")
+@click.argument("model", type=Name())
 @click.option(
     "--to",
     "directory",

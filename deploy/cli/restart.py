@@ -8,12 +8,13 @@ import click
 
 from relayline.deploy.cli.console_http import names_here
 from relayline.deploy.cli.control import state_dir_option
+from relayline.deploy.cli.options import Name
 from relayline.wire.common.errors import UsageError
 
 
 @click.command("restart", short_help="Start a gateway's pipelines again, one after the other.")
-@click.argument("name", shell_complete=names_here)
-@click.argument("pipelines", nargs=-1)
+@click.argument("name", type=Name(), shell_complete=names_here)
+@click.argument("pipelines", type=Name(), nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 @state_dir_option
 def restart_command(name: str, pipelines: tuple[str, ...], as_json: bool, state_dir: Path | None) -> None:

@@ -15,12 +15,8 @@ from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings
 
 
-def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[str, Any]) -> Manifest:
-    """Return the manifest with the stage flags of `relayline up` applied.
-
-    `given` holds every flag by name, `changed` those that the user gave. If nothing is said about stages, this
-    machine's GPU is used. Raises UsageError, and the errors of finding and reading the model.
-    """
+def stage_flags_of(given: dict[str, Any], changed: dict[str, Any]) -> StageFlags:
+    """Return the stage flags of `relayline up`. Arguments as of `with_stage_flags`. Raises UsageError."""
     flags = StageFlags(
         n_stages=given["n_stages"],
         cuts=given["cuts"],
@@ -35,7 +31,16 @@ def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[st
     )
     if flags.cuts is not None and flags.n_stages is not None:
         raise UsageError("give either --stages or --cuts, not both")
-    flags = with_usual_gpu(manifest, flags)
+    return flags
+
+
+def with_stage_flags(manifest: Manifest, given: dict[str, Any], changed: dict[str, Any]) -> Manifest:
+    """Return the manifest with the stage flags of `relayline up` applied.
+
+    `given` holds every flag by name, `changed` those that the user gave. If nothing is said about stages, this
+    machine's GPU is used. Raises UsageError, and the errors of finding and reading the model.
+    """
+    flags = with_usual_gpu(manifest, stage_flags_of(given, changed))
     n_layers = 0
     if flags.cuts is not None:
         facts = inspect_model(find_model(manifest))

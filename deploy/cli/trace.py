@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayline.deploy.cli.console_http import fetch, key_option, url_option, width_of_terminal
+from relayline.deploy.cli.options import Name
 from relayline.wire.common.errors import UsageError
 from relayline.wire.telemetry.names import EVENT_RESUMED
 
@@ -24,7 +25,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @click.command("trace", short_help="Show one request's life, stage by stage.")
-@click.argument("request_id", required=False)
+@click.argument("request_id", type=Name(), required=False)
 @click.option("--last", is_flag=True, help="The request that ended last.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every batch, not only the first and last {ROWS_MAX // 2}.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coordinator's answer as JSON.")

@@ -12,6 +12,8 @@ from click.core import ParameterSource
 from relayline.deploy.cli.control import state_dir_option
 from relayline.deploy.cli.options import (
     Address,
+    IntRange,
+    NamedPath,
     chat_template_option,
     content_option,
     engine_options,
@@ -37,7 +39,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--cuts", callback=parse_cuts, help="Instead of --stages: first layer of each later stage, e.g. 8,16."
         ),
-        click.option("--stages", "n_stages", type=click.IntRange(1, 64), help="Number of stages [default: 2]."),
+        click.option("--stages", "n_stages", type=IntRange(1, 64), help="Number of stages [default: 2]."),
     ):
         function = option(function)
     return function
@@ -46,7 +48,7 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(
     "up", cls=Sectioned, short_help="Run a whole pipeline.", context_settings={"auto_envvar_prefix": "RELAYLINE"}
 )
-@click.argument("target", metavar="[MODEL|MANIFEST]", type=click.Path(), required=False)
+@click.argument("target", metavar="[MODEL|MANIFEST]", type=NamedPath(), required=False)
 @click.option("--model", default=None, help="The model, instead of MODEL.")
 @click.option("--name", default="", help="Name of the pipeline [default: the manifest's, or the model's].")
 @click.option("--http", type=Address(), default="127.0.0.1:8080", show_default=True, help="Where clients connect.")

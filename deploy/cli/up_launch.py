@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from relayline.deploy.cli.options import check_draft
-from relayline.deploy.cli.stage_flags import with_stage_flags
+from relayline.deploy.cli.stage_flags import stage_flags_of, with_stage_flags
 from relayline.deploy.cli.up_changes import changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.here import at_home
@@ -20,7 +21,7 @@ from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
-from relayline.deploy.manifest.smallest import smallest_manifest
+from relayline.deploy.manifest.smallest import smallest_manifest, with_stages
 
 
 def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:
@@ -37,6 +38,8 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
         if is_on_hub(str(target)):
             # Everything is looked at before a model is loaded from the hub, which may take an hour.
             expected = override(_placeholder(given["name"]), changes | http_of(given))
+            without_cuts = dataclasses.replace(stage_flags_of(given, changed), cuts=None)  # they need the model
+            expected = with_stages(expected, without_cuts, 0)
             check_before_work(expected, may_run=True)
             check_draft(expected.serving, expected.engine.policy)
         model = resolve_model(str(target))

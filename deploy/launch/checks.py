@@ -12,6 +12,7 @@ from relayline.deploy.launch.arrange import stage_directory
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.log_files import SUPERVISOR
 from relayline.deploy.launch.ports import port_problem, wanted_ports
+from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
@@ -37,20 +38,20 @@ def check_ports(manifest: Manifest, *, may_run: bool = False) -> None:
 
     `may_run`: whether it may be this pipeline itself that runs here and holds them; then such ports are left out.
     """
-    problems, places = [], "in the manifest"
+    problems, place = [], ""
     for what, host, port in wanted_ports(manifest):
         problem = port_problem(host, port)
         holder = _holder(port) if problem is not None else ""
         if problem is None or (holder and may_run):
             continue
         if holder:
-            ending = f"`relayline down {holder}` ends it"
-            problem = f"{address_of(host, port)} is taken by the pipeline {holder} ({ending})"
+            ending = f"`relayline down {holder}` ends it, or take another port"
+            problem = f"{address_of(host, port)} is taken by the pipeline {holder}; {ending}"
         problems.append(f"{what}: {problem}")
         if port == manifest.spec.coordinator.http.port:
-            places = "with --http HOST:PORT or in the manifest"
+            place = " (--http HOST:PORT, or coordinator.http in the manifest)"
     if problems:
-        raise StartError(f"{'; '.join(problems)}; end what holds it, or name another port {places}")
+        raise StartError(f"{'; '.join(problems)}{place}")
 
 
 def _holder(port: int) -> str:
@@ -69,6 +70,8 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
     """
     check_names(manifest)
     check_ports(manifest, may_run=may_run)
+    check_stage_devices(manifest)
+    warn_of_prefix_directory(manifest)
     telemetry = manifest.telemetry
     TelemetryConfig(Level.named(telemetry.level), telemetry.otlp_endpoint, telemetry.sampler_ratio)
     coordinator = manifest.spec.coordinator
@@ -78,6 +81,10 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
         from relayline.coordinator.http.api_keys import ApiKeys  # with aiohttp, which few launches need here
 
         ApiKeys(manifest.resolve(coordinator.api_keys_file))
+    if manifest.serving.cors:
+        from relayline.coordinator.http.cors import read_origins  # as above
+
+        read_origins(manifest.serving.cors)
     if coordinator.chat_template_file is not None:
         read_template(manifest.resolve(coordinator.chat_template_file))
     if (mmproj := manifest.serving.mmproj) and mmproj != AUTO_PROJECTOR:

@@ -11,7 +11,7 @@ from relayline.coordinator.planner import instance
 from relayline.coordinator.planner.instance import Load, ModelShape
 from relayline.coordinator.planner.memory import gpu_usable_bytes, stage_memory
 from relayline.deploy.launch.prepare import find_model
-from relayline.deploy.machine.gpus import Gpu, gpus_here
+from relayline.deploy.machine.gpus import Gpu, known_gpus
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.smallest import StageFlags
 from relayline.deploy.planning.inputs import load_of, shape_of
@@ -21,7 +21,7 @@ from relayline.wire.settings.device_texts import NO_DEVICE, read_devices
 log = logging.getLogger("relayline.up")
 
 
-def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Sequence[Gpu]] = gpus_here) -> StageFlags:
+def with_usual_gpu(manifest: Manifest, flags: StageFlags, gpus: Callable[[], Sequence[Gpu]] = known_gpus) -> StageFlags:
     """Return the flags with their defaults for a machine with GPUs.
 
     Where the manifest lists its stages, or a flag says where layers are computed, that counts. A model that cannot be

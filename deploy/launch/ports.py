@@ -39,19 +39,23 @@ def stage_host(manifest: Manifest) -> str:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Return why the port cannot be used now, None if it is free."""
+    """Return why the port cannot be used now, and what to do; None if it is free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        return f"{host}: {error.strerror or error}"
+        return f"{host}: {error.strerror or error}; give a name or an address of this machine"
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"{address_of(host, port)} is taken by another process"
+                return f"{address_of(host, port)} is taken by another process; end it, or take another port"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return f"{host} is no address of this machine; 127.0.0.1 is this machine alone, 0.0.0.0 all addresses"
+            if error.errno == errno.EACCES:
+                return f"{address_of(host, port)}: {error.strerror}; take a port from 1024 on"
             return f"{address_of(host, port)}: {error.strerror}"
     return None

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.projectors import check_belongs
 from relayline.deploy.launch.checks import AUTO_PROJECTOR
 from relayline.deploy.launch.hub_choice import projector_among
 from relayline.deploy.launch.model_source import projector_of, resolve_model, resolve_projector
@@ -33,6 +35,14 @@ def with_projector(manifest: Manifest, reference: str) -> Manifest:
     if reference and not manifest.serving.mmproj and (name := projector_of(reference)):
         log.info("images are not served; the repository has a projector, %s; --mmproj auto uses it", name)
     return manifest
+
+
+def check_images(manifest: Manifest, model: Path) -> None:
+    """Raise UsageError for a projector of another model, before the model is split."""
+    if not manifest.serving.mmproj:
+        return
+    facts = inspect_model(model)
+    check_belongs(Path(manifest.serving.mmproj), facts.architecture, facts.n_embd)
 
 
 def served_projector(serving: ServingSettings, given: Mapping[str, Any]) -> ServingSettings:

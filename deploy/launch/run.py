@@ -31,11 +31,12 @@ from relayline.deploy.launch.prepare import (
     settled,
     with_credentials,
 )
+from relayline.deploy.launch.projector import check_images
 from relayline.deploy.launch.splits import split_for
+from relayline.deploy.launch.stage_checks import warn_of_shared_gpus
 from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
-from relayline.deploy.planning.shared import gpu_sharing
 from relayline.wire.common.errors import RelaylineError, StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.logs import PRINTED
@@ -108,6 +109,7 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
+    check_images(manifest, model)
     if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):
         manifest = with_credentials(manifest, directory.tls)
         found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
@@ -116,8 +118,7 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
         warn_of_context(manifest.engine.ctx_tokens, prepared.file)
         found = Ready(prepared.manifest, prepared)
     check_security(found.manifest)
-    for line in gpu_sharing(manifest):
-        log.warning("%s", line)
+    warn_of_shared_gpus(manifest)
     return found
 
 

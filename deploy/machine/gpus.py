@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as llama.cpp lists them."""
+"""The devices of this machine, as llama.cpp lists them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,10 +21,24 @@ _NO_GPU = ("base", "cpu", "blas", "rpc")  # backends by the names of their libra
 _LIST = """
 import json, os
 from relayline.stage.engine import ggml
-found = [device for device in ggml.list_devices() if device.has_own_memory]
-print("\\n" + json.dumps([(each.name, each.description, ggml.memory_bytes(each)[1]) for each in found]), flush=True)
+found = [(each.name, each.description, each.is_gpu, each.shares_memory,
+          ggml.memory_bytes(each)[1] if each.has_own_memory else 0) for each in ggml.list_devices()]
+print("\\n" + json.dumps(found), flush=True)
 os._exit(0)  # some backends abort at exit if something was not freed
 """
+
+
+class HostDevice(NamedTuple):
+    """One device of this machine, processors included."""
+
+    name: str
+    """As llama.cpp's flags have it: CPU, CUDA0."""
+    description: str
+    is_gpu: bool
+    shares_memory: bool
+    """Whether it is a GPU with no memory but the host's."""
+    memory_bytes: int
+    """Of a GPU with its own memory; otherwise 0."""
 
 
 class Gpu(NamedTuple):
@@ -35,20 +50,37 @@ class Gpu(NamedTuple):
     memory_bytes: int
 
 
-def gpus_here(program: str = _LIST) -> tuple[Gpu, ...]:
-    """Return this machine's GPUs that llama.cpp can use; none where its build, or a fault of the driver, forbids it.
+def devices_here(program: str = _LIST) -> tuple[HostDevice, ...] | None:
+    """Return this machine's devices that llama.cpp can use; None where a fault, such as one of a driver, forbids it.
 
     A separate process looks, because a backend opens the GPU for that and keeps some of its memory.
     """
-    if not _has_backend():
-        return ()
     try:
         done = subprocess.run(code_command(program), capture_output=True, text=True, timeout=LIST_TIMEOUT_S, check=True)
-        return tuple(Gpu(*each) for each in json.loads(done.stdout.splitlines()[-1]))
+        return tuple(HostDevice(*each) for each in json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError, IndexError) as error:
         log.warning("GPUs of this machine cannot be listed, so the processor is used: %s; see `relayline doctor`",
                     type(error).__name__)  # fmt: skip
-        return ()
+        return None
+
+
+@functools.cache
+def known_devices() -> tuple[HostDevice, ...] | None:
+    """Return `devices_here()`, looked for once."""
+    return devices_here()
+
+
+def gpus_here(devices: Callable[[], tuple[HostDevice, ...] | None] = known_devices) -> tuple[Gpu, ...]:
+    """Return this machine's GPUs with their own memory; none where `devices` are unknown.
+
+    A build without a backend for GPUs has none, so then nothing is asked.
+    """
+    found = devices() if _has_backend() else None
+    return tuple(
+        Gpu(each.name, each.description, each.memory_bytes)
+        for each in found or ()
+        if each.is_gpu and not each.shares_memory
+    )
 
 
 def _has_backend() -> bool:

@@ -19,15 +19,13 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.stage.engine.artifact import StageArtifact
+from relayline.stage.engine.device_choice import check_devices, chosen
 from relayline.stage.engine.ggml import Device
-from relayline.wire.common.errors import UsageError
 from relayline.wire.model_files.gguf_header import read_header
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
     EXPERTS,
     HOST_MEMORY,
-    NO_DEVICE,
-    read_devices,
     read_overrides,
     read_shares,
 )
@@ -65,21 +63,18 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     params.n_gpu_layers = settings.gpu_layers
     params.split_mode = SPLIT_MODES[settings.split_mode]
     params.main_gpu = settings.main_gpu
+    check_devices(settings, found)
     used, held = chosen(settings, found), []
     if settings.devices:
         handles = (ctypes.c_void_p * (len(used) + 1))(*(device.handle for device in used))  # NULL ends it
         params.devices = ctypes.addressof(handles)
         held.append(handles)
-    if settings.main_gpu and settings.main_gpu >= len(used):
-        raise UsageError(f"--main-gpu {settings.main_gpu}: the stage has {_listed(used)}, counted from 0")
     if settings.tensor_split:
         shares = read_shares(settings.tensor_split)
-        if len(shares) > len(used):
-            raise UsageError(f"--tensor-split has {len(shares)} shares; the stage has {_listed(used)}")
         array = (ctypes.c_float * max(DEVICES_MAX, llama.llama_max_devices()))(*shares)
         params.tensor_split = array
         held.append(array)
-    elsewhere = _elsewhere(settings, artifact, found)
+    elsewhere = _elsewhere(settings, artifact)
     if elsewhere:
         overrides = _overrides(elsewhere, {device.name: device for device in found})
         params.tensor_buft_overrides = ctypes.addressof(overrides)
@@ -87,47 +82,11 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     return Placed(tuple(held), elsewhere)
 
 
-def chosen(settings: EngineSettings, found: Sequence[Device]) -> list[Device]:
-    """Return the GPUs that are the stage's: those that it names, or all. Raises UsageError for one not there."""
-    gpus = [device for device in found if device.is_gpu]
-    if settings.devices:
-        return _named(settings.devices, gpus)
-    return [device for device in gpus if not device.shares_memory] or gpus[:1]  # as llama.cpp chooses
-
-
-def computing(settings: EngineSettings, found: Sequence[Device]) -> list[Device]:
-    """Return the GPUs that the stage computes on; none on the processor. Raises UsageError as `chosen`."""
-    if not settings.gpu_layers:
-        return []
-    used = chosen(settings, found)
-    return used[settings.main_gpu :][:1] if settings.split_mode == "none" else used
-
-
-def _named(text: str, gpus: Sequence[Device]) -> list[Device]:
-    names = read_devices(text)
-    if names == (NO_DEVICE,):
-        return []
-    by_name = {device.name: device for device in gpus}
-    if unknown := [name for name in names if name not in by_name]:
-        raise UsageError(f"--device {unknown[0]} is unknown here; choose among {', '.join((*by_name, NO_DEVICE))}")
-    return [by_name[name] for name in names]
-
-
-def _listed(used: Sequence[Device]) -> str:
-    names = ", ".join(device.name for device in used)
-    return f"{len(used)} GPU{'s' if len(used) > 1 else ''} ({names})" if used else "no GPU"
-
-
-def _elsewhere(settings: EngineSettings, artifact: StageArtifact, found: Sequence[Device]) -> dict[str, str]:
+def _elsewhere(settings: EngineSettings, artifact: StageArtifact) -> dict[str, str]:
     """Return the device of each tensor with an explicit place: the first matching pattern counts, then the experts'
     rule.
     """
     rules = read_overrides(settings.override_tensor) if settings.override_tensor else ()
-    known = {device.name for device in found}
-    for pattern, device in rules:
-        if device not in known:
-            choice = ", ".join(dict.fromkeys(device.name for device in found))
-            raise UsageError(f"--override-tensor {pattern}={device}: no such device here; choose among {choice}")
     if not rules and not settings.n_cpu_moe:
         return {}
     elsewhere: dict[str, str] = {}

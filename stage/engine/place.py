@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from relayline.stage.engine import ggml
-from relayline.stage.engine.devices import computing
+from relayline.stage.engine.device_choice import computing
 from relayline.stage.engine.ggml import Device
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.settings.table import EngineSettings

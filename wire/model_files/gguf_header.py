@@ -28,6 +28,7 @@ from relayline.wire.model_files.file_kind import HEAD_BYTES, foreign_kind
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+HEAD_BYTES_MIN = 24  # magic, version and two counts
 ALIGNMENT_DEFAULT = 32
 ARRAY_DECODED_MAX = 4_096  # per-layer arrays are decoded; longer ones (vocabularies) are only located
 DIMS_MAX = 4  # ggml's limit
@@ -203,12 +204,17 @@ def _parse(path: Path, file: BinaryIO, status: os.stat_result, file_index: int, 
     head = os.pread(file.fileno(), HEAD_BYTES, 0)
     if not head.startswith(MAGIC) and (kind := foreign_kind(path.name, head)):
         raise ModelFileError(f"{path}: not a GGUF file but {kind}")
-    if size_bytes < 24:
-        raise ModelFileError(f"{path}: not a GGUF file ({size_bytes} bytes)")
+    if not size_bytes:
+        raise ModelFileError(f"{path}: the file is empty; download or convert it again")
+    if size_bytes < HEAD_BYTES_MIN and head.startswith(MAGIC):
+        raise ModelFileError(f"{path}: truncated after {size_bytes} bytes; download or convert it again")
+    if size_bytes < HEAD_BYTES_MIN:
+        raise ModelFileError(f"{path}: not a GGUF file: it has {size_bytes} bytes")
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         cursor = _Cursor(path, view, budget)
         if view[:4] != MAGIC:
-            raise ModelFileError(f"{path}: not a GGUF file (starts with {view[:4]!r})")
+            start = printable(view[:4].decode("latin-1"), len(MAGIC))
+            raise ModelFileError(f"{path}: not a GGUF file: it starts with {start!r} and not with 'GGUF'")
         cursor.at = 4
         version = cursor.u32()
         if version not in VERSIONS:
@@ -288,7 +294,10 @@ class _Cursor:
 
     def expect_items(self, count: int, item_bytes: int, what: str) -> None:
         if count * item_bytes > self.limit - self.at:
-            raise ModelFileError(f"{self.path}: announces {count} {what}, more than the file can hold")
+            raise ModelFileError(
+                f"{self.path}: announces {count} {what}, more than the file can hold: it is truncated or damaged; "
+                "download or convert it again"
+            )
 
     def forget(self) -> None:
         """Give the pages behind this position back: they are of the file, and are not read again."""

@@ -1,6 +1,6 @@
 """Parses the settings that choose a stage's devices. The texts have the form of llama.cpp's own flags. Pure.
 
-This module does not know which devices a host has; see stage.engine.devices.
+This module does not know which devices a host has; see stage.engine.device_choice.
 """
 
 from __future__ import annotations

@@ -114,11 +114,14 @@ def test_tensor_types_cover_llama_cpp() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "not a GGUF"),
+        (b"", "the file is empty; download or convert it again"),
+        (b"GGUF", "truncated after 4 bytes; download"),
+        (b"xyz", "not a GGUF file: it has 3 bytes"),
+        (b"GG\x07L" + bytes(40), r"not a GGUF file: it starts with 'GG\\\\x07L' and not with 'GGUF'"),
         (b"hello world, this is no model at all", "not a GGUF"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big endian"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), "1152921504606846976 tensors.*truncated or damaged; download"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "metadata entries"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 62) + bytes(20), "truncated"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q1sI", 1, b"k", 99) + bytes(8), "unknown type 99"),

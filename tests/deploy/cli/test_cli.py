@@ -213,6 +213,24 @@ def test_flags_that_no_stage_would_take_are_refused_before_anything_is_done(mode
     refused(2, "serve", "--pipeline", split, "--join-listen", "127.0.0.1:0", "--lanes", "0", says="--lanes 0")
 
 
+@pytest.mark.parametrize("command", ["up", "inspect", "plan", "down", "logs", "restart", "pull", "trace", "bench"])
+def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
+    """`relayline down "$NAME"` would end the only pipeline, and `up "$MODEL"` look for models in this folder."""
+    refused_here(2, command, "", says="it is empty")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("up m.gguf --stages 1e9", "'--stages': '1e9' is not a whole number"),
+        ("bench http://127.0.0.1:1 --temperature x", "'--temperature': 'x' is not a number"),
+        ("up m.gguf --http 8080", "'8080' is not HOST:PORT, such as 127.0.0.1:8080"),
+    ],
+)
+def test_texts_that_are_no_number_or_address(words: str, says: str) -> None:
+    refused_here(2, *words.split(), says=says)
+
+
 def test_no_command_shows_the_help() -> None:
     for arguments in ((), ("certs",)):
         done = relayline(*arguments)

@@ -349,7 +349,7 @@ def test_nothing_is_started_where_a_port_is_taken(served: Up, home: Path) -> Non
     manifest = write_manifest(home, "taken")
     done = relayline("up", manifest, "--http", f"127.0.0.1:{port}")
     assert done.returncode == 1
-    assert f"127.0.0.1:{port} is taken by the pipeline served (`relayline down served` ends it)" in done.stderr
+    assert f"127.0.0.1:{port} is taken by the pipeline served; `relayline down served` ends it" in done.stderr
     assert not (home / "state" / "relayline" / "taken" / "state.json").exists()
     gone = relayline("up", home / "nowhere.gguf", "--http", f"127.0.0.1:{port}")
     assert "nowhere.gguf: no such file" in gone.stderr, "what is asked for comes before what is in its way"

@@ -15,7 +15,7 @@ from relayline.coordinator.planner.instance import Gpu as PlannedGpu
 from relayline.coordinator.planner.instance import Offload
 from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN, MIB, stage_memory
 from relayline.deploy.launch.gpus import layers_that_fit, offloaded, with_usual_gpu
-from relayline.deploy.machine.gpus import Gpu, gpus_here
+from relayline.deploy.machine.gpus import Gpu, devices_here, gpus_here
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.deploy.planning.inputs import load_of, shape_of
 from relayline.deploy.testing import paths
@@ -99,7 +99,11 @@ def test_memory_that_the_driver_keeps_is_not_planned_with() -> None:
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        ('print("ggml says hello\\n[[\\"CUDA0\\", \\"NVIDIA H100\\", 85899345920]]")', (LARGE,)),
+        (
+            'print("ggml says hello\\n[[\\"CUDA0\\", \\"NVIDIA H100\\", true, false, 85899345920],'
+            ' [\\"Metal\\", \\"M4\\", true, true, 0], [\\"CPU\\", \\"EPYC\\", false, false, 0]]")',
+            (LARGE,),
+        ),
         ("print('[]')", ()),
         ("raise SystemExit(3)", ()),
         ("pass", ()),
@@ -111,20 +115,19 @@ def test_a_driver_that_fails_leaves_the_processor(
 ) -> None:
     (tmp_path / "libggml-cuda.so").touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    assert gpus_here(program) == expected
+    assert gpus_here(lambda: devices_here(program)) == expected
 
 
 def test_a_build_without_a_backend_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("libggml.so", "libggml-base.so.0", "libggml-cpu-haswell.so", "libggml-blas.so"):
         (tmp_path / name).touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
-    assert gpus_here('print(\'[["CUDA0", "x", 1]]\')') == ()
+    assert gpus_here(lambda: pytest.fail("it was asked")) == ()
 
 
-def test_the_program_that_lists_gpus_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_program_that_lists_devices_runs(caplog: pytest.LogCaptureFixture) -> None:
     """In any build: one without a backend has no GPU to list, but can be asked."""
-    monkeypatch.setattr("relayline.deploy.machine.gpus._has_backend", lambda: True)
-    gpus_here()
+    found = devices_here()
+    assert found is not None
+    assert "CPU" in {device.name for device in found}
     assert not caplog.records

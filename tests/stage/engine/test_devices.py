@@ -82,8 +82,8 @@ def test_shares_and_chosen_devices(artifact: StageArtifact) -> None:
         ({"devices": "CUDA0,CUDA7"}, "--device CUDA7 is unknown here; choose among CUDA0, CUDA1, CUDA2, none"),
         ({"devices": "CPU"}, "--device CPU is unknown here; choose among CUDA0, CUDA1, CUDA2, none"),
         ({"override_tensor": "ffn=TPU"}, "--override-tensor ffn=TPU: no such device here; choose among CUDA0,"),
-        ({"devices": "CUDA1", "tensor_split": "1,1"}, "--tensor-split has 2 shares; the stage has 1 GPU (CUDA1)"),
-        ({"devices": "none", "tensor_split": "1"}, "--tensor-split has 1 shares; the stage has no GPU"),
+        ({"devices": "CUDA1", "tensor_split": "1,1"}, "--tensor-split 1,1 has 2 shares; the stage has 1 GPU (CUDA1)"),
+        ({"devices": "none", "tensor_split": "1"}, "--tensor-split 1 has 1 shares; the stage has no GPU"),
         ({"main_gpu": 3}, "--main-gpu 3: the stage has 3 GPUs (CUDA0, CUDA1, CUDA2), counted from 0"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_stage_with_its_experts_on_the_host_computes_the_same(artifact: StageA
             engine.decode(4)
             logits.append(engine.logits(3).copy())
     np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=1e-5)
-    with pytest.raises(UsageError, match="--device CUDA9 is unknown here"):
+    with pytest.raises(UsageError, match=r"--device CUDA9(: llama.cpp finds no GPU on this host| is unknown here)"):
         NativeEngine(engine_config(artifact.path, n_lanes=1, ctx_tokens=32, devices="CUDA9"))
 
 

@@ -104,7 +104,8 @@ class Inbound:
         route, now_ns = self.route, time.monotonic_ns()
         if self.is_back:
             view.batch_trace = route.grants.trace
-            frames = queued_frames(view, route.route_id, route.epoch, now_ns, next(_ENVELOPE_NUMBERS), None)
+            number = next(_ENVELOPE_NUMBERS)
+            frames = queued_frames(view, route.route_id, route.epoch, now_ns, number, None, is_back=True)
             self._consumed(view.payload_bytes)  # a dropped or parked token is no longer under way either
             return frames
         return queued_frames(view, route.route_id, route.epoch, now_ns, next(_ENVELOPE_NUMBERS), self._consumed)
@@ -172,12 +173,16 @@ def queued_frames(
     now_ns: int,
     envelope: int,
     consumed: Callable[[int], None] | None,
+    *,
+    is_back: bool = False,
 ) -> list[QueuedFrame]:
     """Turn an envelope into frames for the batcher; rows stay in the received message. Raises StaleEpochError.
 
-    envelope: its number, unique in this process. consumed: gives payload bytes back to the link as credit.
+    envelope: its number, unique in this process. consumed: gives payload bytes back to the link as credit. is_back: it
+    is the last stage's, for tokens under grants.
     """
     sent_ns, options = view.sent_ns, iter(view.options)
+    left_ns = 0 if is_back else sent_ns
     frames: list[QueuedFrame] = []
     row = n_drafted = 0
     for session_id, epoch, position, n_rows, flags, argument, _, enqueued_ns, trace in view.heads:
@@ -195,7 +200,7 @@ def queued_frames(
             next(options) if flags & Flag.OPEN else None,
             trace, now_ns,
             sent_ns - enqueued_ns if sent_ns > enqueued_ns else 0,
-            consumed, row, envelope, view.batch_trace, drafts,
+            consumed, row, envelope, view.batch_trace, drafts, left_ns,
         )  # fmt: skip
         frames.append(frame)
         row += n_rows

@@ -42,6 +42,7 @@ class QueuedFrame:
     envelope: Final[int] = 0  # number of the message it came in, unique in this process: frames of one group share it
     upstream_trace: Final[bytes] = trace_context.NONE  # 25 bytes, of the batch that computed its rows upstream
     draft_tokens: Final[tuple[int, ...]] = ()  # with Flag.DRAFTED: the token of each row
+    sent_ns: Final[int] = 0  # sender's monotonic clock when it left; 0: it came back under a grant, or is from here
 
     # Derived, and looked at several times for each frame:
     session_key: tuple[int, int] = dataclasses.field(init=False)  # (route_id, session_id), unique in this process

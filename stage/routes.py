@@ -144,6 +144,7 @@ class Route:
             summaries=output.summaries,
             dropped_keys=output.dropped_keys,
             batch_trace=output.context,
+            sent_ns=output.sent_ns,
         )
         for listener in list(self._listeners):
             if listener.queue.full():

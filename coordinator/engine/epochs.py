@@ -175,7 +175,7 @@ class Epochs:
         scheduler = conductor.scheduler
         connection.keep_costs(conductor.readers, self.balance.refresh(scheduler, self.file))
         connection.keep_watch(scheduler.under_way, self._is_sent, self._on_silent)
-        observer.connected(len(self.file.stages), connection.statuses)
+        observer.connected(len(self.file.stages), connection.statuses, connection.heartbeat.offsets_ns)
         for line in device_lines(connection.facts, self.stage_names):
             log.warning("%s", line)
         self.on_stands()

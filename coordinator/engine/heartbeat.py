@@ -27,7 +27,6 @@ class Heartbeat:
 
     def __init__(self, stages: Sequence[StageClient]) -> None:
         self._stages = stages
-        self.estimates = [OffsetEstimate() for _ in stages]
 
     async def first(self) -> None:
         """Learn every stage's clock and tell it. A stage that does not answer is left at its own."""
@@ -39,6 +38,12 @@ class Heartbeat:
                 return
         await self._beat(index)  # sends the best of those
 
+    def offsets_ns(self) -> list[int | None]:
+        """Return what to add to each stage's clock to get this process's; None where that is not known."""
+        now_ns = time.monotonic_ns()
+        bests = [stage.clock.best(now_ns) for stage in self._stages]
+        return [best[0] if best is not None else None for best in bests]
+
     async def keep(self, audiences: Sized) -> None:
         """Beat for as long as the connection is used; ends only by being cancelled."""
         beat_at = time.monotonic() + BEAT_S
@@ -49,7 +54,7 @@ class Heartbeat:
                 beat_at = time.monotonic() + IDLE_BEAT_S
 
     async def _beat(self, index: int) -> bool:
-        estimate, sent_ns = self.estimates[index], time.monotonic_ns()
+        estimate, sent_ns = self._stages[index].clock, time.monotonic_ns()
         answer = await self._stages[index].beat(_beat_of(estimate, sent_ns))
         if answer is None:
             return False

@@ -214,6 +214,7 @@ class Pipeline:
         now_ns = time.monotonic_ns()
         for passed in message.progress:
             self._observer.progressed(passed.session_id, passed.position, now_ns)
+        self._observer.back_ns = now_ns - message.sent_ns if message.sent_ns else None
         self.carry(self.conductor.returned(message, now_ns))
         self._observer.returned(message, now_ns)
         self._observer.summarised(message.summaries)

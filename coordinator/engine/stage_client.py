@@ -22,6 +22,7 @@ from relayline.wire.links.security import PLAINTEXT, LinkSecurity
 from relayline.wire.links.trouble import explained
 from relayline.wire.links.watch import Watch
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from relayline.wire.telemetry.clock import OffsetEstimate
 
 log = logging.getLogger("relayline.coordinator")
 
@@ -59,6 +60,8 @@ class StageClient:
         """
         self.address, self._security = address, security
         self._channel = rpc.open_channel(address, security, who, generation)
+        self.clock = OffsetEstimate()
+        """What the heartbeat has learned of this stage's clock."""
         self.returns = ReturnReader(f"the stage at {address}")
         self._reader: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
@@ -139,7 +142,7 @@ class StageClient:
         """Return the remembered batches with any of the sessions, or None without an answer in time.
 
         An empty list means all of them. Only batches above `after_step` count, and of these the newest `limit` (0: no
-        limit). Start times are moved to this process's clock, see clock_offset_ns.
+        limit). Its own times are moved to this process's clock, by the heartbeat's estimate or by this very call.
         """
         sent_ns = time.monotonic_ns()
         request = pb.BatchesRequest(session_ids=session_ids, after_step=after_step, limit=limit)
@@ -155,9 +158,12 @@ class StageClient:
             )
         except RelaylineError:
             return None
-        offset_ns = clock_offset_ns(sent_ns, time.monotonic_ns(), found.now_ns)
+        received_ns = time.monotonic_ns()
+        best = self.clock.best(received_ns)
+        offset_ns = best[0] if best is not None else clock_offset_ns(sent_ns, received_ns, found.now_ns)
         for batch in found.batches:
             batch.start_ns = max(0, batch.start_ns + offset_ns)
+            batch.taken_ns = max(0, batch.taken_ns + offset_ns) if batch.taken_ns else 0
             batch.close_reason = printable(batch.close_reason, bounds.PEER_NAME_CHARS_MAX)
         return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.observe.token_times import Known
 from relayline.coordinator.observe.trace_view import view
 from relayline.wire.common.errors import InvalidRequestError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -67,8 +68,9 @@ class TelemetryControl:
         if not session_ids:
             return view(record, [], log.owners(), now_ns)
         responses = await asyncio.gather(*(stage.batches(session_ids) for stage in self.stages()))
+        known = Known(log.sessions(), list(self.observer.arrivals_ns))
         # Tens of thousands of batch members take a while: they are read in a thread, so that tokens keep flowing.
-        return await asyncio.to_thread(view, record, responses, log.owners(), now_ns)
+        return await asyncio.to_thread(view, record, responses, log.owners(), now_ns, known)
 
 
 async def greet(stages: Sequence[StageClient], level: Level | None) -> None:

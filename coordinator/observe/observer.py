@@ -9,11 +9,12 @@ A session's spans stay open for at most SUMMARY_WAIT_S after its end, until ever
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from relayline.coordinator.observe.pass_traces import PassTraces, StatusesOf
 from relayline.coordinator.observe.request_metrics import RequestMetrics
-from relayline.coordinator.observe.tracing import Tracing
+from relayline.coordinator.observe.tracing import OffsetsOf, Tracing
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.request_log import UNKNOWN, RequestLog, RequestRecord, SessionRecord, StreamRecord
@@ -23,6 +24,7 @@ from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Level, Telemetry
 
 SUMMARY_WAIT_S = 1.0  # for the stages' summaries of an ended session
+ARRIVALS_MAX = 16_384  # answers of stages whose arrival is remembered; half a megabyte
 AWAITED_MAX = 4_096  # ended sessions that wait for summaries; the next one does not wait
 
 Later = Callable[[float, Callable[[], None]], object]
@@ -54,6 +56,11 @@ class Observer:
         self._later = later
         self._sessions: dict[int, SessionRecord] = {}  # running ones and those that wait for summaries
         self._awaited: set[int] = set()
+        self.arrivals_ns: collections.deque[int] = collections.deque(maxlen=ARRIVALS_MAX)
+        """When the latest answers of stages came, ascending."""
+        self.back_ns: int | None = None
+        """Of the answer that is being taken: arrival here less departure on the stage's clock. None: not known."""
+        self._offsets_ns: OffsetsOf = tuple
         self._n_stages = 0
         self.n_connections = 0
         self.loss: tuple[int | None, str] | None = None
@@ -174,6 +181,9 @@ class Observer:
         gap_ns = session.token(position, now_ns)
         if not session.is_embedding:
             self.metrics.token(gap_ns)
+        if gap_ns and self.back_ns is not None:  # the first token of an answer
+            session.trace.back_ns += self.back_ns
+            session.trace.n_back += 1
         if gap_ns is None:
             self.n_prompt_tokens += session.n_prompt
             self.n_copied_tokens += session.n_copied
@@ -245,17 +255,21 @@ class Observer:
         session.is_final = True
         self._sessions.pop(session.session_id, None)
         self._awaited.discard(session.session_id)
-        self.tracing.final(session, self._n_stages)
+        self.tracing.final(session, self._n_stages, self._offsets_ns)
 
     # --- the pipeline side: life of the connection --------------------------------------------------------------------
 
     def returned(self, message: pb.ReturnResponse, now_ns: int) -> None:
         """A stage's message that arrived at now_ns has been handled, and the frames that follow from it have left."""
+        self.arrivals_ns.append(now_ns)
         self.passes.returned(message, now_ns)
 
-    def connected(self, n_stages: int, statuses: StatusesOf | None = None) -> None:
-        """All stages are connected in a new epoch. Paused sessions will start again from their history, one by one."""
-        self._n_stages = n_stages
+    def connected(self, n_stages: int, statuses: StatusesOf | None = None, offsets_ns: OffsetsOf = tuple) -> None:
+        """All stages are connected in a new epoch. Paused sessions will start again from their history, one by one.
+
+        offsets_ns: returns what to add to each stage's clock to get this process's (None: not known).
+        """
+        self._n_stages, self._offsets_ns = n_stages, offsets_ns
         self.loss = None
         self.passes.connected(n_stages, statuses)
         self.n_connections += 1
@@ -295,3 +309,7 @@ def _add_summary(session: SessionRecord, summary: pb.SessionSummary) -> None:
     stage.batch_rows_sum += summary.batch_rows_sum
     stage.batch_rows_max = max(stage.batch_rows_max, summary.batch_rows_max)
     stage.decode_ns += summary.decode_ns
+    stage.prefill_decode_ns += summary.prefill_decode_ns
+    stage.handle_ns += summary.handle_ns
+    stage.hop_ns += summary.hop_ns
+    stage.n_hops += summary.n_hops

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from relayline.coordinator.observe.token_times import OF_STAGES, PARTS, Known, Parts, TokenTime, summed, token_times
 from relayline.coordinator.observe.tracing import session_text
 from relayline.coordinator.sessions.request_log import RequestRecord, SessionRecord, StageRecord, StreamRecord
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 MS = 1e-6  # milliseconds in a nanosecond
+NOTHING = Known()
 MATES_MAX = 64  # batch mates that are named per batch; `frames` says how many there were
 
 
@@ -20,11 +22,12 @@ def view(
     responses: Sequence[pb.BatchesResponse | None],
     owners: Mapping[int, str],
     now_ns: int,
+    known: Known = NOTHING,
 ) -> dict[str, object]:
     """Return the life of a request.
 
     `responses` are the stages' answers in layer order (None: no answer), their start times on this process's clock;
-    `owners` names the requests behind session ids.
+    `owners` names the requests behind session ids; `known` is what else the coordinator remembers.
     """
     return {
         "request_id": record.request_id,
@@ -39,7 +42,7 @@ def view(
         "duration_ms": _ms((record.ended_ns or now_ns) - record.received_ns),
         "tokenize_ms": _ms(record.tokenize_end_ns - record.tokenize_start_ns),
         "prompt_tokens": record.n_prompt,
-        "streams": [_stream(record, stream, responses, owners, now_ns) for stream in record.streams],
+        "streams": [_stream(record, stream, responses, owners, now_ns, known) for stream in record.streams],
     }
 
 
@@ -49,6 +52,7 @@ def _stream(
     responses: Sequence[pb.BatchesResponse | None],
     owners: Mapping[int, str],
     now_ns: int,
+    known: Known,
 ) -> dict[str, object]:
     reason, error = stream.outcome()
     session, zero_ns = stream.session, record.received_ns
@@ -85,10 +89,47 @@ def _stream(
             {"at_ms": _ms(event.at_ns - zero_ns), "name": event.name, "detail": event.detail or None}
             for event in session.events
         ],
+        **_times(session, responses, zero_ns, now_ns, known),
         "stages": [
             _stage(index, response, session, owners, zero_ns) for index, response in enumerate(responses)
         ],
     }  # fmt: skip
+
+
+def _times(
+    session: SessionRecord, responses: Sequence[pb.BatchesResponse | None], zero_ns: int, now_ns: int, known: Known
+) -> dict[str, object]:
+    """Return where the time of a session went: of its two phases in sum, and of each token."""
+    times, n_stages = token_times(session, responses, known, now_ns), len(responses)
+    prefill = [each for each in times if not each.index]
+    decode_ns = session.last_token_ns - session.first_token_ns
+    return {
+        "time": {
+            "prefill": _parts(summed(prefill, 0, n_stages)) if prefill else None,
+            "decode": _parts(summed(times[len(prefill) :], decode_ns, n_stages)) if session.n_tokens > 1 else None,
+        },
+        "token_times": [_token(each, zero_ns) for each in times],
+    }
+
+
+def _token(time: TokenTime, zero_ns: int) -> dict[str, object]:
+    return {
+        "token": time.index,
+        "position": time.position,
+        "at_ms": _ms(time.start_ns - zero_ns),
+        **_parts(time.parts),
+        "batches": [
+            f"{stage}:{passed.batch.step}" if passed is not None else None for stage, passed in enumerate(time.chain)
+        ],
+    }
+
+
+def _parts(parts: Parts) -> dict[str, object]:
+    found: dict[str, object] = {"took_ms": _ms(parts.took_ns)}
+    for part in PARTS:
+        of_stages = parts.stage_ns.get(part, [0] * parts.n_stages)
+        found[f"{part}_ms"] = [_ms(ns) for ns in of_stages] if part in OF_STAGES else _ms(parts.whole_ns.get(part, 0))
+    return found
 
 
 def _gaps(session: SessionRecord) -> dict[str, object] | None:

@@ -21,13 +21,14 @@ from __future__ import annotations
 import random
 import re
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry import baggage, propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from relayline.coordinator.observe.time_sums import decode_sums
 from relayline.coordinator.sessions.request_log import (
     BAGGAGE_BYTES_MAX,
     EventRecord,
@@ -48,6 +49,7 @@ SERVER_ERROR = 500
 BAGGAGE_ENTRIES_MAX = 16
 _BAGGAGE_KEY = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token, as W3C has it
 S = 1e9  # nanoseconds in a second
+OffsetsOf = Callable[[], Sequence[int | None]]
 CLIENT_GONE = "client_gone"  # error.type of a request whose client closed the connection
 
 
@@ -159,8 +161,11 @@ class Tracing:
         session.trace.decode_span = self._child(record, names.SPAN_DECODE, session.first_token_ns, 0, identity)
         session.trace.context = context_of(session.trace.decode_span)
 
-    def final(self, session: SessionRecord, n_stages: int) -> None:
-        """Add the final attributes, and end the session's spans at their true times."""
+    def final(self, session: SessionRecord, n_stages: int, offsets_ns: OffsetsOf = tuple) -> None:
+        """Add the final attributes, and end the session's spans at their true times.
+
+        offsets_ns: returns what to add to each stage's clock to get this process's (None: not known).
+        """
         record = _request_of(session)
         if record is None or record.span is None:
             return
@@ -170,6 +175,8 @@ class Tracing:
         self._end_prefill(record, session, session.trace.prefill_span)
         last = session.trace.decode_span or session.trace.prefill_span
         last.set_attributes(_session_attributes(session) | _stage_attributes(session.stages, n_stages))
+        if session.trace.decode_span is not None:
+            last.set_attributes(_time_attributes(session, offsets_ns()))
         _link_passes(last, session.trace.passes.roots)
         if session.trace.passes.n_dropped:
             last.set_attribute(names.ATTR_LINKS_DROPPED, session.trace.passes.n_dropped)
@@ -328,6 +335,23 @@ def _stage_attributes(stages: Mapping[int, StageRecord], n_stages: int) -> dict[
         names.ATTR_STAGE_DECODE_WAIT: [row.decode_wait_ns / S for row in rows],
         names.ATTR_STAGE_WAIT_MAX: [row.wait_max_ns / S for row in rows],
         names.ATTR_STAGE_DECODE: [row.decode_ns / S for row in rows],
+    }
+
+
+def _time_attributes(session: SessionRecord, offsets_ns: Sequence[int | None]) -> dict[str, AttributeValue]:
+    """Return where the time of a decode phase went; nothing if the sums do not cover it."""
+    sums = decode_sums(session, offsets_ns)
+    if sums is None:
+        return {}
+    return {
+        names.ATTR_STAGE_HOP: [ns / S for ns in sums.hop_ns],
+        names.ATTR_STAGE_HANDLE: [ns / S for ns in sums.handle_ns],
+        names.ATTR_TIME_COMPUTE: sum(sums.compute_ns) / S,
+        names.ATTR_TIME_QUEUE: sum(sums.queue_ns) / S,
+        names.ATTR_TIME_HANDLE: sum(sums.handle_ns) / S,
+        names.ATTR_TIME_HOPS: sum(sums.hop_ns) / S,
+        names.ATTR_TIME_BACK: sums.back_ns / S,
+        names.ATTR_TIME_COORDINATOR: sums.coordinator_ns / S,
     }
 
 

@@ -25,6 +25,7 @@ RING_REQUESTS_MAX = 512  # requests that the ring remembers; with their chunks a
 CHUNKS_MAX = 256  # prefill chunks of one session that are remembered; later ones are only counted
 EVENTS_MAX = 64  # pauses, resumptions and replays of one session that are remembered
 PASSES_MAX = 128  # traces of passes that a phase of a session links to, the latest; about two minutes of them
+GAPS_MAX = 2_048  # times between tokens of an ended session that are remembered, the latest; 16 kB
 BAGGAGE_BYTES_MAX = 2_048  # of a request's W3C baggage; a longer one is not passed on
 NO_TRACE = bytes(TRACE_BYTES)
 
@@ -91,6 +92,10 @@ class StageRecord:
     batch_rows_sum: int = 0
     batch_rows_max: int = 0
     decode_ns: int = 0
+    prefill_decode_ns: int = 0  # of decode_ns
+    handle_ns: int = 0  # of its decode steps: placing rows, and encoding or sampling them
+    hop_ns: int = 0  # of n_hops decode frames: arrival on the stage's clock less departure on the sender's
+    n_hops: int = 0
     has_seen_end: bool = False  # it has summed up since the session ended
 
     @property
@@ -127,6 +132,8 @@ class Trace:
     decode_span: Span | None = None
     passes: PassRoots = dataclasses.field(default_factory=PassRoots)
     prefill_passes: tuple[bytes, ...] = ()  # roots of the phase before
+    back_ns: int = 0  # of its decode answers: arrival here less departure on the last stage's clock, summed
+    n_back: int = 0  # of how many answers
 
     def next_phase(self) -> None:
         """The prompt has been read; later frames belong to the next phase."""
@@ -143,6 +150,8 @@ class Gaps:
     p50_ns: int = 0
     p95_ns: int = 0
     max_ns: int = 0
+    latest_ns: array.array[int] = dataclasses.field(default_factory=lambda: array.array("q"), compare=False)
+    """The latest GAPS_MAX themselves."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -300,6 +309,10 @@ class RequestLog:
             return max(ended, key=lambda record: record.ended_ns)
         return self._records[-1] if self._records else None
 
+    def sessions(self) -> dict[int, SessionRecord]:
+        """Return each remembered session by its id."""
+        return {stream.session.session_id: stream.session for record in self._records for stream in record.streams}
+
     def owners(self) -> dict[int, str]:
         """Return the id of the stream that opened each remembered session, by session id."""
         return {
@@ -310,9 +323,10 @@ class RequestLog:
 
 
 def condense(gaps_ns: array.array[int]) -> Gaps:
-    """Return count, mean, median and 95th percentile (nearest rank) and maximum."""
+    """Return count, mean, median and 95th percentile (nearest rank) and maximum, and the latest themselves."""
     if not gaps_ns:
         return Gaps()
     ordered = sorted(gaps_ns)
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Gaps(len(ordered), sum(ordered) // len(ordered), ordered[len(ordered) // 2], p95, ordered[-1])
+    mean, latest = sum(ordered) // len(ordered), gaps_ns[-GAPS_MAX:]
+    return Gaps(len(ordered), mean, ordered[len(ordered) // 2], p95, ordered[-1], latest)

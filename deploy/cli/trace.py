@@ -13,6 +13,7 @@ from rich.table import Table
 
 from relayline.deploy.cli.console_http import fetch, key_option, url_option, width_of_terminal
 from relayline.deploy.cli.options import Name
+from relayline.deploy.cli.trace_times import in_ms, show_time, show_token
 from relayline.wire.common.errors import UsageError
 from relayline.wire.telemetry.names import EVENT_RESUMED
 
@@ -28,17 +29,26 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @click.argument("request_id", type=Name(), required=False)
 @click.option("--last", is_flag=True, help="The request that ended last.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every batch, not only the first and last {ROWS_MAX // 2}.")
+@click.option("--token", type=click.IntRange(min=0), help="Show where this token's time went; 0 is the first.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coordinator's answer as JSON.")
 @url_option
 @key_option
 def trace_command(
-    request_id: str | None, last: bool, show_all: bool, as_json: bool, url: str, api_key: str, **_: Any
+    request_id: str | None,
+    last: bool,
+    show_all: bool,
+    token: int | None,
+    as_json: bool,
+    url: str,
+    api_key: str,
+    **_: Any,
 ) -> None:
     """Show the life of one request. REQUEST_ID is the answer's id, or its x-request-id header.
 
-    For every stage this shows the request's batches: the other requests in them, how long frames waited, why the batch
-    closed, and the step's time against the prediction. It needs no tracing backend; the processes remember recent
-    requests themselves.
+    First this shows where the time of prefill and decode went: computing and queues of the stages, the ways between
+    them, the coordinator. Then follow the request's batches at every stage: the other requests in them, how long frames
+    waited, why the batch closed, and the step's time against the prediction. With --token it shows the way of one token
+    alone. It needs no tracing backend; the processes remember recent requests themselves.
     """
     if (request_id is None) == (not last):
         raise UsageError("give either a REQUEST_ID or --last")
@@ -48,7 +58,11 @@ def trace_command(
         click.echo(json.dumps(found))
         return
     console = Console(width=width_of_terminal(), highlight=False)
-    show(console, found, rows_max=None if show_all else ROWS_MAX)
+    if token is None:
+        show(console, found, rows_max=None if show_all else ROWS_MAX)
+        return
+    for stream in found["streams"]:
+        show_token(console, stream, token)
 
 
 def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:
@@ -60,7 +74,7 @@ def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:
     )
     console.print(
         f"x-request-id {escape(found['request_id'])}  model {escape(found['model'])}  "
-        f"{found['prompt_tokens']} prompt tokens  took {_ms(found['duration_ms'])}"
+        f"{found['prompt_tokens']} prompt tokens  took {in_ms(found['duration_ms'])}"
         + (f"  trace {found['trace_id']}" if found["trace_id"] else "")
     )
     for stream in found["streams"]:
@@ -75,13 +89,15 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print(f"  shares the session of {escape(stream['shared_with'])}: the same request, computed once")
     phases = [("tokenise", found["tokenize_ms"]), ("queue", stream["queue_ms"]), ("prefill", stream["prefill_ms"]),
               ("decode", stream["decode_ms"])]  # fmt: skip
-    console.print("  " + "  ".join(f"{name} {_ms(value)}" for name, value in phases if value is not None))
+    console.print("  " + "  ".join(f"{name} {in_ms(value)}" for name, value in phases if value is not None))
     gaps = stream["itl_ms"]
     if stream["ttft_ms"] is not None:
         between = (
-            f"  between tokens mean {_ms(gaps['mean'])}, p95 {_ms(gaps['p95'])}, max {_ms(gaps['max'])}" if gaps else ""
+            f"  between tokens mean {in_ms(gaps['mean'])}, p95 {in_ms(gaps['p95'])}, max {in_ms(gaps['max'])}"
+            if gaps
+            else ""
         )
-        console.print(f"  first token after {_ms(stream['ttft_ms'])}{between}")
+        console.print(f"  first token after {in_ms(stream['ttft_ms'])}{between}")
     if stream["chunks"]:
         n_rows = sum(chunk["rows"] for chunk in stream["chunks"])
         n_chunks = len(stream["chunks"])
@@ -90,7 +106,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
         console.print(f"  {stream['drafted_tokens']} draft tokens, {stream['accepted_tokens']} of them accepted")
     for event in stream["events"]:
         detail = f": {escape(event['detail'])}" if event["detail"] else ""
-        console.print(f"  [yellow]{event['name']} at {_ms(event['at_ms'])}{detail}[/yellow]")
+        console.print(f"  [yellow]{event['name']} at {in_ms(event['at_ms'])}{detail}[/yellow]")
     if any(event["name"] == EVENT_RESUMED for event in stream["events"]):
         console.print("  the sums begin at the last resumption; a restarted stage has forgotten earlier batches")
     passes = dict.fromkeys(
@@ -98,6 +114,7 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
     )
     if passes:
         console.print(f"  passes in {len(passes)} trace{'s' * (len(passes) != 1)}, the last {list(passes)[-1]}")
+    show_time(console, stream)
     names: dict[str, str] = {}
     for stage in stream["stages"]:
         _show_stage(console, stage, names, rows_max)
@@ -137,8 +154,8 @@ def _summary(stage: dict[str, Any], n_batches: int) -> str:
     return (
         f"{total['prefill_steps']} prefill and {total['decode_steps']} decode steps of "
         f"{total['batch_rows_mean']:g} rows (max {total['batch_rows_max']}), "
-        f"waited {_ms(total['prefill_wait_ms'] + total['decode_wait_ms'])} "
-        f"(max {_ms(total['wait_max_ms'])}), computed {_ms(total['decode_ms'])}{missing}"
+        f"waited {in_ms(total['prefill_wait_ms'] + total['decode_wait_ms'])} "
+        f"(max {in_ms(total['wait_max_ms'])}), computed {in_ms(total['decode_ms'])}{missing}"
     )
 
 
@@ -152,15 +169,15 @@ def _row(batch: dict[str, Any], names: dict[str, str], columns: list[str]) -> li
     mates = [names.setdefault(mate, _letters(len(names))) for mate in batch["mates"][:MATES_SHOWN]]
     more = len(batch["mates"]) - len(mates)
     cells = {
-        "at": _ms(batch["at_ms"]),
+        "at": in_ms(batch["at_ms"]),
         "phase": batch["phase"],
         "pos": str(batch["position"]),
         "rows": str(batch["rows"]),
         "pad": str(batch["padded_rows"] or ""),
         "frames": str(batch["frames"]),
-        "wait": _ms(batch["wait_ms"]),
-        "step": _ms(batch["decode_ms"]),
-        "predicted": _ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
+        "wait": in_ms(batch["wait_ms"]),
+        "step": in_ms(batch["decode_ms"]),
+        "predicted": in_ms(batch["predicted_ms"]) if batch["predicted_ms"] is not None else "",
     }
     return [
         f"    {batch['id']}",
@@ -178,10 +195,3 @@ def _letters(number: int) -> str:
         name = LETTERS[letter] + name
         number -= 1
     return name
-
-
-def _ms(value: float) -> str:
-    """Return a duration for a person: three figures, seconds from 10,000 ms on."""
-    if abs(value) >= 10_000:
-        return f"{value / 1000:.1f} s"
-    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"

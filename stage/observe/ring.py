@@ -28,13 +28,16 @@ class Member(NamedTuple):
     is_prefill: bool
     wait_ns: int
     upstream_wait_ns: int
+    sent_ns: int
 
 
 # The kept part of a frame, in one call. A Member of each would cost every step several times as much, and its named
 # tuples would stay with the garbage collector, which ignores plain tuples of numbers.
-_KEPT = operator.attrgetter("session_id", "position", "n_rows", "is_prefill", "arrived_ns", "upstream_wait_ns")
+_KEPT = operator.attrgetter(
+    "session_id", "position", "n_rows", "is_prefill", "arrived_ns", "upstream_wait_ns", "sent_ns"
+)
 _SESSION = operator.itemgetter(0)
-_Kept = tuple[int, int, int, bool, int, int]
+_Kept = tuple[int, int, int, bool, int, int, int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +62,7 @@ class Entry:
     @property
     def members(self) -> tuple[Member, ...]:
         """The frames of the batch."""
-        return tuple(Member(*each[:4], self.taken_ns - each[4], each[5]) for each in self.kept)
+        return tuple(Member(*each[:4], self.taken_ns - each[4], *each[5:]) for each in self.kept)
 
     def holds(self, session_ids: frozenset[int]) -> bool:
         """Return whether any of these sessions was in the batch."""
@@ -101,6 +104,7 @@ class Entry:
             queued_rows_after=self.queued_rows_after,
             bytes_out=self.bytes_out,
             context=b"" if self.context == trace_context.NONE else self.context[: trace_context.IDS_BYTES],
+            taken_ns=self.taken_ns,
             members=[pb.BatchMember(**member._asdict()) for member in self.members],
         )
 

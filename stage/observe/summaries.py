@@ -24,6 +24,10 @@ class Totals:
     batch_rows_sum: int = 0
     batch_rows_max: int = 0
     decode_ns: int = 0
+    prefill_decode_ns: int = 0
+    handle_ns: int = 0
+    hop_ns: int = 0
+    n_hops: int = 0
 
 
 class Summaries:
@@ -43,6 +47,7 @@ class Summaries:
         """
         ended = [(close, self._end(close)) for close in result.closed]
         taken_ns, decode_ns, n_rows = result.step.taken_ns, result.decode_ns, result.n_rows
+        handle_ns = result.handle_ns
         for frame in result.members:  # the only work per frame and step at level summary, hence no call in it
             totals = self._totals.get(frame.session_key)
             if totals is None:
@@ -51,9 +56,14 @@ class Summaries:
             if frame.is_prefill:
                 totals.n_prefill_steps += 1
                 totals.prefill_wait_ns += wait_ns
+                totals.prefill_decode_ns += decode_ns
             else:
                 totals.n_decode_steps += 1
                 totals.decode_wait_ns += wait_ns
+                totals.handle_ns += handle_ns
+                if frame.sent_ns:
+                    totals.hop_ns += frame.arrived_ns - frame.sent_ns
+                    totals.n_hops += 1
                 totals.batch_rows_sum += n_rows
                 if n_rows > totals.batch_rows_max:
                     totals.batch_rows_max = n_rows
@@ -79,4 +89,8 @@ class Summaries:
             batch_rows_sum=totals.batch_rows_sum,
             batch_rows_max=totals.batch_rows_max,
             decode_ns=totals.decode_ns,
+            prefill_decode_ns=totals.prefill_decode_ns,
+            handle_ns=totals.handle_ns,
+            hop_ns=totals.hop_ns,
+            n_hops=totals.n_hops,
         )

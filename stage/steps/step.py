@@ -130,8 +130,7 @@ class StepExecutor:
             self._sample(outputs, placed)
         else:
             self._encode(outputs, controls, placed, result.context)
-        result.encode_ns = time.monotonic_ns() - decoded_ns
-        result.outputs = list(outputs.values())
+        _finish(result, outputs, decoded_ns)
         return result
 
     def _decode(self, outputs: dict[int, RouteOutput], placed: list[Placed], result: StepResult) -> bool:
@@ -193,8 +192,7 @@ class StepExecutor:
         outputs: dict[int, RouteOutput] = {}
         began_ns = time.monotonic_ns()
         self._sample(outputs, placed)
-        result.encode_ns = time.monotonic_ns() - began_ns
-        result.outputs = list(outputs.values())
+        _finish(result, outputs, began_ns)
         return result
 
     def learn(self, result: StepResult) -> None:
@@ -479,6 +477,15 @@ class StepExecutor:
                 problem = NumericError(f"stage {self.stage_index} computed NaN or infinity for this session")
                 self._fault(outputs, item.frame, problem)
         return good
+
+
+def _finish(result: StepResult, outputs: dict[int, RouteOutput], since_ns: int) -> None:
+    """Put the outputs, which were begun at since_ns, into the result."""
+    now_ns = time.monotonic_ns()
+    result.encode_ns = now_ns - since_ns
+    for output in outputs.values():
+        output.sent_ns = output.sent_ns or now_ns
+    result.outputs = list(outputs.values())
 
 
 def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

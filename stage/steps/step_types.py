@@ -99,7 +99,7 @@ class RouteOutput:
     epoch: int
     buffer: Buffer | None = None
     message: bytes = b""
-    sent_ns: int = 0
+    sent_ns: int = 0  # when it was ready to leave
     samples: list[pb.Sampled] = dataclasses.field(default_factory=list)
     faults: list[pb.SessionFault] = dataclasses.field(default_factory=list)
     progress: list[pb.Progress] = dataclasses.field(default_factory=list)
@@ -163,6 +163,11 @@ class StepResult:
     def close_reason(self) -> str:
         """Why the batch took no more, see stage.steps.policy."""
         return self.step.close_reason
+
+    @property
+    def handle_ns(self) -> int:
+        """The stage's own work around the decode: placing rows, then sampling or encoding."""
+        return self.encode_ns + (0 if self.is_ahead else max(0, self.started_ns - self.step.taken_ns))
 
     @property
     def ended_ns(self) -> int:

@@ -210,6 +210,21 @@ def test_sums_on_a_request_are_those_of_its_batches(proof: Proof) -> None:
             assert (waits[stage], longest[stage]) == (sum(mine) / 1e9, max(mine) / 1e9)
 
 
+def test_the_parts_of_a_decode_phase_are_its_time(proof: Proof) -> None:
+    """Also with a stage whose clock is far ahead: no way takes as long as the clocks differ."""
+    times = (names.ATTR_TIME_COMPUTE, names.ATTR_TIME_QUEUE, names.ATTR_TIME_HANDLE, names.ATTR_TIME_HOPS,
+             names.ATTR_TIME_BACK, names.ATTR_TIME_COORDINATOR)  # fmt: skip
+    for session in proof.rebuilt.sessions:
+        span = session.decode_span
+        parts = [span.attributes[name] for name in times]
+        took_s = (span.end_ns - span.start_ns) / 1e9
+        assert sum(parts) == pytest.approx(took_s, abs=0.05 * took_s), "the span ends with the session's end"
+        assert all(0 <= part <= took_s for part in parts[:-1]), parts
+        hops = span.attributes[names.ATTR_STAGE_HOP]
+        assert sum(hops) == pytest.approx(span.attributes[names.ATTR_TIME_HOPS])
+        assert all(hop > 0 for hop in hops), hops
+
+
 def test_spans_name_their_process(proof: Proof) -> None:
     if proof.store == "mlflow":
         pytest.skip("MLflow keeps one resource for each trace, whose spans come from several services, and no kinds")

@@ -52,8 +52,8 @@ MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 PART_BYTES_MAX = MESSAGE_BYTES_MAX // 2  # of an envelope's data in one message
 # For messages that the protobuf library reads, see wire.envelopes.messages:
 MESSAGE_COST_BYTES_MAX = (
-    4 * 1024 * 1024
-)  # memory that reading one may take beyond its own size; what takes more is refused
+    5 * 1024 * 1024
+)  # memory that reading one may take beyond its own size; what takes more is refused. All batches of a stage: 4.6 MiB
 MESSAGE_FIELDS_MAX = 1 << 21  # fields of one message; checking so many takes about 10 ms
 UNARY_BYTES_MAX = 64 * 1024  # of a request, an answer, a handshake, a report; but for these, which are longer:
 ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some hundred bytes for each layer and tensor

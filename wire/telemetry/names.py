@@ -191,6 +191,15 @@ ATTR_STAGE_WAIT_SUM: Final = "relayline.stages.wait_sum_s"
 ATTR_STAGE_WAIT_MAX: Final = "relayline.stages.wait_max_s"
 ATTR_STAGE_DECODE: Final = "relayline.stages.decode_s"
 ATTR_STAGE_STEPS: Final = "relayline.stages.steps"
+ATTR_STAGE_HOP: Final = "relayline.stages.hop_s"  # decode frames under way to it
+ATTR_STAGE_HANDLE: Final = "relayline.stages.handle_s"  # placing decode rows, and encoding them; at the last, sampling
+# Where the time of the decode phase went. These six add up to it:
+ATTR_TIME_COMPUTE: Final = "relayline.time.compute_s"  # of all stages, as the next three
+ATTR_TIME_QUEUE: Final = "relayline.time.queue_s"
+ATTR_TIME_HANDLE: Final = "relayline.time.handle_s"
+ATTR_TIME_HOPS: Final = "relayline.time.hops_s"
+ATTR_TIME_BACK: Final = "relayline.time.back_s"  # from the last stage to the coordinator
+ATTR_TIME_COORDINATOR: Final = "relayline.time.coordinator_s"  # the rest: its turns, and waiting for the group
 
 # --- our attributes: a stage's `batches` span of a request, and the events of batches ---------------------------------
 

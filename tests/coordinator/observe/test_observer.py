@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -326,8 +327,43 @@ def test_the_decode_span_sums_up_the_stages_reports() -> None:
     assert recorded[names.ATTR_STAGE_DECODE_WAIT] == (0, 70e-9)
     assert recorded[names.ATTR_STAGE_WAIT_MAX] == (0, 40e-9)
     assert recorded[names.ATTR_STAGES_REPORTED] == (0, 1)
+    assert names.ATTR_TIME_COMPUTE not in recorded, "a stage without decode steps does not cover the phase"
     world.waits[0]()  # too late to matter
     assert len(world.kept.spans(names.SPAN_DECODE)) == 1
+
+
+@pytest.mark.parametrize("skews_ns", [(0, 0), (5 * 10**9, -3 * 10**9)])
+def test_the_decode_span_says_where_its_time_went(skews_ns: tuple[int, int]) -> None:
+    world = World()
+    world.observer.connected(2, offsets_ns=lambda: [-skew_ns for skew_ns in skews_ns])
+    session = world.open(world.receive())
+    world.observer.back_ns = 9 - skews_ns[1]
+    world.run(session)
+    one = {"n_decode_steps": 2, "n_hops": 2, "decode_wait_ns": 10, "decode_ns": 80, "prefill_decode_ns": 30}
+    world.summary(session, 0, handle_ns=6, hop_ns=14 + 2 * skews_ns[0], **one)
+    world.summary(session, 1, handle_ns=8, hop_ns=16 + 2 * (skews_ns[1] - skews_ns[0]), **one)
+    recorded = attributes_of(world.kept.one(names.SPAN_DECODE))
+    times = (names.ATTR_TIME_QUEUE, names.ATTR_TIME_COMPUTE, names.ATTR_TIME_HANDLE, names.ATTR_TIME_HOPS)
+    assert [recorded[name] for name in times] == [20e-9, 100e-9, 14e-9, 30e-9]
+    assert recorded[names.ATTR_STAGE_HOP] == (14e-9, 16e-9)
+    assert recorded[names.ATTR_STAGE_HANDLE] == (6e-9, 8e-9)
+    assert (recorded[names.ATTR_TIME_BACK], recorded[names.ATTR_TIME_COORDINATOR]) == (18e-9, pytest.approx(18e-9))
+    whole = [*times, names.ATTR_TIME_BACK, names.ATTR_TIME_COORDINATOR]
+    assert sum(recorded[name] for name in whole) == pytest.approx(200e-9)  # type: ignore[misc]
+
+
+def test_sums_that_do_not_cover_the_decode_phase_are_not_shown() -> None:
+    cases: list[tuple[list[int | None], str]] = [([None, 0], ""), ([0, 0], names.EVENT_RESUMED)]
+    for offsets_ns, event in cases:
+        world = World()
+        world.observer.connected(2, offsets_ns=functools.partial(list, offsets_ns))
+        session = world.open(world.receive())
+        if event:
+            session.record.event(event, 3_150)
+        world.run(session)
+        world.summary(session, 0, n_decode_steps=2)
+        world.summary(session, 1, n_decode_steps=2)
+        assert names.ATTR_TIME_COMPUTE not in attributes_of(world.kept.one(names.SPAN_DECODE))
 
 
 def test_a_phase_links_to_the_latest_seconds_of_passes_that_it_was_in() -> None:

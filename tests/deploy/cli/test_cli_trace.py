@@ -21,8 +21,10 @@ from rich.console import Console
 
 from relayline.deploy.cli.top import frame, rates
 from relayline.deploy.cli.trace import show
+from relayline.deploy.cli.trace_times import show_token
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import Running, relayline, running
+from relayline.wire.common.errors import UsageError
 
 MATES = [f"cmpl-{letter * 32}-0" for letter in "bcd"]
 
@@ -111,6 +113,56 @@ def test_a_trace_is_whole_at_every_usual_width(width: int, is_whole: bool) -> No
 def test_a_trace_says_what_its_sums_cover_after_a_recovery() -> None:
     assert "last resumption" not in shown(lived())
     assert "last resumption" in shown(lived(events=[{"at_ms": 99.0, "name": "resumed", "detail": None}]))
+
+
+def spent(took_ms: float, **parts: float | list[float]) -> dict[str, Any]:
+    return {"took_ms": took_ms, "paused_ms": 0, "earlier_ms": 0, "group_ms": 0, "deciding_ms": 0, "taking_ms": 0,
+            "hop_ms": [0, 0], "queue_ms": [0, 0], "compute_ms": [0, 0], "handle_ms": [0, 0], "back_ms": 0,
+            "rest_ms": 0} | parts  # fmt: skip
+
+
+DECODE = spent(780.0, group_ms=156.0, compute_ms=[390.0, 195.0], rest_ms=39.0)
+TIMES = {"time": {"prefill": spent(20.0, compute_ms=[12.0, 8.0]), "decode": DECODE}}
+
+
+@pytest.mark.parametrize(("width", "n_stages"), [(70, 0), (80, 1), (120, 2)])
+def test_the_time_of_a_request_is_a_table(width: int, n_stages: int) -> None:
+    lines = shown(lived(**TIMES), width=width).splitlines()
+    at = next(at for at, line in enumerate(lines) if "where the time went" in line)
+    assert lines[at].split() == ["where", "the", "time", "went", "prefill", "decode", "a", "token",
+                                 *(word for stage in range(n_stages) for word in ("stage", str(stage)))]  # fmt: skip
+    table = [" ".join(line.split()) for line in lines[at + 1 : at + 5]]
+    stages = ["390 ms", "195 ms"][:n_stages]
+    assert table == [
+        "waiting for its group 156 ms 4.0 ms",
+        " ".join(["stages computing 20.0 ms 585 ms 15.0 ms", *stages]),
+        "not known 39.0 ms 1.0 ms",
+        "in all 20.0 ms 780 ms 20.0 ms",
+    ]
+
+
+def test_a_prompt_alone_and_an_older_server_are_shown_too() -> None:
+    alone = {"time": {"prefill": TIMES["time"]["prefill"], "decode": None}}
+    assert "stages computing 20.0 ms" in " ".join(shown(lived(**alone)).split())
+    assert "where the time went" not in shown(lived())
+    assert "where the time went" not in shown(lived(time={"prefill": None, "decode": None}))
+
+
+def test_the_way_of_one_token_is_told_in_its_order() -> None:
+    parts = spent(9.5, deciding_ms=0.5, compute_ms=[4.0, 2.0], handle_ms=[0, 1.0], back_ms=2.0)
+    stream = {"id": "cmpl-a-0", "token_times": [{"token": 7, "position": 13, "at_ms": 90.0, "batches": ["0:9", None]}]}
+    stream["token_times"][0] |= parts  # type: ignore[index]
+    out = io.StringIO()
+    show_token(Console(file=out, width=100, highlight=False), stream, 7)
+    first, *lines = out.getvalue().splitlines()
+    assert first == "cmpl-a-0  token 7, from the row at position 13: 9.5 ms"
+    assert [line.split("  ")[-1] for line in lines] == [
+        "the coordinator deciding", "stage 0 computing, batch 0:9", "stage 1 computing",
+        "stage 1 placing rows and sampling", "on the way back",
+    ]  # fmt: skip
+    assert lines[1].split() == ["at", "90.5", "ms", "4.0", "ms", "stage", "0", "computing,", "batch", "0:9"]
+    with pytest.raises(UsageError, match="no token 8 of cmpl-a-0 is remembered; known: tokens 7 to 7"):
+        show_token(Console(file=out), stream, 8)
 
 
 def described(now_ns: int, steps: int, *, tokens: int = 0, instance: str = "i", up: bool = True) -> dict[str, Any]:
@@ -211,7 +263,25 @@ def test_trace_and_top_of_a_served_pipeline(served: Running) -> None:
         for stage in (0, 1):
             assert f"stage {stage}  1 prefill and 7 decode steps" in seen.stdout
     found = json.loads(relayline("trace", "--last", "--json", "--url", url).stdout)
-    assert [len(stage["batches"]) for stage in found["streams"][0]["stages"]] == [8, 8]
+    (stream,) = found["streams"]
+    assert [len(stage["batches"]) for stage in stream["stages"]] == [8, 8]
+    for phase, times in (("prefill", stream["token_times"][:1]), ("decode", stream["token_times"][1:])):
+        spent_ms = stream["time"][phase]
+        assert spent_ms["took_ms"] == pytest.approx(stream[f"{phase}_ms"], abs=0.1)
+        assert spent_ms["rest_ms"] == 0, "every moment is somebody's"
+        assert sum(spent_ms["compute_ms"]) > 0
+        whole = [ms for name, ms in spent_ms.items() if name != "took_ms"]
+        assert sum(sum(ms) if isinstance(ms, list) else ms for ms in whole) == pytest.approx(
+            spent_ms["took_ms"], abs=0.1
+        )
+        assert sum(each["took_ms"] for each in times) == pytest.approx(spent_ms["took_ms"], abs=0.1)
+    assert "where the time went" in seen.stdout
+    seen = relayline("trace", "--last", "--token", "3", "--url", url)
+    assert seen.returncode == 0, seen.stderr
+    assert "token 3, from the row at position" in seen.stdout
+    assert "stage 1 placing rows and sampling" in seen.stdout
+    seen = relayline("trace", "--last", "--token", "8", "--url", url)
+    assert (seen.returncode, "known: tokens 0 to 7" in seen.stderr) == (2, True)
     seen = relayline("top", "--once", "--interval", "0.2", "--url", url)
     assert seen.returncode == 0, seen.stderr
     assert "relayline-demo" in seen.stdout

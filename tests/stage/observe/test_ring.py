@@ -38,13 +38,19 @@ OTHER = ROUTE + 1
 
 
 def entry(step: int, *session_ids: int) -> Entry:
-    kept = tuple((session_id, 0, 1, False, 5, 6) for session_id in session_ids)
+    kept = tuple((session_id, 0, 1, False, 5, 6, 0) for session_id in session_ids)
     return Entry(step, 9, 10, 20, 3, 19, len(kept), 1, "row_cap", 7, 4, 99, trace_context.NONE, kept)
 
 
 def traced(frame: QueuedFrame) -> QueuedFrame:
     frame.trace = trace_context.new_root()
     return frame
+
+
+def sent(frame: QueuedFrame, at_ns: int) -> QueuedFrame:
+    """The frame with a trace, and with its departure on the sender's clock."""
+    frame.sent_ns = at_ns
+    return traced(frame)
 
 
 # --- the ring ---------------------------------------------------------------------------------------------------------
@@ -126,13 +132,14 @@ def test_an_entry_describes_its_step_and_keeps_no_frame() -> None:
     context = trace_context.new_root()
     executor.mark = lambda members: context
     frames = [rows_frame(5, 0, 3, PREFILL, arrived_ns=100), rows_frame(6, 0, 1, arrived_ns=160)]
-    frames[1].upstream_wait_ns = 44
+    frames[1].upstream_wait_ns, frames[1].sent_ns = 44, 77
     step = dataclasses.replace(step_of(*frames, taken_ns=200), queued_rows_before=9, queued_rows_after=5)
     result = executor.execute(step)
     kept = Entry.of(result)
-    assert kept.members == (Member(5, 0, 3, True, 100, 0), Member(6, 0, 1, False, 40, 44))
+    assert kept.members == (Member(5, 0, 3, True, 100, 0, 0), Member(6, 0, 1, False, 40, 44, 77))
     record = kept.message()
     assert (record.step, record.n_rows, record.padded_rows, record.close_reason) == (1, 4, 0, "queue_drained")
+    assert (record.taken_ns, [member.sent_ns for member in record.members]) == (200, [0, 77])
     assert (record.start_ns, record.decode_ns, record.encode_ns) == (
         result.started_ns,
         result.decode_ns,
@@ -196,8 +203,8 @@ def test_a_summary_adds_up_the_sessions_steps() -> None:
     run(control(5, Flag.OPEN), control(6, Flag.OPEN))
     steps = [
         run(traced(rows_frame(5, 0, 3, PREFILL, arrived_ns=10)), taken_ns=30),
-        run(traced(rows_frame(5, 3, arrived_ns=50)), rows_frame(6, 0, 2, PREFILL, arrived_ns=60), taken_ns=100),
-        run(traced(rows_frame(5, 4, arrived_ns=110)), taken_ns=115),
+        run(sent(rows_frame(5, 3, arrived_ns=50), 30), rows_frame(6, 0, 2, PREFILL, arrived_ns=60), taken_ns=100),
+        run(sent(rows_frame(5, 4, arrived_ns=110), 200), taken_ns=115),
         run(rows_frame(5, 5, arrived_ns=120), taken_ns=121),
     ]
     (five,) = summaries.step_done(executor.execute(step_of(control(5, Flag.CLOSE))))
@@ -207,6 +214,9 @@ def test_a_summary_adds_up_the_sessions_steps() -> None:
     assert (summary.prefill_wait_ns, summary.decode_wait_ns, summary.wait_max_ns) == (20, 50 + 5 + 1, 50)
     assert (summary.batch_rows_sum, summary.batch_rows_max) == (3 + 1 + 1, 3)
     assert summary.decode_ns == sum(step.decode_ns for step in steps)
+    assert summary.prefill_decode_ns == steps[0].decode_ns
+    assert summary.handle_ns == sum(step.handle_ns for step in steps[1:])
+    assert (summary.hop_ns, summary.n_hops) == (50 - 30 + 110 - 200, 2), "the clock of the sender may be any"
     assert len(summaries) == 1
     ((_, six),) = summaries.step_done(executor.execute(step_of(control(6, Flag.CLOSE))))
     assert (six.n_prefill_steps, six.prefill_wait_ns) == (1, 40)

@@ -200,8 +200,11 @@ def test_the_largest_legitimate_messages_are_read() -> None:
         messages.read(pb.ReturnResponse, response.SerializeToString(), "x", bytes_max=bounds.RETURN_BYTES_MAX)
         == response
     )
-    members = [pb.BatchMember(session_id=2**62, position=9, n_rows=1, wait_ns=2**40, upstream_wait_ns=2**40)] * 16
-    batches = pb.BatchesResponse(batches=[pb.BatchRecord(step=2**40, start_ns=2**50, members=members)] * 4_096)
+    waits = {"wait_ns": 2**40, "upstream_wait_ns": 2**40, "sent_ns": 2**50}
+    members = [pb.BatchMember(session_id=2**62, position=9, n_rows=1, **waits)] * 16
+    batches = pb.BatchesResponse(
+        batches=[pb.BatchRecord(step=2**40, start_ns=2**50, taken_ns=2**50, members=members)] * 4_096
+    )
     assert messages.read(pb.BatchesResponse, batches.SerializeToString(), "x", bytes_max=bounds.BATCHES_BYTES_MAX)
     status = pb.StatusResponse(
         steps_by_rows=dict.fromkeys(range(2_048), 2**50),

@@ -440,7 +440,7 @@ class ReturnRequest(_message.Message):
     def __init__(self, route_id: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ReturnResponse(_message.Message):
-    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "feeds_back", "dropped_keys", "checksum")
+    __slots__ = ("epoch", "stage_index", "samples", "faults", "subscribed", "progress", "summaries", "sequence", "batch_trace", "feeds_back", "dropped_keys", "sent_ns", "checksum")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -452,6 +452,7 @@ class ReturnResponse(_message.Message):
     BATCH_TRACE_FIELD_NUMBER: _ClassVar[int]
     FEEDS_BACK_FIELD_NUMBER: _ClassVar[int]
     DROPPED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stage_index: int
@@ -464,11 +465,12 @@ class ReturnResponse(_message.Message):
     batch_trace: bytes
     feeds_back: bool
     dropped_keys: _containers.RepeatedScalarFieldContainer[int]
+    sent_ns: int
     checksum: int
-    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., feeds_back: _Optional[bool] = ..., dropped_keys: _Optional[_Iterable[int]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., stage_index: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[Sampled, _Mapping]]] = ..., faults: _Optional[_Iterable[_Union[SessionFault, _Mapping]]] = ..., subscribed: _Optional[bool] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., summaries: _Optional[_Iterable[_Union[SessionSummary, _Mapping]]] = ..., sequence: _Optional[int] = ..., batch_trace: _Optional[bytes] = ..., feeds_back: _Optional[bool] = ..., dropped_keys: _Optional[_Iterable[int]] = ..., sent_ns: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SessionSummary(_message.Message):
-    __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns")
+    __slots__ = ("session_id", "stage_index", "n_prefill_steps", "n_decode_steps", "prefill_wait_ns", "decode_wait_ns", "wait_max_ns", "batch_rows_sum", "batch_rows_max", "decode_ns", "prefill_decode_ns", "handle_ns", "hop_ns", "n_hops")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     N_PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -479,6 +481,10 @@ class SessionSummary(_message.Message):
     BATCH_ROWS_SUM_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_MAX_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_DECODE_NS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_NS_FIELD_NUMBER: _ClassVar[int]
+    HOP_NS_FIELD_NUMBER: _ClassVar[int]
+    N_HOPS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     stage_index: int
     n_prefill_steps: int
@@ -489,7 +495,11 @@ class SessionSummary(_message.Message):
     batch_rows_sum: int
     batch_rows_max: int
     decode_ns: int
-    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., n_prefill_steps: _Optional[int] = ..., n_decode_steps: _Optional[int] = ..., prefill_wait_ns: _Optional[int] = ..., decode_wait_ns: _Optional[int] = ..., wait_max_ns: _Optional[int] = ..., batch_rows_sum: _Optional[int] = ..., batch_rows_max: _Optional[int] = ..., decode_ns: _Optional[int] = ...) -> None: ...
+    prefill_decode_ns: int
+    handle_ns: int
+    hop_ns: int
+    n_hops: int
+    def __init__(self, session_id: _Optional[int] = ..., stage_index: _Optional[int] = ..., n_prefill_steps: _Optional[int] = ..., n_decode_steps: _Optional[int] = ..., prefill_wait_ns: _Optional[int] = ..., decode_wait_ns: _Optional[int] = ..., wait_max_ns: _Optional[int] = ..., batch_rows_sum: _Optional[int] = ..., batch_rows_max: _Optional[int] = ..., decode_ns: _Optional[int] = ..., prefill_decode_ns: _Optional[int] = ..., handle_ns: _Optional[int] = ..., hop_ns: _Optional[int] = ..., n_hops: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("session_id", "position")
@@ -766,7 +776,7 @@ class BatchesResponse(_message.Message):
     def __init__(self, stage_index: _Optional[int] = ..., instance_id: _Optional[str] = ..., batches: _Optional[_Iterable[_Union[BatchRecord, _Mapping]]] = ..., now_ns: _Optional[int] = ..., n_forgotten: _Optional[int] = ...) -> None: ...
 
 class BatchRecord(_message.Message):
-    __slots__ = ("step", "start_ns", "decode_ns", "encode_ns", "predicted_ns", "n_rows", "padded_rows", "close_reason", "queued_rows_before", "queued_rows_after", "bytes_out", "context", "members")
+    __slots__ = ("step", "start_ns", "decode_ns", "encode_ns", "predicted_ns", "n_rows", "padded_rows", "close_reason", "queued_rows_before", "queued_rows_after", "bytes_out", "context", "members", "taken_ns")
     STEP_FIELD_NUMBER: _ClassVar[int]
     START_NS_FIELD_NUMBER: _ClassVar[int]
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
@@ -780,6 +790,7 @@ class BatchRecord(_message.Message):
     BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_NS_FIELD_NUMBER: _ClassVar[int]
     step: int
     start_ns: int
     decode_ns: int
@@ -793,20 +804,23 @@ class BatchRecord(_message.Message):
     bytes_out: int
     context: bytes
     members: _containers.RepeatedCompositeFieldContainer[BatchMember]
-    def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ..., predicted_ns: _Optional[int] = ..., n_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., close_reason: _Optional[str] = ..., queued_rows_before: _Optional[int] = ..., queued_rows_after: _Optional[int] = ..., bytes_out: _Optional[int] = ..., context: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[BatchMember, _Mapping]]] = ...) -> None: ...
+    taken_ns: int
+    def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., encode_ns: _Optional[int] = ..., predicted_ns: _Optional[int] = ..., n_rows: _Optional[int] = ..., padded_rows: _Optional[int] = ..., close_reason: _Optional[str] = ..., queued_rows_before: _Optional[int] = ..., queued_rows_after: _Optional[int] = ..., bytes_out: _Optional[int] = ..., context: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[BatchMember, _Mapping]]] = ..., taken_ns: _Optional[int] = ...) -> None: ...
 
 class BatchMember(_message.Message):
-    __slots__ = ("session_id", "position", "n_rows", "is_prefill", "wait_ns", "upstream_wait_ns")
+    __slots__ = ("session_id", "position", "n_rows", "is_prefill", "wait_ns", "upstream_wait_ns", "sent_ns")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     N_ROWS_FIELD_NUMBER: _ClassVar[int]
     IS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     position: int
     n_rows: int
     is_prefill: bool
     wait_ns: int
     upstream_wait_ns: int
-    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., is_prefill: _Optional[bool] = ..., wait_ns: _Optional[int] = ..., upstream_wait_ns: _Optional[int] = ...) -> None: ...
+    sent_ns: int
+    def __init__(self, session_id: _Optional[int] = ..., position: _Optional[int] = ..., n_rows: _Optional[int] = ..., is_prefill: _Optional[bool] = ..., wait_ns: _Optional[int] = ..., upstream_wait_ns: _Optional[int] = ..., sent_ns: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,104 @@
+"""Where the time of a request, or of one of its tokens, went: its part of `relayline trace`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from relayline.wire.common.errors import UsageError
+
+# What each part of a time is called, in the order of a token's way. See coordinator.observe.token_times.
+WORDS = {
+    "paused": "paused by a loss",
+    "earlier": "until the prompt had left",
+    "group": "waiting for its group",
+    "deciding": "the coordinator deciding",
+    "hop": "on the way to the stages",
+    "queue": "in the stages' queues",
+    "compute": "stages computing",
+    "handle": "placing, encoding, sampling",
+    "back": "on the way back",
+    "taking": "the coordinator taking it",
+    "rest": "not known",
+}
+OF_STAGES = ("hop", "queue", "compute", "handle")
+STAGE_CELLS = 12  # a column of the table
+WORD_CELLS = 60  # the columns before those of stages
+
+
+def show_time(console: Console, stream: dict[str, Any]) -> None:
+    """Print a table of a stream's time: its parts in both phases, of each token on average, and of each stage."""
+    time = stream.get("time")  # a server of before did not say
+    if time is None or not (time["prefill"] or time["decode"]):
+        return
+    decode = time["decode"]
+    n_stages = len((decode or time["prefill"])["hop_ms"])
+    n_shown = min(n_stages, max(0, (console.width - WORD_CELLS) // STAGE_CELLS)) if decode else 0
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("  [bold]where the time went[/bold]", no_wrap=True)
+    heads = ["prefill", "decode", "a token", *(f"stage {stage}" for stage in range(n_shown))]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for part, words in WORDS.items():
+        cells = [_whole(time[phase], part) for phase in ("prefill", "decode")]
+        if any(cells):
+            per_token = cells[1] / max(1, stream["tokens"] - 1)
+            of_stages = decode[f"{part}_ms"][:n_shown] if part in OF_STAGES and decode else []
+            table.add_row(f"    {words}", *(in_ms(cell) if cell else "" for cell in (*cells, per_token, *of_stages)))
+    took = [time[phase]["took_ms"] if time[phase] else 0.0 for phase in ("prefill", "decode")]
+    per_token = took[1] / max(1, stream["tokens"] - 1)
+    table.add_row("    in all", *(in_ms(cell) if cell else "" for cell in (*took, per_token)))
+    console.print(table)
+
+
+def _whole(parts: dict[str, Any] | None, part: str) -> float:
+    if parts is None:
+        return 0.0
+    found = parts[f"{part}_ms"]
+    return float(sum(found)) if part in OF_STAGES else float(found)
+
+
+def show_token(console: Console, stream: dict[str, Any], token: int) -> None:
+    """Print the parts of one token's time in the order of its way.
+
+    Raises UsageError if the stream has no such token, or it is not remembered.
+    """
+    times = stream.get("token_times", [])
+    found = next((each for each in times if each["token"] == token), None)
+    if found is None:
+        known = f"tokens {times[0]['token']} to {times[-1]['token']}" if times else "none"
+        raise UsageError(f"no token {token} of {stream['id']} is remembered; known: {known}")
+    console.print(
+        f"[bold]{escape(stream['id'])}[/bold]  token {token}, from the row at position {found['position']}: "
+        f"{in_ms(found['took_ms'])}"
+    )
+    at_ms = found["at_ms"]
+    for words, ms in _way(found):
+        if ms:
+            console.print(f"  at {in_ms(at_ms):>7}  {in_ms(ms):>7}  {words}")
+            at_ms += ms
+
+
+def _way(found: dict[str, Any]) -> list[tuple[str, float]]:
+    way = [(WORDS[part], found[f"{part}_ms"]) for part in ("paused", "earlier", "group", "deciding")]
+    last = len(found["hop_ms"]) - 1
+    for stage, batch in enumerate(found["batches"]):
+        handled = "placing rows and sampling" if stage == last else "placing rows and encoding"
+        words = {
+            "hop": f"on the way to stage {stage}",
+            "queue": f"in the queue of stage {stage}",
+            "compute": f"stage {stage} computing" + (f", batch {batch}" if batch else ""),
+            "handle": f"stage {stage} {handled}",
+        }
+        way += [(words[part], found[f"{part}_ms"][stage]) for part in OF_STAGES]
+    return [*way, *((WORDS[part], found[f"{part}_ms"]) for part in ("back", "taking", "rest"))]
+
+
+def in_ms(value: float) -> str:
+    """Return a duration for a person: three figures, seconds from 10,000 ms on."""
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.0f} ms" if abs(value) >= 100 else f"{value:.1f} ms" if abs(value) >= 1 else f"{value:.2f} ms"

@@ -23,7 +23,7 @@ HEADERS: Mapping[str, str] = {
 
 
 _RESET_ON_CLOSE, _CLOSE_IN_ORDER = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
-_LAST_READ_S = 0.2  # for a client to take the last events, before a reset may take them from it
+_LAST_READ_S = 0.2  # for a client to take the last events, before the end of the connection may take them from it
 _NEVER_WAITS_BYTES = 32_768  # in a transport's buffer; writers wait from 65,536 on
 
 
@@ -107,15 +107,15 @@ class EventWriter:
         """Send the last events of an incomplete answer, and end the connection so that no client takes it for complete.
 
         The final chunk is never sent. In HTTP/1.0 the end of the connection is the end of the answer: there the
-        connection is reset, even if this process ends first.
+        connection is reset, even if this process ends first. Browsers drop what they have not yet given to their page
+        when a connection breaks, so the client has a while to read the last events.
         """
         self._is_ended = True
         await self._write(self._framed(events))
         transport = self._request.transport
         if transport is None:
             return
-        if not self._is_chunked:
-            await asyncio.sleep(_LAST_READ_S)
+        await asyncio.sleep(_LAST_READ_S)
         transport.close()
 
     def _knock(self) -> None:

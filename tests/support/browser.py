@@ -110,6 +110,13 @@ class Tab:
             async with asyncio.timeout(WAIT_S):
                 await self._loaded.wait()
 
+    async def reload(self) -> None:
+        """Load the page anew."""
+        self._loaded.clear()
+        await self.ask("Page.reload")
+        async with asyncio.timeout(WAIT_S):
+            await self._loaded.wait()
+
     async def press(self, key: str) -> None:
         """Press a key as a person does; "Enter" and "Tab" among others."""
         code = {"Enter": 13, "Tab": 9}[key]

@@ -18,6 +18,12 @@ function urlOf(blob) {
   });
 }
 
+// The reverse: of an image that was kept with its chat.
+export function blobOf(url) {
+  const [head, data] = url.split(",");
+  return new Blob([Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0))], { type: head.slice(5).split(";")[0] });
+}
+
 async function drawn(bitmap, share) {
   const side = Math.max(bitmap.width, bitmap.height);
   const scale = Math.min(1, SIDE_MAX / side) * share;
@@ -134,6 +140,19 @@ export class Attachments {
     this.images = [];
     this.draw();
     return images;
+  }
+
+  // Puts images back into the message that is being written.
+  restore(images) {
+    this.images = [...images, ...this.images];
+    this.draw();
+  }
+
+  // Makes these images the message's own.
+  replace(images) {
+    for (const image of this.images) URL.revokeObjectURL(image.shown);
+    this.images = images;
+    this.draw();
   }
 
   drop(image) {

@@ -1,12 +1,16 @@
-// A chat with the model, over the same API that every tool uses.
+// A chat with the model, over the same API that every tool uses. It outlives a reload, for as long as its tab does.
 
-import { apiKey, ask, count, fixed, h, ms, say } from "./dom.js";
-import { Attachments, thumbs } from "./attach.js";
+import { ApiError, apiKey, ask, count, fixed, h, home, ms, say, sentence } from "./dom.js";
+import { Attachments, blobOf } from "./attach.js";
 import { feed } from "./feed.js";
-import { prose } from "./prose.js";
+import { Turn } from "./turn.js";
 
 const TOP = 5; // rival tokens that are asked for beside each
 const SETTINGS = "relayline.chat";
+const TURNS = `relayline.chat ${home}`; // behind a gateway each pipeline has its own
+const KEPT_MAX = 4_000_000; // characters of a chat that a reload brings back; browsers take about five million
+const NEAR = 160; // px: who has scrolled up by more than that reads, and is not scrolled
+const ENDS = { length: "cut at the longest answer", tool_calls: "calls a tool", stopped: "stopped by you", failed: "broke off", content_filter: "held back" };
 
 function field(name, label, given, kind = "input") {
   const input = h(kind, { id: `chat-${name}`, ...given });
@@ -15,12 +19,13 @@ function field(name, label, given, kind = "input") {
 
 // Reads server-sent events of a reply: the data of each, until [DONE].
 async function* events(reply) {
-  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = reply.body.getReader(); // not through a pipe: that drops what came last before an error
+  const decoder = new TextDecoder();
   let text = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
-    text += value;
+    text += decoder.decode(value, { stream: true });
     const parts = text.split(/\r?\n\r?\n/);
     text = parts.pop();
     for (const part of parts) {
@@ -31,260 +36,358 @@ async function* events(reply) {
   }
 }
 
-class Turn {
-  constructor(role) {
-    this.role = role;
-    this.text = "";
-    this.images = []; // as attach.js makes them
-    this.thought = "";
-    this.calls = [];
-    this.tokens = [];
-    this.by = h(".by");
-    this.thinking = h("div");
-    this.fold = h("details", { hidden: true }, h("summary", null, "Thoughts"), this.thinking);
-    this.seen = h(".seen", { hidden: true });
-    this.body = h(".text");
-    this.called = h("div");
-    this.below = h("div");
-    this.element = h(".turn", null, this.by, this.fold, this.seen, this.body, this.called, this.below);
-    this.says([]);
+// Why there is no answer, or no whole one, in words.
+function reasonOf(error, hasBegun) {
+  if (error.status === 401) return apiKey() ? sentence(error.message) : "This server asks for a key.";
+  if (error instanceof ApiError) return sentence(error.message);
+  return hasBegun ? "The connection ended before the answer did." : "The coordinator does not answer.";
+}
+
+class Settings {
+  constructor() {
+    this.fields = {
+      system: field("system", "System prompt", { rows: "3", placeholder: "None", dir: "auto" }, "textarea"),
+      temperature: field("temperature", "Temperature", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7" }),
+      top_p: field("top_p", "Top-p", { type: "number", min: "0", max: "1", step: "0.05", value: "1" }),
+      max_tokens: field("max_tokens", "Longest answer", { type: "number", min: "1", step: "1", placeholder: "Any" }),
+      seed: field("seed", "Seed", { type: "number", min: "0", step: "1", placeholder: "Random" }),
+      tools: field("tools", "Tools (JSON list)", { rows: "3", spellcheck: "false", placeholder: '[{"type": "function", …}]' }, "textarea"),
+    };
+    this.wantsTokens = h("input", { type: "checkbox", id: "chat-probs" });
+    const kept = JSON.parse(sessionStorage.getItem(SETTINGS) || "{}");
+    for (const [name, each] of Object.entries(this.fields)) {
+      if (kept[name] !== undefined) each.input.value = kept[name];
+      each.input.addEventListener("change", () => this.keep());
+    }
+    const { system, temperature, top_p: topP, max_tokens: most, seed, tools } = this.fields;
+    this.element = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,
+      system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
+      h("label.check", null, this.wantsTokens, "Token probabilities")));
   }
 
-  says(parts) {
-    this.by.replaceChildren(h("b", null, this.role === "user" ? "You" : feed.facts.model_id || "Model"), ...parts);
+  keep() {
+    sessionStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(Object.entries(this.fields).map(([key, item]) => [key, item.input.value]))));
   }
 
-  shows(images) {
-    this.images = images;
-    this.seen.hidden = !images.length;
-    this.seen.replaceChildren(...thumbs(images));
+  value(name) {
+    return this.fields[name].input.value;
   }
 
-  // As a message of the API.
-  get message() {
-    if (!this.images.length) return { role: this.role, content: this.text };
-    const parts = this.images.map((image) => ({ type: "image_url", image_url: { url: image.url } }));
-    if (this.text) parts.push({ type: "text", text: this.text });
-    return { role: this.role, content: parts };
-  }
-
-  draw(isRunning, showTokens) {
-    this.fold.hidden = !this.thought;
-    say(this.thinking, this.thought);
-    if (showTokens && this.tokens.length) this.body.replaceChildren(...this.tokens.map((token) => this.token(token)));
-    else if (this.role === "user") say(this.body, this.text);
-    else this.body.replaceChildren(...prose(this.text));
-    const last = this.body.lastElementChild || this.body;
-    for (const each of this.body.querySelectorAll(".caret")) each.classList.remove("caret");
-    this.body.classList.remove("caret");
-    if (isRunning) last.classList.add("caret");
-    this.called.replaceChildren(...this.calls.map((call) => h(".call", null, `${call.name}(${call.arguments})`)));
-  }
-
-  token(token) {
-    const probability = Math.exp(token.logprob);
-    const kind = probability < 0.3 ? ".p3" : probability < 0.6 ? ".p2" : probability < 0.9 ? ".p1" : "";
-    const show = () => this.below.replaceChildren(this.probabilities(token));
-    return h(`span.tok${kind}`, { tabindex: "0", title: `${(probability * 100).toFixed(1)} %`, onfocus: show, onmouseenter: show }, token.token);
-  }
-
-  probabilities(token) {
-    const rivals = token.top_logprobs.some((each) => each.token === token.token) ? token.top_logprobs : [token, ...token.top_logprobs];
-    return h(".probs", null, rivals.flatMap((each) => {
-      const share = Math.exp(each.logprob);
-      const bar = h("i");
-      bar.style.width = `${Math.max(1, share * 90)}px`;
-      return [h("span", null, JSON.stringify(each.token).slice(1, -1)), bar, h("span", null, `${(share * 100).toFixed(1)} %`)];
-    }));
+  // The body of a request for these messages. Throws ApiError for tools that are no JSON list.
+  body(messages) {
+    const system = this.value("system").trim() ? [{ role: "system", content: this.value("system") }] : [];
+    const asked = { model: feed.facts.model_id, messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
+    for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
+      if (this.value(name) !== "") asked[name] = Number(this.value(name));
+    }
+    if (this.value("tools").trim()) {
+      try {
+        asked.tools = JSON.parse(this.value("tools"));
+      } catch {
+        throw new ApiError(400, "the tools are no JSON list");
+      }
+    }
+    if (this.wantsTokens.checked) Object.assign(asked, { logprobs: true, top_logprobs: TOP });
+    return JSON.stringify(asked);
   }
 }
 
-export function chatView() {
-  const kept = JSON.parse(sessionStorage.getItem(SETTINGS) || "{}");
-  const system = field("system", "System prompt", { rows: "3", placeholder: "None" }, "textarea");
-  const temperature = field("temperature", "Temperature", { type: "number", min: "0", max: "2", step: "0.1", value: "0.7" });
-  const topP = field("top_p", "Top-p", { type: "number", min: "0", max: "1", step: "0.05", value: "1" });
-  const most = field("max_tokens", "Longest answer", { type: "number", min: "1", step: "1", value: "512" });
-  const seed = field("seed", "Seed", { type: "number", min: "0", step: "1", placeholder: "Random" });
-  const tools = field("tools", "Tools (JSON list)", { rows: "3", spellcheck: "false", placeholder: '[{"type": "function", …}]' }, "textarea");
-  const wantsTokens = h("input", { type: "checkbox", id: "chat-probs" });
-  const fields = { system, temperature, top_p: topP, max_tokens: most, seed, tools };
-  for (const [name, each] of Object.entries(fields)) {
-    if (kept[name] !== undefined) each.input.value = kept[name];
-    each.input.addEventListener("change", () => {
-      sessionStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(Object.entries(fields).map(([key, item]) => [key, item.input.value]))));
-    });
-  }
-  const turns = [];
-  let running = null;
-  const log = h(".log", { role: "log", "aria-label": "Conversation" });
-  const hint = h("p.empty", null, "What you write here goes to the model over this server's API, like any client's request. Watch it form batches in the Pipeline view meanwhile.");
-  log.append(hint);
-  const input = h("textarea", { rows: "2", placeholder: "Message; Enter sends, Shift+Enter adds a line", "aria-label": "Message" });
-  const send = h("button.first", { type: "submit" }, "Send");
-  const stop = h("button", { type: "button", hidden: true, onclick: () => running && running.abort() }, "Stop");
-  const again = h("button", { type: "button", disabled: true, onclick: () => regenerate() }, "Regenerate");
-  const wrong = h("p.bad", { role: "alert" });
-  const clear = h("button.quiet", { type: "button", onclick: () => {
-    if (running) running.abort();
-    for (const turn of turns.splice(0)) turn.images.forEach((image) => URL.revokeObjectURL(image.shown));
-    log.replaceChildren(hint);
-    again.disabled = true;
-    say(wrong, "");
-  } }, "New chat");
-  const attached = new Attachments(input, () => turns.reduce((sum, turn) => sum + turn.images.length, 0), (text) => say(wrong, text));
-  const compose = h("form.compose", null, attached.element, input, h(".row", null, attached.button, stop, again, send));
-  let isSending = false; // images are still being read
-  wantsTokens.addEventListener("change", () => {
-    for (const turn of turns) turn.draw(false, wantsTokens.checked);
-  });
-  input.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      compose.requestSubmit();
-    }
-  });
-  compose.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    if (running || isSending) return;
-    isSending = true;
-    await attached.reading;
-    isSending = false;
-    const text = input.value.trim();
-    if (!text && !attached.images.length) return;
-    input.value = "";
-    const turn = new Turn("user");
-    turn.text = text;
-    turn.shows(attached.sent());
-    turn.draw(false, false);
-    if (!turns.length) log.replaceChildren();
-    turns.push(turn);
-    log.append(turn.element);
-    answer();
-  });
-
-  function regenerate() {
-    if (running || !turns.length) return;
-    if (turns.at(-1).role === "assistant") turns.pop().element.remove();
-    answer();
+// What came of one answer: its text goes to its turn, times and counts stay here.
+class Answer {
+  constructor(turn) {
+    Object.assign(this, { turn, began: performance.now(), first: 0, last: 0, tokens: 0, usage: null, reason: "" });
   }
 
-  function body() {
-    const messages = turns.map((turn) => turn.message);
-    if (system.input.value.trim()) messages.unshift({ role: "system", content: system.input.value });
-    const asked = { model: feed.facts.model_id, messages, stream: true, stream_options: { include_usage: true } };
-    const numbers = { temperature, top_p: topP, max_tokens: most, seed };
-    for (const [name, each] of Object.entries(numbers)) {
-      if (each.input.value !== "") asked[name] = Number(each.input.value);
-    }
-    if (tools.input.value.trim()) asked.tools = JSON.parse(tools.input.value);
-    if (wantsTokens.checked) Object.assign(asked, { logprobs: true, top_logprobs: TOP });
-    return JSON.stringify(asked);
-  }
-
-  async function answer() {
-    const turn = new Turn("assistant");
-    running = new AbortController();
-    say(wrong, "");
-    stop.hidden = false;
-    send.disabled = again.disabled = true;
-    const began = performance.now();
-    const seen = { first: 0, tokens: 0, usage: null, id: "", reason: "" };
-    let frame = 0;
-    const draw = () => {
-      frame = 0;
-      turn.draw(true, wantsTokens.checked);
-      turn.says(numbers(seen, began));
-      follow();
-    };
-    try {
-      const sent = body();
-      log.append(turn.element);
-      turns.push(turn);
-      draw();
-      const reply = await ask("/v1/chat/completions", { method: "POST", body: sent, signal: running.signal });
-      for await (const event of events(reply)) {
-        if (event.error) throw new Error(event.error.message);
-        take(turn, event, seen);
-        if (!frame) frame = requestAnimationFrame(draw);
-      }
-    } catch (error) {
-      if (error.name === "AbortError") seen.reason = "stopped";
-      else {
-        seen.reason = "failed";
-        const text = error instanceof SyntaxError ? "The tools are not a JSON list" : error.message;
-        say(wrong, error.status === 401 && !apiKey() ? "The server asks for a key; reload the page to give one." : text);
-      }
-    }
-    cancelAnimationFrame(frame);
-    running = null;
-    stop.hidden = true;
-    send.disabled = false;
-    again.disabled = !turns.length;
-    if (!turn.text && !turn.thought && !turn.calls.length && seen.reason === "failed") {
-      turn.element.remove();
-      if (turns.at(-1) === turn) turns.pop();
-      return;
-    }
-    seen.ended = performance.now();
-    turn.draw(false, wantsTokens.checked);
-    turn.says(numbers(seen, began));
-    follow();
-  }
-
-  function take(turn, event, seen) {
-    seen.id = event.id || seen.id;
-    if (event.usage) seen.usage = event.usage;
+  take(event) {
+    const { turn } = this;
+    turn.request = event.id || turn.request;
+    if (event.usage) this.usage = event.usage;
     const choice = event.choices[0];
     if (!choice) return;
     const { delta } = choice;
-    if (choice.finish_reason) seen.reason = choice.finish_reason;
+    if (choice.finish_reason) this.reason = choice.finish_reason;
     if (delta.content || delta.reasoning_content || delta.tool_calls) {
-      seen.first = seen.first || performance.now();
-      seen.last = performance.now();
-      seen.tokens += 1;
+      this.last = performance.now();
+      this.first = this.first || this.last;
+      this.tokens += 1;
     }
     turn.text += delta.content || "";
     turn.thought += delta.reasoning_content || "";
     for (const part of delta.tool_calls || []) {
-      const call = (turn.calls[part.index] = turn.calls[part.index] || { name: "", arguments: "" });
+      const call = (turn.calls[part.index] = turn.calls[part.index] || { id: "", name: "", arguments: "", result: "" });
+      call.id += part.id || "";
       call.name += part.function.name || "";
       call.arguments += part.function.arguments || "";
     }
     if (choice.logprobs) turn.tokens.push(...choice.logprobs.content);
   }
 
-  function numbers(seen, began) {
-    if (!seen.first) return [h("span", null, seen.reason || "waits for its first token")];
-    const n = seen.usage ? seen.usage.completion_tokens : seen.tokens;
-    const rate = n > 1 && seen.last > seen.first ? ((n - 1) * 1000) / (seen.last - seen.first) : null;
-    const parts = [`${fixed(rate, 1)} tok/s`, `first after ${ms(seen.first - began)}`, `${count(n)} tokens`];
-    if (seen.usage) {
-      const cached = seen.usage.prompt_tokens_details.cached_tokens;
-      parts.push(`${count(seen.usage.prompt_tokens)} of prompt${cached ? `, ${count(cached)} cached` : ""}`);
+  get numbers() {
+    if (!this.first) return [this.reason ? ENDS[this.reason] || this.reason : "waits for its first token"];
+    const n = this.usage ? this.usage.completion_tokens : this.tokens;
+    const rate = n > 1 && this.last > this.first ? ((n - 1) * 1000) / (this.last - this.first) : null;
+    const parts = [`${fixed(rate, 1)} tok/s`, `first after ${ms(this.first - this.began)}`, `${count(n)} token${n === 1 ? "" : "s"}`];
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details.cached_tokens;
+      parts.push(`prompt of ${count(this.usage.prompt_tokens)}${cached ? `, ${count(cached)} cached` : ""}`);
     }
-    const known = feed.state && feed.state.requests.find((each) => each.id === seen.id);
+    const known = feed.state && feed.state.requests.find((each) => each.id === this.turn.request);
     if (known && known.drafted_tokens) parts.push(`${count(known.accepted_tokens)} of ${count(known.drafted_tokens)} drafts right`);
-    if (seen.reason && seen.reason !== "stop") parts.push(seen.reason === "length" ? "cut at its longest" : seen.reason);
-    const spans = parts.map((text) => h("span.num", null, text));
-    if (seen.id) spans.push(h("a", { href: `#/requests/${encodeURIComponent(seen.id)}` }, "its batches"));
-    return spans;
+    if (this.reason && this.reason !== "stop") parts.push(ENDS[this.reason] || this.reason);
+    return parts;
+  }
+}
+
+class Chat {
+  constructor() {
+    this.turns = [];
+    this.running = null;
+    this.editing = null; // the turn that a message replaces, with all after it
+    this.isSending = false; // images are still being read
+    this.settings = new Settings();
+    const button = (text, action, given = {}) => h("button", { type: "button", onclick: action, ...given }, text);
+    this.log = h(".log", { role: "log", "aria-label": "Conversation" });
+    this.hint = h("p.empty", null, "What you write here goes to the model over this server's API, like any client's request. Watch it form batches in the Pipeline view meanwhile.");
+    this.input = h("textarea", { rows: "2", dir: "auto", placeholder: "Message; Enter sends, Shift+Enter adds a line", "aria-label": "Message" });
+    this.send = h("button.first", { type: "submit" }, "Send");
+    this.stop = button("Stop", () => this.running.abort(), { hidden: true, title: "Escape does the same" });
+    this.again = button("Regenerate", () => this.regenerate(), { disabled: true });
+    this.wrong = h("p.bad", { role: "alert" });
+    this.status = h("p.vh", { role: "status" });
+    this.note = h(".editing", { hidden: true }, h("span", null, "Sending this replaces the message that you edit, and all after it."), button("Cancel", () => this.edit(null)));
+    this.clear = button("New chat", () => this.begin(), { disabled: true });
+    this.attached = new Attachments(this.input, () => this.turns.reduce((sum, turn) => sum + turn.images.length, 0), (text) => say(this.wrong, text));
+    this.compose = h("form.compose", null, this.wrong, this.note, this.attached.element, this.input, h(".row", null, this.attached.button, this.again, this.stop, this.send), this.status);
+    const talk = h("div", null, h(".head", null, h("h2", null, "Chat"), h(".tools", null, this.clear)), this.log, this.compose);
+    this.attached.dropOn(talk);
+    this.element = h(".chat", null, this.settings.element, talk);
+    this.listen();
+    this.restore();
+  }
+
+  listen() {
+    this.settings.wantsTokens.addEventListener("change", () => this.turns.forEach((turn) => turn.draw(turn === this.current, this.showsTokens)));
+    this.input.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.compose.requestSubmit();
+      } else if (event.key === "Escape" && this.running) this.running.abort();
+      else if (event.key === "Escape" && this.editing) this.edit(null);
+    });
+    this.compose.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.submit();
+    });
+    addEventListener("pagehide", () => this.keep());
+  }
+
+  get showsTokens() {
+    return this.settings.wantsTokens.checked;
+  }
+
+  get current() {
+    return this.running && this.turns.at(-1);
+  }
+
+  // --- what is kept ---
+
+  restore() {
+    let kept = [];
+    try {
+      kept = JSON.parse(sessionStorage.getItem(TURNS) || "[]");
+    } catch {
+      kept = []; // not ours
+    }
+    for (const each of kept) this.add(Turn.from(each, this.acts)).draw(false, false);
+    this.shown();
+  }
+
+  keep() {
+    const text = JSON.stringify(this.turns.filter((turn) => !turn.isEmpty || turn.images.length).map((turn) => turn.kept));
+    try {
+      if (text.length > KEPT_MAX) throw new Error("too long");
+      sessionStorage.setItem(TURNS, text);
+    } catch {
+      sessionStorage.removeItem(TURNS); // half a chat would be taken for a whole one
+    }
+  }
+
+  // --- turns ---
+
+  get acts() {
+    return { edit: (turn) => this.edit(turn), results: (turn) => this.giveResults(turn) };
+  }
+
+  add(turn) {
+    this.hint.remove();
+    this.turns.push(turn);
+    this.log.append(turn.element);
+    return turn;
+  }
+
+  // Takes this turn and all after it out.
+  cut(from) {
+    for (const turn of this.turns.splice(from)) turn.forget();
+  }
+
+  shown() {
+    this.again.disabled = Boolean(this.running) || !this.turns.length;
+    this.clear.disabled = !this.turns.length;
+    this.stop.hidden = !this.running;
+    this.send.disabled = Boolean(this.running);
+    if (!this.turns.length) this.log.replaceChildren(this.hint);
+  }
+
+  begin() {
+    if (this.running) this.running.abort();
+    this.cut(0);
+    this.edit(null);
+    say(this.wrong, "");
+    this.keep();
+    this.shown();
+    this.input.focus();
+  }
+
+  edit(turn) {
+    if (turn && this.running) return;
+    if (turn || this.editing) this.input.value = turn ? turn.text : "";
+    if (turn) this.attached.replace(turn.images.map((image) => ({ ...image, shown: URL.createObjectURL(blobOf(image.url)) })));
+    else if (this.editing) this.attached.replace([]);
+    this.editing = turn;
+    this.note.hidden = !turn;
+    this.input.focus();
+  }
+
+  // Answers with what the called tools returned.
+  giveResults(turn) {
+    if (this.running) return;
+    if (turn !== this.turns.at(-1)) this.cut(this.turns.indexOf(turn) + 1);
+    this.answer();
+  }
+
+  async submit() {
+    if (this.running || this.isSending) return;
+    this.isSending = true;
+    await this.attached.reading;
+    this.isSending = false;
+    const text = this.input.value.trim();
+    if (!text && !this.attached.images.length) return;
+    if (this.editing) this.cut(this.turns.indexOf(this.editing));
+    this.editing = null;
+    this.note.hidden = true;
+    this.input.value = "";
+    const turn = new Turn("user", this.acts);
+    turn.text = text;
+    turn.shows(this.attached.sent());
+    turn.draw(false, false);
+    this.add(turn);
+    this.answer();
+  }
+
+  regenerate() {
+    if (this.running || !this.turns.length) return;
+    const last = this.turns.at(-1);
+    if (last.role === "user") this.answer();
+    else {
+      this.turns.pop();
+      last.element.remove();
+      this.answer(last);
+    }
+  }
+
+  // Asks for an answer to the turns; `before` is one that it replaces, and that comes back if there is none.
+  async answer(before = null) {
+    const messages = this.turns.flatMap((turn) => turn.messages);
+    const turn = this.add(new Turn("assistant", this.acts));
+    const answer = new Answer(turn);
+    this.running = new AbortController();
+    say(this.wrong, "");
+    say(this.status, "The model answers");
+    this.shown();
+    let frame = 0;
+    const draw = () => {
+      frame = 0;
+      this.draw(answer);
+    };
+    draw();
+    this.follow(true);
+    let error = null;
+    try {
+      const reply = await ask("/v1/chat/completions", { method: "POST", body: this.settings.body(messages), signal: this.running.signal });
+      for await (const event of events(reply)) {
+        if (event.error) throw new ApiError(200, event.error.message, event.error.code);
+        answer.take(event);
+        if (!frame) frame = requestAnimationFrame(draw);
+      }
+      if (!answer.reason) throw new TypeError("no end");
+    } catch (caught) {
+      error = caught;
+    }
+    cancelAnimationFrame(frame);
+    this.end(answer, error, before);
+  }
+
+  end(answer, error, before) {
+    const { turn } = answer;
+    this.running = null;
+    const isStopped = error && error.name === "AbortError";
+    if (error) answer.reason = isStopped ? "stopped" : "failed";
+    if (this.turns.at(-1) !== turn) {
+      this.shown(); // a new chat has begun meanwhile
+      return;
+    }
+    if (error && !isStopped) say(this.wrong, reasonOf(error, Boolean(answer.first)));
+    if (turn.isEmpty && error) this.undo(before);
+    else {
+      if (before) before.forget();
+      this.draw(answer);
+    }
+    say(this.status, error ? "" : "The answer is complete");
+    this.keep();
+    this.shown();
+    this.follow();
+  }
+
+  // Nothing came: all is as before the request, and what was to be sent can be sent again.
+  undo(before) {
+    this.cut(this.turns.length - 1);
+    const last = this.turns.at(-1);
+    if (before) this.add(before);
+    else if (last && last.role === "user") {
+      this.turns.pop();
+      last.element.remove();
+      this.attached.restore(last.images);
+      this.input.value = [last.text, this.input.value].filter(Boolean).join("\n");
+    }
+  }
+
+  draw(answer) {
+    answer.turn.numbers = answer.numbers;
+    answer.turn.says();
+    answer.turn.draw(Boolean(this.running), this.showsTokens);
+    this.follow();
+  }
+
+  // A chat that a reload brought back is drawn before the model's name is known.
+  update() {
+    this.attached.update();
+    if (this.model === feed.facts.model_id) return;
+    this.model = feed.facts.model_id;
+    for (const turn of this.turns) turn.says();
   }
 
   // The newest stays in view unless somebody has scrolled up to read.
-  function follow() {
+  follow(isSent = false) {
     const page = document.documentElement;
-    if (log.isConnected && page.scrollHeight - page.scrollTop - innerHeight < 160) page.scrollTop = page.scrollHeight;
+    if (this.log.isConnected && (isSent || page.scrollHeight - page.scrollTop - innerHeight < NEAR)) page.scrollTop = page.scrollHeight;
   }
+}
 
-  const settings = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,
-    system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
-    h("label.check", null, wantsTokens, "Token probabilities"), h("div", null, clear)));
-  const talk = h("div", null, log, wrong, compose);
-  attached.dropOn(talk);
+export function chatView() {
+  const chat = new Chat();
   return {
-    element: h(".chat", null, settings, talk),
-    show: () => matchMedia("(pointer: fine)").matches && input.focus({ preventScroll: true }), // else a keyboard would cover the page
-    update: () => attached.update(),
+    element: chat.element,
+    show: () => matchMedia("(pointer: fine)").matches && chat.input.focus({ preventScroll: true }), // else a keyboard would cover the page
+    update: () => chat.update(),
   };
 }

@@ -66,6 +66,12 @@ export class Keyed {
 
 export const none = "–";
 
+// A message of the server as a sentence of the page.
+export function sentence(text) {
+  const whole = text.trim();
+  return `${whole.charAt(0).toUpperCase()}${whole.slice(1)}${/[.!?…]$/.test(whole) ? "" : "."}`;
+}
+
 export function count(value) {
   return value === null || value === undefined ? none : Math.round(value).toLocaleString("en-US");
 }
@@ -157,26 +163,34 @@ export async function ask(path, given = {}) {
   throw new ApiError(reply.status, (told && told.message) || `the server answered ${reply.status}`, told && told.code);
 }
 
-export function copyButton(textOf) {
-  const button = h("button", { type: "button" }, "Copy");
+// Without TLS a browser keeps its clipboard from pages: then the text is selected, and copied as by hand.
+function copySelected(element) {
+  if (!element) return false;
+  getSelection().selectAllChildren(element);
+  return document.execCommand("copy");
+}
+
+// `textOf` gives what is copied, `of` the element that shows it.
+export function copyButton(textOf, of, name = "Copy") {
+  const button = h("button", { type: "button" }, name);
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(textOf());
       say(button, "Copied");
     } catch {
-      // Without TLS a browser may refuse: what is to be copied is selected instead.
-      const code = button.parentElement.querySelector("pre");
-      if (code) getSelection().selectAllChildren(code);
-      say(button, "Selected");
+      say(button, copySelected(of()) ? "Copied" : "Selected");
     }
-    setTimeout(() => say(button, "Copy"), 1600);
+    setTimeout(() => say(button, name), 1600);
   });
   return button;
 }
 
-export function codeBlock(text) {
-  const pre = h("pre.code", { tabindex: "0" }, text);
-  return h(".copy", null, pre, copyButton(() => pre.textContent));
+// Code with a button that copies it; with its language above it, if that is given.
+export function codeBlock(text, language) {
+  const pre = h("pre.code", { tabindex: "0", dir: "ltr" }, text);
+  const button = copyButton(() => pre.textContent, () => pre);
+  if (language === undefined) return h(".copy", null, pre, button);
+  return h(".fence", null, h(".fence-head", null, h("span", null, language || "code"), button), pre);
 }
 
 const colours = {};

@@ -1,0 +1,225 @@
+"""The page's chat in a real browser: Markdown, refusals, reloads, edits, results of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.common.errors import OverloadedError
+from tests.support.browser import Tab, browsing, chromium
+from tests.support.http_support import Gate, says, tokens
+from tests.support.page_support import World, served
+
+pytestmark = [
+    pytest.mark.chromium,
+    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed; `apt install chromium` on Debian"),
+]
+
+# An element as TAG[children], where text stands as it is.
+TREE = """(node) => {
+  const seen = (each) => each.nodeType === 3 ? each.data
+    : `${each.tagName.toLowerCase()}${each.start > 1 ? each.start : ""}[${[...each.childNodes].map(seen).join("")}]`;
+  return [...node.childNodes].map(seen).join(" ");
+}"""
+BUSY = "document.querySelector('.compose [type=submit]').disabled"
+TURNS = "[...document.querySelectorAll('.turn')].map((turn) => turn.querySelector('.text').innerText.trim())"
+INPUT = "document.querySelector('.compose textarea')"
+
+MARKDOWN = [
+    ("# One\n### Three ##\n#no", "h3[One] h5[Three] p[#no]"),
+    ("a **b *c*** `d` ~~e~~ _f_", "p[a strong[b em[c]] code[d] s[e] em[f]]"),
+    ("2 * 3 * 4, snake_case_name, __init__, *args and **kw", "p[2 * 3 * 4, snake_case_name, __init__, *args and **kw]"),
+    ("``a ` b``, \\*c\\*, `d", "p[code[a ` b], *c*, `d]"),
+    ("1. a\n   - b\n\n     c\n2. d\n\n5. e", "ol[li[aul[li[p[b]p[c]]]]li[d]li[e]]"),
+    ("text\n3) c\n- x\n+ y", "p[text] ol3[li[c]] ul[li[x]li[y]]"),
+    ("in\n2024. Was\n\n- a\nb", "p[in\n2024. Was] ul[li[a\nb]]"),
+    ("- [ ] do\n- [x] done", "ul[li[☐ do]li[☑ done]]"),
+    ("> a\n> > b\n\nc\n\n---", "blockquote[p[a]blockquote[p[b]]] p[c] hr[]"),
+    ("|a|b|\n|-|:-:|\n|`c`|d \\| e|\nend", "div[table[thead[tr[th[a]th[b]]]tbody[tr[td[code[c]]td[d | e]]]]] p[end]"),
+    ("a | b", "p[a | b]"),
+    ("```py\n# no *list*\n```\nx", "div[div[span[py]button[Copy]]pre[# no *list*]] p[x]"),
+    ("~~~~\n```\n~~~~", "div[div[span[code]button[Copy]]pre[```]]"),
+    ("1. a\n   ```\n   b\n    c\n   ```", "ol[li[p[a]div[div[span[code]button[Copy]]pre[b\n c]]]]"),
+    ("see https://a.example/x_(y). [t](http://b.example)", "p[see a[https://a.example/x_(y)]. a[t]]"),
+    ("![t](https://c.example/i.png) [u](javascript:alert(1))", "p[a[image: t] [u](javascript:alert(1))]"),
+    ("<script>x()</script> <img src=x onerror=x()>", "p[<script>x()</script> <img src=x onerror=x()>]"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="tokenizer")
+def tokenizer_fixture(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+@pytest.fixture(name="chat")
+async def chat_fixture(tokenizer: Tokenizer) -> AsyncIterator[tuple[World, Tab]]:
+    async with served(tokenizer) as world, browsing() as tab:
+        await tab.look()
+        await tab.go(f"{world.url}/#/chat")
+        await tab.until("document.querySelector('#phase').textContent === 'ready'")
+        yield world, tab
+
+
+async def send(tab: Tab, text: str) -> None:
+    await tab.value(f"({INPUT}.value = {text!r}, document.querySelector('.compose').requestSubmit())")
+    await tab.until(f"{BUSY} || document.querySelector('.compose .bad').innerText")
+
+
+async def settled(tab: Tab) -> list[str]:
+    """Wait for the end of an answer and return the texts of the turns."""
+    await tab.until(f"!{BUSY}")
+    found = await tab.value(TURNS)
+    assert isinstance(found, list)
+    return found
+
+
+async def click(tab: Tab, name: str) -> None:
+    await tab.value(
+        f"[...document.querySelectorAll('.chat button')].findLast((b) => b.textContent === {name!r}).click()"
+    )
+
+
+async def test_answers_are_drawn_as_markdown_and_never_as_html(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    for text, wanted in MARKDOWN:
+        found = await tab.value(f"""import('/page/prose.js').then(({{ Prose }}) => {{
+          const element = document.createElement('div');
+          new Prose(element).show({json.dumps(text)});
+          return ({TREE})(element);
+        }})""")
+        assert found == wanted, text
+    assert tab.problems == []
+
+
+async def test_links_of_answers_show_where_they_lead_and_tell_nothing_of_this_page(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    found = await tab.value("""import('/page/prose.js').then(({ Prose }) => {
+      const element = document.createElement('div');
+      new Prose(element).show('[bank](https://evil.example/?a=1 "bank")');
+      const link = element.querySelector('a');
+      return [link.href, link.title, link.target, link.rel];
+    })""")
+    assert found == ["https://evil.example/?a=1", "https://evil.example/?a=1", "_blank", "noopener noreferrer nofollow"]
+
+
+async def test_hostile_text_is_drawn_in_time(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    hostile = ("'>'.repeat(20000)", "'- '.repeat(20000)", "'**a '.repeat(10000)", "'['.repeat(40000)",
+               "Array(4000).fill('|a|').join('\\n')", "'`'.repeat(30001)", "'http://a('.repeat(4000)",
+               "Array(3000).fill(0).map((_, at) => ' '.repeat(at % 60) + '- a').join('\\n')")  # fmt: skip
+    for text in hostile:
+        took_ms = await tab.value(f"""import('/page/prose.js').then(({{ Prose }}) => {{
+          const began = performance.now();
+          new Prose(document.createElement('div')).show({text});
+          return performance.now() - began;
+        }})""")
+        assert took_ms < 10_000, text  # what grows with the square takes minutes
+
+
+async def test_what_stands_stays_while_an_answer_grows(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    kept = await tab.value("""import('/page/prose.js').then(({ Prose }) => {
+      const element = document.createElement('div'), prose = new Prose(element);
+      prose.show('one\\n\\n```js\\na');
+      const before = [...element.children], pre = element.querySelector('pre');
+      prose.show('one\\n\\n```js\\na\\nb\\n```\\nend');
+      return [before.every((each, at) => each === element.children[at]), pre.textContent, element.children.length];
+    })""")
+    assert kept == [True, "a\nb", 3]
+
+
+async def test_a_refused_message_comes_back_and_the_chat_stays_as_it_was(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    await send(tab, "one")
+    assert await settled(tab) == ["one", "hello"]
+    world.generator.refusals = [OverloadedError("too many requests wait", retry_after_s=2)] * 2
+    await send(tab, "two")
+    assert await settled(tab) == ["one", "hello"]
+    assert await tab.value(f"{INPUT}.value") == "two"
+    assert await tab.value("document.querySelector('.compose .bad').innerText") == "Too many requests wait."
+    await click(tab, "Regenerate")
+    await tab.until("document.querySelector('.compose .bad').innerText")
+    assert await settled(tab) == ["one", "hello"], "the answer that was to be replaced is not lost"
+    await tab.value("document.querySelector('.compose').requestSubmit()")
+    await tab.until(f"{TURNS}.length === 4")
+    assert await settled(tab) == ["one", "hello", "two", "hello"]
+
+
+async def test_an_answer_that_breaks_off_says_so(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    gate, error = Gate(), OverloadedError("no room")
+    world.generator.script = lambda request: [*tokens(request, b"half", ends=False), gate, error]
+    await send(tab, "one")
+    await tab.until(f"{TURNS}[1] === 'half'")
+    gate.opened.set()
+    assert await settled(tab) == ["one", "half"]
+    assert "broke off" in await tab.value("document.querySelector('.turn.assistant .by').innerText")
+    assert "No room" in await tab.value("document.querySelector('.compose .bad').innerText")
+
+
+async def test_a_chat_outlives_a_reload_until_a_new_one_begins(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    world.generator.script = says(b"**bold**")
+    await send(tab, "one")
+    await settled(tab)
+    await tab.reload()
+    await tab.until("document.querySelector('.turn strong')?.textContent === 'bold'")
+    assert await tab.value(TURNS) == ["one", "bold"]
+    await send(tab, "two")
+    await settled(tab)
+    first, second = (request.prompt_tokens for request in world.generator.requests)
+    assert len(second) > len(first) + len("**bold**"), "it goes on where it was"
+    await click(tab, "New chat")
+    await tab.reload()
+    await tab.until("document.querySelector('.log .empty') !== null")
+    assert await tab.value(TURNS) == []
+
+
+async def test_an_edited_message_replaces_what_followed_it(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    for text in ("one", "two"):
+        await send(tab, text)
+        await settled(tab)
+    await tab.value("document.querySelector('.turn.user .acts button').click()")
+    assert await tab.value(f"{INPUT}.value") == "one"
+    await click(tab, "Cancel")
+    assert await tab.value(f"[{INPUT}.value, {TURNS}.length]") == ["", 4]
+    await tab.value("document.querySelector('.turn.user .acts button').click()")
+    await send(tab, "three")
+    assert await settled(tab) == ["three", "hello"]
+
+
+async def test_stopping_by_keyboard_keeps_what_came(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    gate = Gate()
+    world.generator.script = lambda request: [*tokens(request, b"some", ends=False), gate]
+    await send(tab, "one")
+    await gate.reached.wait()
+    await tab.until(f"{TURNS}[1] === 'some'")
+    escape = "new KeyboardEvent('keydown', {key: 'Escape', bubbles: true})"
+    await tab.value(f"{INPUT}.dispatchEvent({escape})")
+    assert await settled(tab) == ["one", "some"]
+    assert "stopped by you" in await tab.value("document.querySelector('.turn.assistant .by').innerText")
+    gate.opened.set()
+
+
+async def test_results_of_tools_go_to_the_model(chat: tuple[World, Tab]) -> None:
+    _, tab = chat
+    sent = await tab.value("""import('/page/turn.js').then(({ Turn }) => {
+      const turn = new Turn('assistant', { edit() {}, results() {} });
+      turn.calls = [{ id: 'c1', name: 'now', arguments: '{}', result: '' },
+                    { id: 'c2', name: 'add', arguments: '{"a": 1}', result: '' }];
+      turn.draw(false, false);
+      const [, second] = turn.called.querySelectorAll('textarea');
+      const before = turn.called.querySelector(':scope > button').disabled;
+      second.value = '2';
+      second.dispatchEvent(new Event('input'));
+      return [before, turn.called.querySelector(':scope > button').disabled, turn.messages];
+    })""")  # fmt: skip
+    call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert sent == [True, False, [{"role": "assistant", "content": "", "tool_calls": [call]},
+                                  {"role": "tool", "tool_call_id": "c2", "content": "2"}]]  # fmt: skip

@@ -115,7 +115,7 @@ async def streams(pipeline: Pipeline) -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def give_key(tab: Tab, key: str) -> None:
-    await tab.until("document.querySelector('#key').open")
+    await tab.until("document.querySelector('#key')?.open")
     await tab.value(
         f"document.querySelector('#key-text').value = {key!r}; document.querySelector('#key-form').requestSubmit()"
     )

@@ -158,7 +158,7 @@ class Chat {
     this.clear = button("New chat", () => this.begin(), { disabled: true });
     this.attached = new Attachments(this.input, () => this.turns.reduce((sum, turn) => sum + turn.images.length, 0), (text) => say(this.wrong, text));
     this.compose = h("form.compose", null, this.wrong, this.note, this.attached.element, this.input, h(".row", null, this.attached.button, this.again, this.stop, this.send), this.status);
-    const talk = h("div", null, h(".head", null, h("h2", null, "Chat"), h(".tools", null, this.clear)), this.log, this.compose);
+    const talk = h(".talk", null, h(".head", null, h("h2", null, "Chat"), h(".tools", null, this.clear)), this.log, this.compose);
     this.attached.dropOn(talk);
     this.element = h(".chat", null, this.settings.element, talk);
     this.listen();

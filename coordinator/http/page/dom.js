@@ -64,6 +64,11 @@ export class Keyed {
   }
 }
 
+// The head of a table's column: [name, side, what it means].
+export function heading([name, side, meaning]) {
+  return h(side ? `th.${side}` : "th", { scope: "col", title: meaning }, name);
+}
+
 export const none = "–";
 
 // A message of the server as a sentence of the page.

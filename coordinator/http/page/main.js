@@ -1,16 +1,19 @@
 // The frame of the page: which view is shown, how the pipeline is, the key, the theme.
 
-import { apiKey, forgetColours, frozen, h, keepKey, say } from "./dom.js";
+import { frozen, h, home, say, sentence } from "./dom.js";
 import { feed, isLate, listen, onKeyWanted, pollNow, start } from "./feed.js";
 import { chatView } from "./chat.js";
 import { connectView } from "./connect.js";
+import { askForKey } from "./key.js";
 import { pipelineView } from "./pipeline.js";
 import { planView } from "./plan.js";
 import { requestsView } from "./requests.js";
+import { themed } from "./theme.js";
 
 const VIEWS = { pipeline: pipelineView, requests: requestsView, chat: chatView, plan: planView, connect: connectView };
 const main = document.getElementById("main");
 const shown = { name: "", view: null };
+const above = !frozen && /^(.*\/)pipelines\/[^/]+\/$/.test(home); // the page of one pipeline behind a gateway
 const made = {}; // views stay what they were when one comes back: a chat goes on, a list keeps its place
 
 function route() {
@@ -48,6 +51,7 @@ function frame(fresh) {
     phase.replaceChildren(h(`span.dot.${kind}`, { "aria-hidden": "true" }), word);
   }
   say(document.getElementById("model"), feed.facts.model_id || "");
+  document.body.classList.toggle("stale", isLate());
   notice(state);
   if (state && shown.view) shown.view.update(fresh);
 }
@@ -57,7 +61,7 @@ function notice(state) {
   let text = "";
   let isError = false;
   if (feed.error && feed.error.status !== 401) {
-    text = feed.error.status ? feed.error.message : "The coordinator does not answer. Figures below are the last ones it gave.";
+    text = feed.error.status ? sentence(feed.error.message) : "The coordinator does not answer. Figures below are the last ones it gave.";
     isError = true;
   } else if (state && state.loss) {
     const stage = state.loss.stage === null ? null : state.stages[state.loss.stage];
@@ -71,49 +75,14 @@ function notice(state) {
   say(line, text);
 }
 
-function askForKey(why) {
-  const dialog = document.getElementById("key");
-  if (apiKey()) say(document.getElementById("key-wrong"), `${why}.`);
-  if (!dialog.open) dialog.showModal();
-}
-
-document.getElementById("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const input = document.getElementById("key-text");
-  keepKey(input.value.trim());
-  input.value = "";
-  say(document.getElementById("key-wrong"), "");
-  document.getElementById("key").close();
-  pollNow();
-});
-
-const THEMES = ["auto", "light", "dark"];
-const THEME = "relayline.theme";
-
-function applyTheme() {
-  const theme = localStorage.getItem(THEME) || "auto";
-  const button = document.getElementById("theme");
-  if (theme === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
-  say(button, { auto: "◐ Auto", light: "○ Light", dark: "● Dark" }[theme]);
-  button.setAttribute("aria-label", `Colours: ${theme}. Change`);
-  forgetColours();
-  if (shown.view && shown.view.recolour) shown.view.recolour();
-}
-
-document.getElementById("theme").addEventListener("click", () => {
-  const theme = localStorage.getItem(THEME) || "auto";
-  localStorage.setItem(THEME, THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
-  applyTheme();
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
 addEventListener("hashchange", route);
 
 if (frozen) {
   for (const link of document.querySelectorAll('.bar nav a[href="#/chat"], .bar nav a[href="#/connect"]')) link.remove();
 }
-applyTheme();
-onKeyWanted(askForKey);
+themed(document.getElementById("theme"), () => shown.view && shown.view.recolour && shown.view.recolour());
+if (above) document.querySelector(".bar nav").prepend(h("a", { href: "../../" }, "‹ All pipelines"));
+onKeyWanted((why) => askForKey(why, pollNow));
 listen(frame);
 route();
 start();

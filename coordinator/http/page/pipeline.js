@@ -1,6 +1,6 @@
 // The pipeline: figures over the last minutes, steps as they form, machines and links.
 
-import { Keyed, ago, bytes, count, fixed, h, layers, mark, ms, none, percent, say, stageName, svg } from "./dom.js";
+import { Keyed, ago, bytes, count, fixed, h, heading, layers, mark, ms, none, percent, say, stageName, svg } from "./dom.js";
 import { feed } from "./feed.js";
 import { Timeline, describeStep } from "./timeline.js";
 import { requestRows } from "./requests.js";
@@ -37,7 +37,9 @@ class Figure {
     this.element = h(".figure", null, h(".what", null, this.what, this.side), this.value, this.chart);
   }
 
-  show(value, unit, side) {
+  // `hasLine`: a second line of the chart shows what the side says.
+  show(value, unit, side, hasLine = false) {
+    mark(this.side, "second", hasLine);
     const text = `${value}|${unit}`;
     if (this.text !== text) {
       this.text = text;
@@ -108,16 +110,16 @@ class Figures {
     this.rate.show(rate === null ? none : fixed(rate, rate < 100 ? 1 : 0), "tok/s", `${count(state.generated_tokens)} so far`);
     this.rate.draw([{ values: column(1), name: "stroke" }]);
     const overlap = latest(5, 10);
-    this.overlap.show(percent(overlap), "", "two or more at work");
+    this.overlap.show(percent(overlap), "", "two stages or more");
     this.overlap.draw([{ values: column(5), name: "stroke" }], 1);
     const ttft = latest(6, 300);
     this.ttft.show(...split(ms(ttft)), "median");
     this.ttft.draw([{ values: column(6), name: "stroke", gap: 60 }]);
     const itl = latest(7, 10);
     const p95 = latest(8, 10);
-    this.itl.show(...split(ms(itl)), p95 === null ? "mean" : `p95 ${ms(p95)}`);
+    this.itl.show(...split(ms(itl)), p95 === null ? "mean" : `p95 ${ms(p95)}`, p95 !== null);
     this.itl.draw([{ values: column(7), name: "stroke" }, { values: column(8), name: "stroke2" }]);
-    this.streams.show(`${state.running}`, `of ${state.lanes} lanes`, state.waiting ? `${state.waiting} in line` : "none in line");
+    this.streams.show(`${state.running}`, `of ${state.lanes} lanes`, state.waiting ? `${state.waiting} in line` : "none in line", true);
     this.streams.draw([{ values: column(2), name: "stroke" }, { values: column(3), name: "stroke2" }], Math.max(state.lanes || 1, ...column(3)));
     const kv = latest(4);
     this.kv.show(kv === null ? none : (kv * 100).toFixed(kv < 0.1 ? 1 : 0), "%", `${count(state.kv_tokens)} tokens`);
@@ -131,14 +133,24 @@ function split(text) {
 }
 
 const MACHINES = [
-  ["Stage", ""], ["Host", ""], ["Layers", "n"], ["Memory", ""], ["Busy", ""], ["Steps/s", "n"], ["Rows/step", "n"], ["Padding", "n"],
-  ["Wait", "n"], ["Queued", "n"], ["Lanes", "n"], ["Heard", "n"],
+  ["Stage", ""],
+  ["Host", ""],
+  ["Layers", "n"],
+  ["Memory", "", "What the stage holds, and what its host has left"],
+  ["Busy", "", "Share of its time inside native steps"],
+  ["Steps/s", "n"],
+  ["Rows/step", "n", "Rows of one native step, on average"],
+  ["Padding", "n", "Share of rows that are computed for speed alone"],
+  ["Wait", "n", "Median wait of rows for their step"],
+  ["Queued", "n", "Rows that wait now"],
+  ["Lanes", "n", "Streams and kept prefixes, of all that have room"],
+  ["Heard", "n", "When the stage last answered"],
 ];
 
 function machineRow() {
   const cells = MACHINES.map(([, kind]) => h(kind ? `td.${kind}` : "td"));
   const dot = h("span.dot", { "aria-hidden": "true" });
-  const name = h("b");
+  const name = h("b.stage-name");
   const word = h("span.soft");
   cells[0].append(dot, name, " ", word);
   const bar = h("i");
@@ -153,9 +165,10 @@ function showMachine(row, stage, state) {
   row.dot.className = `dot ${health}`;
   row.element.className = health === "bad" ? "bad-row" : health === "warn" ? "warn-row" : "";
   say(row.name, `${stage.index} ${stage.name || ""}`.trim());
+  row.name.title = row.name.textContent;
   say(row.word, health === "ok" ? "" : word);
   const host = stage.host || {};
-  say(row.cells[1], host.hostname ? `${host.hostname} · ${stage.address || host.address}` : stage.address || "not here yet");
+  say(row.cells[1], host.hostname ? `${host.hostname} · ${stage.address || host.address}` : stage.address || (health === "bad" ? "gone" : "not here yet"));
   say(row.cells[2], layers(stage.layers));
   say(row.cells[3], memoryText(stage));
   row.bar.style.width = percent(stage.busy_share || 0, 1).replace(" ", "");
@@ -215,6 +228,7 @@ export function pipelineView() {
     mark(row.element, "bad", health === "bad");
     say(row.name, stageName(stage));
     row.element.style.height = `${line.laneHeight}px`;
+    row.element.title = stageName(stage);
     row.second.hidden = line.laneHeight < 36;
     const busy = stage.busy_share === undefined ? "" : ` · ${percent(stage.busy_share)} busy`;
     say(row.second, health === "ok" ? `${layers(stage.layers)}${busy}` : word);
@@ -241,7 +255,7 @@ export function pipelineView() {
   kinds.append(kind("Groups", false), kind("Requests", true));
   tellLegend();
   const body = h("tbody");
-  const head = h("thead", null, h("tr", null, MACHINES.map(([name, side]) => h(side ? `th.${side}` : "th", { scope: "col" }, name))));
+  const head = h("thead", null, h("tr", null, MACHINES.map(heading)));
   const machines = new Keyed(
     body,
     (item) => (item.stage ? machineRow() : linkRow()),
@@ -295,6 +309,8 @@ export function pipelineView() {
 
 function linkText(state) {
   const { link, plan } = state;
+  const idle = (state.idle || []).length ? `without layers: ${state.idle.map((entry) => entry.name).join(", ")}` : "";
+  if (!state.running && !state.waiting) return ["no stream runs", idle].filter(Boolean).join(" · ");
   const groups = plan && plan.n_groups ? `${plan.n_groups} group${plan.n_groups === 1 ? "" : "s"} of up to ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"} under way` : "";
-  return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : ""].filter(Boolean).join(" · ");
+  return [groups, link && link.window_bytes ? `${bytes(link.in_flight_bytes)} in flight to stage 0` : "", idle].filter(Boolean).join(" · ");
 }

@@ -1,19 +1,19 @@
 // The plan that runs: who holds what, how streams are grouped, what other plans would give.
 
-import { Keyed, ask, bytes, codeBlock, count, fixed, h, inkOn, layers, ms, none, percent, say, stageName } from "./dom.js";
+import { Keyed, ask, bytes, codeBlock, count, fixed, h, heading, inkOn, layers, ms, none, percent, say, stageName } from "./dom.js";
 import { feed } from "./feed.js";
 
 export function planView() {
   const bar = h(".cutbar", { role: "img" });
   const body = h("tbody");
   const COLUMNS = [["Stage", ""], ["Layers", "n"], ["Weights", "n"], ["Memory held", "n"], ["Memory free", "n"], ["Step of one row", "n"], ["of 8 rows", "n"], ["of 32 rows", "n"], ["Lanes", "n"]];
-  const head = h("thead", null, h("tr", null, COLUMNS.map(([name, side]) => h(side ? `th.${side}` : "th", { scope: "col" }, name))));
+  const head = h("thead", null, h("tr", null, COLUMNS.map(heading)));
   const facts = h("dl.facts");
   const ifs = h("tbody");
   const note = h("p");
   const warning = h("p.warn-t", { role: "status" });
   const idle = h("p.soft", { role: "status" });
-  const next = h("div");
+  const next = h(".advice");
   let computed = null;
   let asking = false;
   let shown = "";
@@ -108,7 +108,7 @@ export function planView() {
       bar.setAttribute("aria-label", state.stages.map((stage) => `${stageName(stage)}: layers ${layers(stage.layers)}`).join(", "));
       if (bar.children.length !== state.stages.length) {
         bar.replaceChildren(...state.stages.map((stage, at) => {
-          const part = h(`div.k${at % 8}`, null, `${stageName(stage)} · ${layers(stage.layers)}`);
+          const part = h(`div.k${at % 8}`, { title: `${stageName(stage)}: layers ${layers(stage.layers)}` }, h("span.name", null, `${stageName(stage)} · `), layers(stage.layers));
           part.style.color = inkOn(`g${at % 8}`);
           part.style.flexGrow = String((stage.layers[1] - stage.layers[0]) / total);
           part.style.flexBasis = "0";

@@ -1,12 +1,13 @@
 // Requests, and the life of one: its way through the stages, batch by batch.
 
-import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, h, inkOn, ms, none, percent, say } from "./dom.js";
+import { Keyed, ApiError, ask, colour, count, fitCanvas, fixed, forgetColours, h, heading, inkOn, ms, none, percent, say, sentence } from "./dom.js";
 import { feed } from "./feed.js";
 import { short } from "./timeline.js";
 
 const REFRESH_MS = 2000; // of a running request that is shown
 const ROWS_SHOWN = 120; // batches in the table at once
 const LANE = 34;
+const TOKENS_AROUND = 5; // on each side of an answer's middle, in what is enlarged at first
 
 const COLUMNS = [
   ["Request", ""], ["State", ""], ["Prompt", "n"], ["Cached", "n"], ["Tokens", "n"], ["Drafts accepted", "n"], ["Queue", "n"], ["First token", "n"], ["tok/s", "n"], ["Took", "n"],
@@ -18,6 +19,7 @@ export function requestRows(open, wide = true) {
   const body = h("tbody");
   const empty = h("p.empty.pad", null, "No request is remembered yet.");
   const table = h("table", null, h("thead", null, h("tr", null, COLUMNS.map(([name, side], at) => h(side ? `th.${side}` : "th", { scope: "col", hidden: !wide && NARROW_WITHOUT.includes(at) }, name)))), body);
+  table.hidden = empty.hidden = true; // until something is known
   let selected = "";
   const rows = new Keyed(
     body,
@@ -103,7 +105,7 @@ export function requestsView() {
     } catch (error) {
       if (mine !== asked) return;
       const text = error instanceof ApiError ? error.message : "The coordinator does not answer.";
-      detail.replaceChildren(h("p.empty", null, `${text[0].toUpperCase()}${text.slice(1)}`));
+      detail.replaceChildren(h("p.empty", null, sentence(text)));
     }
   }
 
@@ -141,7 +143,18 @@ export function requestsView() {
 }
 
 const BATCHES = [
-  ["At", "n"], ["Stage", "n"], ["Phase", ""], ["Position", "n"], ["Rows", "n"], ["Wait", "n"], ["Step", "n"], ["Predicted", "n"], ["Closed by", ""], ["Mates", ""], ["Upstream wait", "n"], ["Queue", "n"],
+  ["At", "n", "Since the request came"],
+  ["Stage", "n"],
+  ["Phase", ""],
+  ["Position", "n", "Of its first row in the context"],
+  ["Rows", "n", "Its rows of all rows of the native step, and rows of padding"],
+  ["Wait", "n", "Of its rows, from their arrival at the stage to the step"],
+  ["Step", "n", "Time of the native step"],
+  ["Predicted", "n", "Time of the step as the cost curve gives it, and by how much the step took more or less"],
+  ["Closed by", "", "Why the batch took no more rows"],
+  ["Upstream", "n", "Wait in the queue of whoever sent the rows"],
+  ["Queue", "n", "Rows that waited at the stage before and after the step"],
+  ["Mates", "", "Other requests with rows in the step"],
 ];
 
 // One request: phases and batches over its whole time, a part of that enlarged, and the batches of the part as a table.
@@ -158,7 +171,7 @@ class Life {
     this.body = h("tbody");
     this.note = h("p");
     this.picked = null;
-    const head = h("thead", null, h("tr", null, BATCHES.map(([name, side]) => h(side ? `th.${side}` : "th", { scope: "col" }, name))));
+    const head = h("thead", null, h("tr", null, BATCHES.map(heading)));
     this.element = h("div", null,
       h(".head", null, this.title, this.sub, h(".tools", null, this.choice, this.jaeger)),
       h(".panel", null, this.facts,
@@ -265,12 +278,14 @@ class Life {
   }
 
   firstWindow() {
-    const steps = this.bars.map((bar) => bar.decode_ms).sort((left, right) => left - right);
-    const span = Math.min(this.length, Math.max(2, (steps[steps.length >> 1] || this.length / 10) * 40));
-    const decode = this.bars.filter((bar) => bar.phase === "decode");
-    const middle = decode.length ? decode[decode.length >> 1].at_ms : this.length / 2;
-    const from = Math.max(0, Math.min(this.length - span, middle - span / 2));
-    return [from, from + span];
+    const [first] = this.bars;
+    const steps = this.bars.filter((bar) => bar.phase === "decode" && bar.stage === first.stage);
+    if (!steps.length) return [0, this.length];
+    const middle = steps.length >> 1;
+    const from = steps[Math.max(0, middle - TOKENS_AROUND)].at_ms;
+    const to = Math.max(...this.bars.filter((bar) => bar.at_ms <= steps[Math.min(steps.length - 1, middle + TOKENS_AROUND)].end_ms).map((bar) => bar.end_ms));
+    const room = Math.max(1, (to - from) * 0.04);
+    return [Math.max(0, from - room), Math.min(this.length, to + room)];
   }
 
   draw() {
@@ -387,7 +402,7 @@ class Life {
       const queue = `${bar.queued_rows_before} → ${bar.queued_rows_after}`;
       const mates = bar.mates.slice(0, 6).flatMap((mate, index) => [index ? " " : "", h("a.num", { href: `#/requests/${encodeURIComponent(mate)}` }, short(mate).replace(/^(cmpl|chat)-/, ""))]);
       if (bar.mates.length > 6) mates.push(` +${bar.mates.length - 6}`);
-      return h("tr", null, values.map((value, index) => h(BATCHES[index][1] ? `td.${BATCHES[index][1]}` : "td", null, String(value))), h("td", null, mates.length ? mates : h("span.soft", null, "alone")), h("td.n", null, ms(bar.upstream_wait_ms)), h("td.n", null, queue));
+      return h("tr", null, values.map((value, index) => h(BATCHES[index][1] ? `td.${BATCHES[index][1]}` : "td", null, String(value))), h("td.n", null, ms(bar.upstream_wait_ms)), h("td.n", null, queue), h("td", null, mates.length ? mates : h("span.soft", null, "alone")));
     }));
   }
 }

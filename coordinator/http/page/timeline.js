@@ -237,7 +237,7 @@ export class Timeline {
     pen.fillStyle = colour("soft");
     pen.font = '13px system-ui, "Liberation Sans", sans-serif';
     pen.textAlign = "center";
-    const text = isLate() ? "" : "No step yet. Send a request, or open Chat.";
+    const text = isLate() || !feed.state ? "" : "No step yet. Send a request, or open Chat.";
     pen.fillText(text, width / 2, (this.nStages * this.laneHeight) / 2 + 4);
     pen.textAlign = "left";
   }

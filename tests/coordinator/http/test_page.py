@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from relayline.coordinator.gateway.page import gateway_page
 from relayline.coordinator.http import live
 from relayline.coordinator.http.page import FILES_BYTES_MAX, FILES_DIR, read_files
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -85,12 +86,13 @@ async def test_every_file_is_locked_down_and_kept_by_its_tag(tokenizer: Tokenize
 def test_the_page_fits_its_bound_and_asks_nobody_else() -> None:
     files = read_files()
     assert sum(len(file.body) for file in files.values()) < FILES_BYTES_MAX
-    html = files["/"].body.decode()
-    assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*\ssrc=)", html), (
-        "content that the policy would refuse"
-    )
-    asked = {f"/{path}" for path in re.findall(r'(?:src|href)="(page/[^"]*)"', html)}
-    assert not re.search(r'(?:src|href)="/', html), "behind a gateway the page is below /pipelines/NAME/"
+    asked: set[str] = set()
+    for html in (files["/"].body.decode(), gateway_page(()).decode()):
+        assert not re.search(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*\ssrc=)", html), (
+            "content that the policy would refuse"
+        )
+        asked |= {f"/{path}" for path in re.findall(r'(?:src|href)="(page/[^"]*)"', html)}
+        assert not re.search(r'(?:src|href)="/', html), "behind a gateway the page is below /pipelines/NAME/"
     for path, file in files.items():
         text = file.body.decode()
         if path.endswith(".js"):

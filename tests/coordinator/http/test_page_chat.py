@@ -27,6 +27,8 @@ TREE = """(node) => {
 }"""
 BUSY = "document.querySelector('.compose [type=submit]').disabled"
 TURNS = "[...document.querySelectorAll('.turn')].map((turn) => turn.querySelector('.text').innerText.trim())"
+PICK = "((name) => [...document.querySelectorAll('.chat button')].findLast((button) => button.textContent === name))"
+COMPOSE = "document.querySelector('.compose')"
 INPUT = "document.querySelector('.compose textarea')"
 
 MARKDOWN = [
@@ -64,9 +66,18 @@ async def chat_fixture(tokenizer: Tokenizer) -> AsyncIterator[tuple[World, Tab]]
         yield world, tab
 
 
-async def send(tab: Tab, text: str) -> None:
-    await tab.value(f"({INPUT}.value = {text!r}, document.querySelector('.compose').requestSubmit())")
-    await tab.until(f"{BUSY} || document.querySelector('.compose .bad').innerText")
+async def send(tab: Tab, text: str | None) -> None:
+    """Send a message (None: what stands there), and wait until the model is asked."""
+    await asking(tab, f"{INPUT}.value = {json.dumps(text)} ?? {INPUT}.value; {COMPOSE}.requestSubmit()")
+
+
+async def asking(tab: Tab, script: str) -> None:
+    """Run a script that makes the page ask the model, and wait until it has: the button to send is changed then."""
+    await tab.value(f"""new Promise((done) => {{
+      const seen = new MutationObserver(() => done(seen.disconnect()));
+      seen.observe(document.querySelector('.compose [type=submit]'), {{ attributes: true }});
+      {script};
+    }})""")
 
 
 async def settled(tab: Tab) -> list[str]:
@@ -78,13 +89,20 @@ async def settled(tab: Tab) -> list[str]:
 
 
 async def click(tab: Tab, name: str) -> None:
-    await tab.value(
-        f"[...document.querySelectorAll('.chat button')].findLast((b) => b.textContent === {name!r}).click()"
-    )
+    await tab.value(f"{PICK}({name!r}).click()")
 
 
 async def test_answers_are_drawn_as_markdown_and_never_as_html(chat: tuple[World, Tab]) -> None:
     _, tab = chat
+    await _draws_markdown(tab)
+    await _links_show_where_they_lead(tab)
+    await _draws_hostile_text_in_time(tab)
+    await _keeps_what_stands(tab)
+    await _sends_results_of_tools(tab)
+    assert tab.problems == []
+
+
+async def _draws_markdown(tab: Tab) -> None:
     for text, wanted in MARKDOWN:
         found = await tab.value(f"""import('/page/prose.js').then(({{ Prose }}) => {{
           const element = document.createElement('div');
@@ -92,11 +110,9 @@ async def test_answers_are_drawn_as_markdown_and_never_as_html(chat: tuple[World
           return ({TREE})(element);
         }})""")
         assert found == wanted, text
-    assert tab.problems == []
 
 
-async def test_links_of_answers_show_where_they_lead_and_tell_nothing_of_this_page(chat: tuple[World, Tab]) -> None:
-    _, tab = chat
+async def _links_show_where_they_lead(tab: Tab) -> None:
     found = await tab.value("""import('/page/prose.js').then(({ Prose }) => {
       const element = document.createElement('div');
       new Prose(element).show('[bank](https://evil.example/?a=1 "bank")');
@@ -106,8 +122,7 @@ async def test_links_of_answers_show_where_they_lead_and_tell_nothing_of_this_pa
     assert found == ["https://evil.example/?a=1", "https://evil.example/?a=1", "_blank", "noopener noreferrer nofollow"]
 
 
-async def test_hostile_text_is_drawn_in_time(chat: tuple[World, Tab]) -> None:
-    _, tab = chat
+async def _draws_hostile_text_in_time(tab: Tab) -> None:
     hostile = ("'>'.repeat(20000)", "'- '.repeat(20000)", "'**a '.repeat(10000)", "'['.repeat(40000)",
                "Array(4000).fill('|a|').join('\\n')", "'`'.repeat(30001)", "'http://a('.repeat(4000)",
                "Array(3000).fill(0).map((_, at) => ' '.repeat(at % 60) + '- a').join('\\n')")  # fmt: skip
@@ -120,8 +135,7 @@ async def test_hostile_text_is_drawn_in_time(chat: tuple[World, Tab]) -> None:
         assert took_ms < 10_000, text  # what grows with the square takes minutes
 
 
-async def test_what_stands_stays_while_an_answer_grows(chat: tuple[World, Tab]) -> None:
-    _, tab = chat
+async def _keeps_what_stands(tab: Tab) -> None:
     kept = await tab.value("""import('/page/prose.js').then(({ Prose }) => {
       const element = document.createElement('div'), prose = new Prose(element);
       prose.show('one\\n\\n```js\\na');
@@ -141,16 +155,20 @@ async def test_a_refused_message_comes_back_and_the_chat_stays_as_it_was(chat: t
     assert await settled(tab) == ["one", "hello"]
     assert await tab.value(f"{INPUT}.value") == "two"
     assert await tab.value("document.querySelector('.compose .bad').innerText") == "Too many requests wait."
-    await click(tab, "Regenerate")
-    await tab.until("document.querySelector('.compose .bad').innerText")
+    await asking(tab, PICK + "('Regenerate').click()")
     assert await settled(tab) == ["one", "hello"], "the answer that was to be replaced is not lost"
-    await tab.value("document.querySelector('.compose').requestSubmit()")
-    await tab.until(f"{TURNS}.length === 4")
+    await send(tab, None)
     assert await settled(tab) == ["one", "hello", "two", "hello"]
 
 
-async def test_an_answer_that_breaks_off_says_so(chat: tuple[World, Tab]) -> None:
+async def test_what_came_of_an_answer_stays(chat: tuple[World, Tab]) -> None:
     world, tab = chat
+    await _says_that_an_answer_broke_off(world, tab)
+    await tab.value(f"{PICK}('New chat').click()")
+    await _stops_by_keyboard(world, tab)
+
+
+async def _says_that_an_answer_broke_off(world: World, tab: Tab) -> None:
     gate, error = Gate(), OverloadedError("no room")
     world.generator.script = lambda request: [*tokens(request, b"half", ends=False), gate, error]
     await send(tab, "one")
@@ -193,8 +211,7 @@ async def test_an_edited_message_replaces_what_followed_it(chat: tuple[World, Ta
     assert await settled(tab) == ["three", "hello"]
 
 
-async def test_stopping_by_keyboard_keeps_what_came(chat: tuple[World, Tab]) -> None:
-    world, tab = chat
+async def _stops_by_keyboard(world: World, tab: Tab) -> None:
     gate = Gate()
     world.generator.script = lambda request: [*tokens(request, b"some", ends=False), gate]
     await send(tab, "one")
@@ -207,8 +224,7 @@ async def test_stopping_by_keyboard_keeps_what_came(chat: tuple[World, Tab]) -> 
     gate.opened.set()
 
 
-async def test_results_of_tools_go_to_the_model(chat: tuple[World, Tab]) -> None:
-    _, tab = chat
+async def _sends_results_of_tools(tab: Tab) -> None:
     sent = await tab.value("""import('/page/turn.js').then(({ Turn }) => {
       const turn = new Turn('assistant', { edit() {}, results() {} });
       turn.calls = [{ id: 'c1', name: 'now', arguments: '{}', result: '' },

@@ -14,7 +14,7 @@ import click
 
 from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
 from relayline.deploy.cli.options import FloatRange, IntRange
-from relayline.wire.common.errors import RelaylineError, UsageError
+from relayline.wire.common.errors import ContextLengthError, RelaylineError, UsageError
 from relayline.wire.common.texts import printable
 
 ROUTE = "/v1/chat/completions"
@@ -88,6 +88,12 @@ class Chat:
         if answer:
             self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
+    def forget_half(self) -> bool:
+        """Drop the older half of the turns, one at least; False where there are none."""
+        n_turns = len(self.messages) // 2
+        del self.messages[: 2 * -(-n_turns // 2)]
+        return n_turns > 0
+
 
 @click.command("chat", short_help="Talk to a running pipeline in the terminal.")
 @click.argument("question", required=False)
@@ -100,7 +106,8 @@ class Chat:
 def chat_command(question: str | None, system: str, url: str, api_key: str, **given: Any) -> None:
     """Chat with the pipeline that runs here, or with any OpenAI-compatible server.
 
-    With QUESTION, or a question from a pipe, it prints one answer and ends.
+    With QUESTION, or a question from a pipe, it prints one answer and ends. A chat that outgrows the model's context
+    forgets its oldest turns.
     """
     fields = {name: given[name] for name in ("model", "max_tokens", "temperature") if given[name] not in (None, "")}
     chat, server = Chat(fields, system), (url, api_key)
@@ -145,7 +152,7 @@ def _print_all() -> Callable[[str, str], None]:
 
 
 async def _ask(body: dict[str, Any], server: tuple[str, str], answer: Answer, show: Callable[[str, str], None]) -> None:
-    """Ask a question and show its answer as it comes. Raises StartError."""
+    """Ask a question and show its answer as it comes. Raises ContextLengthError, StartError."""
     async with Coordinator(*server) as coordinator, contextlib.aclosing(coordinator.events(ROUTE, body)) as events:
         async for event in events:
             show(*answer.take(event, time.monotonic()))
@@ -189,10 +196,22 @@ def _question() -> str | None:
         prompt = ". "
 
 
+def _ask_in_context(chat: Chat, server: tuple[str, str], question: str, answer: Answer) -> None:
+    """Ask a question after as many of the last turns as the model's context holds. Raises as `_ask`."""
+    while True:
+        try:
+            asyncio.run(_ask(chat.body(question), server, answer, _print_all()))
+            return
+        except ContextLengthError:
+            if not chat.forget_half():
+                raise
+            click.secho("the chat is longer than the context, so its oldest turns are forgotten", dim=True)
+
+
 def _one_turn(chat: Chat, server: tuple[str, str], question: str) -> None:
     answer = Answer(time.monotonic())
     try:
-        asyncio.run(_ask(chat.body(question), server, answer, _print_all()))
+        _ask_in_context(chat, server, question, answer)
     except KeyboardInterrupt:
         pass  # the server ends the request when its connection closes
     except RelaylineError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.errors import ContextLengthError, StartError, UsageError
 from relayline.wire.common.texts import printable_values
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ EVENT_WAIT_S = 900.0  # between two events of a stream: a stage may be lost mean
 DEFAULT_URL = "http://127.0.0.1:8080"
 Command = Callable[..., Any]
 KEY_VARIABLE = "RELAYLINE_API_KEY"
+TOO_LONG = (ContextLengthError.label, "exceed_context_size_error")  # of OpenAI's API, and of llama-server
 KEY_STATUSES = (401, 403)  # no key, a wrong one, or one that may not do this
 
 _FOUND = f"{__name__}.found"  # in a click context: the pipeline of this machine that is looked at
@@ -116,6 +117,12 @@ def refusal(url: str, status: int, found: Any) -> str:
     return str(text or f"{url} answered {status}")
 
 
+def is_too_long(found: Any) -> bool:
+    """Return whether the JSON of an error says that a request is longer than the context."""
+    detail = found.get("error") if isinstance(found, dict) else None
+    return isinstance(detail, dict) and (detail.get("code") in TOO_LONG or detail.get("type") in TOO_LONG)
+
+
 def unanswered(url: str, error: Exception) -> StartError:
     """Return the error of a server that gives no answer, with the cause that aiohttp or the system names."""
     import aiohttp
@@ -171,8 +178,9 @@ class Coordinator:
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Post a JSON object to `path` and yield the server-sent events that answer it, as they come.
 
-        Their texts are as the server sent them, and not safe for a terminal. Raises StartError where nothing answers,
-        where the answer is an error, reports one or breaks off.
+        Their texts are as the server sent them, and not safe for a terminal. Raises ContextLengthError for a request
+        that is longer than the context, and StartError where nothing answers, where the answer is another error,
+        reports one or breaks off.
         """
         import aiohttp
 
@@ -181,7 +189,9 @@ class Coordinator:
         try:
             async with self._session.post(url, json=body, timeout=timeout) as response:
                 if response.status >= 400:
-                    raise StartError(refusal(url, response.status, parsed(await response.read())))
+                    found = parsed(await response.read())
+                    error = ContextLengthError if is_too_long(found) else StartError
+                    raise error(refusal(url, response.status, found))
                 async for line in response.content:
                     data = line.strip().removeprefix(b"data:").strip()
                     if not line.startswith(b"data:") or data == b"[DONE]":

@@ -21,6 +21,7 @@ def event(text: str = "", finish: str | None = None, **more: Any) -> dict[str, A
 
 
 USAGE = {"choices": [], "usage": {"completion_tokens": 5}}
+FULL = 1  # a reply: the request is longer than the context
 ANSWER = [event("Hel"), event("lo\n\x1b[2Jyou"), event(finish="stop"), USAGE]
 
 
@@ -43,9 +44,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         reply = self.server.replies.pop(0)
         if isinstance(reply, int):
-            self.send_response(reply)
+            self.send_response(400)
             self.end_headers()
-            self.wfile.write(json.dumps({"error": {"message": "too long"}}).encode())
+            code = {"code": "context_length_exceeded"} if reply == FULL else {}
+            self.wfile.write(json.dumps({"error": {"message": "too long"} | code}).encode())
             return
         self.send_response(200)
         self.end_headers()
@@ -130,6 +132,19 @@ def test_a_question_that_fails_is_forgotten(
     seen = capsys.readouterr()
     assert seen.err == "relayline: error: too long\n"
     assert seen.out.count("/new begins another chat") == 2, "at the start, and after the failure"
+
+
+def test_a_chat_that_outgrows_the_context_forgets_its_oldest_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving([event("1")], [event("2")], [event("3")], FULL, [event("4")], FULL, FULL, FULL) as server:
+        talk(monkeypatch, server, "a", "b", "c", "d", "e")
+    asked = [[message["content"] for message in body["messages"]] for body in server.bodies]
+    assert asked[3:5] == [["a", "1", "b", "2", "c", "3", "d"], ["c", "3", "d"]]
+    assert asked[5:] == [["c", "3", "d", "4", "e"], ["d", "4", "e"], ["e"]]
+    seen = capsys.readouterr()
+    assert seen.out.count("its oldest turns are forgotten") == 3
+    assert seen.err == "relayline: error: too long\n", "a question that is too long by itself"
 
 
 def test_figures_of_an_answer() -> None:

@@ -126,8 +126,76 @@ def inspect_model(path: Path) -> ModelFacts:
     return facts_of(open_model(path))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Header:
+    """What a model's facts are derived from, read and checked."""
+
+    model: GgufModel
+    architecture: str
+    n_blocks: int  # decoded layers, and then those of multi-token prediction
+    n_layers: int  # decoded layers
+    n_embd: int
+    embedding: Tensor
+    n_heads: tuple[int, ...]  # per decoded layer; empty where the model does not say
+    n_kv_heads: tuple[int, ...]
+    family: Family
+    metadata: Metadata
+
+    @property
+    def n_vocab(self) -> int:
+        """The number of tokens."""
+        return self.embedding.dims[1]
+
+
 def facts_of(model: GgufModel) -> ModelFacts:
     """Return the facts of an opened model. Raises ModelFileError when it is not a complete language model."""
+    header = _read_header(model)
+    family, metadata = header.family, header.metadata
+    refusal, may_be_tried = _refusal(header)
+    sidebands = _sidebands(header)
+    head = model.tensors.get(HEAD, header.embedding)
+    return ModelFacts(
+        path=model.path,
+        n_files=len(model.files),
+        file_bytes=sum(file.size_bytes for file in model.files),
+        architecture=header.architecture,
+        model_name=model.text("general.name", model.path.stem),
+        n_layers=header.n_layers,
+        n_prediction_layers=header.n_blocks - header.n_layers,
+        n_embd=header.n_embd,
+        row_widths=_row_widths(header, sidebands),
+        sidebands=sidebands,
+        sharing_layers=family.sharing_layers(metadata),
+        n_heads=header.n_heads,
+        n_kv_heads=header.n_kv_heads,
+        n_vocab=header.n_vocab,
+        n_experts=model.integer(f"{header.architecture}.expert_count", 0),
+        ctx_train=model.integer(f"{header.architecture}.context_length", 0),
+        quantization=_quantization(model),
+        layer_bytes=_layer_bytes(header),
+        embedding_bytes=header.embedding.size_bytes + sidebands.size_bytes(model.tensors),
+        head_bytes=head.size_bytes,
+        tied_embeddings=head is header.embedding,
+        kv_bytes_per_token=_kv_bytes(header),
+        state_bytes_per_lane=_state_bytes(header),
+        rewinds_states=header.architecture in REWINDING_ARCHITECTURES,
+        needed=family.needed(metadata),
+        kinds=family.kinds(metadata),
+        supported=refusal is None,
+        refusal=refusal,
+        may_be_tried=may_be_tried,
+        cut_period=family.cut_period,
+        forbidden_lengths=family.forbidden_lengths(metadata),
+        blocked=family.blocked(metadata),
+        reorders_rows=bool(family.row_orders(metadata)),
+        windows=family.windows(metadata),
+        indexers=family.indexers(metadata),
+        long_rope=_long_rope(model, header.architecture),
+    )
+
+
+def _read_header(model: GgufModel) -> _Header:
+    """Return what facts are derived from. Raises ModelFileError for anything but a complete language model."""
     architecture = _architecture(model)
     check_model(model.path, model.entries, model.tensors.values())
     n_blocks = model.integer(f"{architecture}.block_count")
@@ -141,48 +209,18 @@ def facts_of(model: GgufModel) -> ModelFacts:
     n_embd = model.integer(f"{architecture}.embedding_length")
     if len(embedding.dims) != 2 or embedding.dims[0] != n_embd or not 0 < n_embd <= N_EMBD_MAX:
         raise ModelFileError(f"{model.path}: {EMBEDDING} has shape {list(embedding.dims)}, but the width is {n_embd}")
-    head = model.tensors.get(HEAD, embedding)
-    refusal, may_be_tried, family, facts = _support(model, architecture, n_layers, embedding.dims[1])
-    sidebands = _sidebands(model, n_embd, family, facts)
     n_heads = _per_layer(model, "attention.head_count", n_layers, 0)
-    n_kv_heads = _per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads
-    return ModelFacts(
-        path=model.path,
-        n_files=len(model.files),
-        file_bytes=sum(file.size_bytes for file in model.files),
+    return _Header(
+        model=model,
         architecture=architecture,
-        model_name=model.text("general.name", model.path.stem),
+        n_blocks=n_blocks,
         n_layers=n_layers,
-        n_prediction_layers=n_prediction,
         n_embd=n_embd,
-        row_widths=_row_widths(model, n_embd, n_layers, family, facts),
-        sidebands=sidebands,
-        sharing_layers=family.sharing_layers(facts),
+        embedding=embedding,
         n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        n_vocab=embedding.dims[1],
-        n_experts=model.integer(f"{architecture}.expert_count", 0),
-        ctx_train=model.integer(f"{architecture}.context_length", 0),
-        quantization=_quantization(model),
-        layer_bytes=_layer_bytes(model, n_layers, n_blocks, n_heads),
-        embedding_bytes=embedding.size_bytes + sidebands.size_bytes(model.tensors),
-        head_bytes=head.size_bytes,
-        tied_embeddings=head is embedding,
-        kv_bytes_per_token=_kv_bytes(model, architecture, n_embd, n_heads, n_kv_heads, family, facts),
-        state_bytes_per_lane=_state_bytes(n_layers, family, facts),
-        rewinds_states=architecture in REWINDING_ARCHITECTURES,
-        needed=family.needed(facts),
-        kinds=family.kinds(facts),
-        supported=refusal is None,
-        refusal=refusal,
-        may_be_tried=may_be_tried,
-        cut_period=family.cut_period,
-        forbidden_lengths=family.forbidden_lengths(facts),
-        blocked=family.blocked(facts),
-        reorders_rows=bool(family.row_orders(facts)),
-        windows=family.windows(facts),
-        indexers=family.indexers(facts),
-        long_rope=_long_rope(model, architecture),
+        n_kv_heads=_per_layer(model, "attention.head_count_kv", n_layers, None) or n_heads,
+        family=families.family_of(architecture),
+        metadata=families.metadata_of(model, n_layers, embedding.dims[1]),
     )
 
 
@@ -226,27 +264,27 @@ def check_support(facts: ModelFacts, *, experimental: bool) -> None:
     raise _unsupported(facts.path, facts.architecture, facts.refusal + advice)
 
 
-def _support(
-    model: GgufModel, architecture: str, n_layers: int, n_vocab: int
-) -> tuple[str | None, bool, Family, Metadata]:
-    """Return why the model is refused, whether it may be tried all the same, its family and what rules look at."""
-    facts = families.metadata_of(model, n_layers, n_vocab)
-    family = families.family_of(architecture)
+def _refusal(header: _Header) -> tuple[str | None, bool]:
+    """Return why the model cannot be split, None if it can, and whether it may be tried all the same."""
+    family, metadata = header.family, header.metadata
     known = (
-        REFUSED.get(architecture)
-        or family.refusal(facts)
+        REFUSED.get(header.architecture)
+        or family.refusal(metadata)
         or first_layer_refusal(
-            facts,
-            family.windows(facts),
+            metadata,
+            family.windows(metadata),
             rotates_by_layer=family.rotates_by_layer,
             widths_by_layer=family.widths_by_layer,
         )
     )
     if known is not None:
-        return known, False, family, facts
-    names = ", ".join(families.supported_architectures())
-    doubt = _odd_tensors(model) if family.certified else f"its architecture has not been certified; supported: {names}"
-    return doubt, doubt is not None, family, facts
+        return known, False
+    if family.certified:
+        doubt = _odd_tensors(header.model)
+    else:
+        names = ", ".join(families.supported_architectures())
+        doubt = f"its architecture has not been certified; supported: {names}"
+    return doubt, doubt is not None
 
 
 def _odd_tensors(model: GgufModel) -> str | None:
@@ -276,40 +314,41 @@ def _quantization(model: GgufModel) -> tuple[QuantShare, ...]:
     return tuple(QuantShare(name, counts[name], size) for name, size in sizes.most_common())
 
 
-def _row_widths(model: GgufModel, n_embd: int, n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
+def _row_widths(header: _Header, sidebands: Sidebands) -> tuple[int, ...]:
     """Return how many values enter each layer for each token. The first one is given looked-up embeddings."""
-    width, sidebands = n_embd * family.streams(facts), _sidebands_of(family, facts)
-    widths = tuple((width if layer else n_embd) + sidebands.values_into(layer) for layer in range(n_layers))
+    width = header.n_embd * header.family.streams(header.metadata)
+    widths = tuple(
+        (width if layer else header.n_embd) + sidebands.values_into(layer) for layer in range(header.n_layers)
+    )
     if max(widths) > N_EMBD_MAX:
         text = f"its layers pass on rows of {max(widths)} values; the limit is {N_EMBD_MAX}"
-        raise ModelFileError(f"{model.path}: {text}")
+        raise ModelFileError(f"{header.model.path}: {text}")
     return widths
 
 
-def _sidebands_of(family: Family, facts: Metadata) -> Sidebands:
-    epsilon = facts.values.get(EPSILON)
-    return Sidebands(
-        n_layers=facts.n_layers,
-        n_vocab=facts.n_vocab,
-        layer_inputs=family.layer_inputs(facts),
-        hash_layers=family.hash_layers(facts),
-        n_experts=facts.integer("expert_count") or 0,
-        n_experts_used=facts.integer("expert_used_count") or 0,
+def _sidebands(header: _Header) -> Sidebands:
+    """Return the sidebands of rows. Raises ModelFileError for tables that llama.cpp would not take."""
+    family, metadata = header.family, header.metadata
+    epsilon = metadata.values.get(EPSILON)
+    found = Sidebands(
+        n_layers=header.n_layers,
+        n_vocab=header.n_vocab,
+        layer_inputs=family.layer_inputs(metadata),
+        hash_layers=family.hash_layers(metadata),
+        n_experts=metadata.integer("expert_count") or 0,
+        n_experts_used=metadata.integer("expert_used_count") or 0,
         **({"epsilon": epsilon} if isinstance(epsilon, float) else {}),
     )
-
-
-def _sidebands(model: GgufModel, n_embd: int, family: Family, facts: Metadata) -> Sidebands:
-    """Return the sidebands of rows. Raises ModelFileError for tables that llama.cpp would not take."""
-    found = _sidebands_of(family, facts)
     try:
-        found.check(model.tensors, n_embd)
+        found.check(header.model.tensors, header.n_embd)
     except ModelFileError as error:
-        raise ModelFileError(f"{model.path}: {error.message}; the file is damaged") from None
+        raise ModelFileError(f"{header.model.path}: {error.message}; the file is damaged") from None
     return found
 
 
-def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int, n_heads: tuple[int, ...]) -> tuple[int, ...]:
+def _layer_bytes(header: _Header) -> tuple[int, ...]:
+    """Return the bytes of each decoded layer's tensors. Raises ModelFileError where a layer has none."""
+    model, n_blocks, n_layers = header.model, header.n_blocks, header.n_layers
     sizes = [0] * n_blocks
     for tensor in model.tensors.values():
         block = BLOCK_NAME.match(tensor.name)
@@ -321,39 +360,28 @@ def _layer_bytes(model: GgufModel, n_layers: int, n_blocks: int, n_heads: tuple[
     missing = [layer for layer in range(n_layers) if sizes[layer] == 0]
     if missing:
         widths = _per_layer(model, "feed_forward_length", n_layers, None) or (1,) * n_layers
-        missing = [layer for layer in missing if n_heads[layer] or widths[layer]]  # pruned models have empty layers
+        missing = [
+            layer for layer in missing if header.n_heads[layer] or widths[layer]
+        ]  # pruned ones have empty layers
     if missing:
         raise ModelFileError(f"{model.path}: layer {missing[0]} has no tensors; the file is not complete")
     return tuple(sizes[:n_layers])
 
 
-def _kv_bytes(
-    model: GgufModel,
-    architecture: str,
-    n_embd: int,
-    n_heads: tuple[int, ...],
-    n_kv_heads: tuple[int, ...],
-    family: Family,
-    facts: Metadata,
-) -> tuple[int, ...]:
+def _kv_bytes(header: _Header) -> tuple[int, ...]:
+    """Return the bytes of a token's cell in each layer, with an f16 cache."""
+    family, metadata = header.family, header.metadata
     if family.cache_values is not None:
-        return tuple(n_values * KV_VALUE_BYTES for n_values in family.cache_values(facts))
-    default_width = n_embd // n_heads[0] if n_heads and n_heads[0] else 0
-    key_width = model.integer(f"{architecture}.attention.key_length", default_width)
-    value_width = model.integer(f"{architecture}.attention.value_length", default_width)
-    if model.integer(f"{architecture}.attention.key_length_mla", 0):
-        value_width = 0  # with latent attention the values are a view of the cached keys
-    widths = {False: key_width + value_width, True: key_width + value_width}
-    if family.widths_by_layer:
-        windowed = (("key_length_swa", key_width), ("value_length_swa", value_width))
-        widths[True] = sum(model.integer(f"{architecture}.attention.{key}", usual) for key, usual in windowed)
-    index_width = model.integer(f"{architecture}.{INDEXER_KEYS}", 0)  # of one key more, where a layer has an indexer
+        return tuple(n_values * KV_VALUE_BYTES for n_values in family.cache_values(metadata))
+    usual, windowed = _head_widths(header)
+    index_width = header.model.integer(f"{header.architecture}.{INDEXER_KEYS}", 0)  # of one key more for an indexer
+    n_kv_heads = header.n_kv_heads
     none = (False,) * len(n_kv_heads)
-    indexers, windows = family.indexers(facts) or none, family.windows(facts) or none
-    kinds = family.kinds(facts) or ATTENDS * len(n_kv_heads)
-    n_own = len(n_kv_heads) - family.sharing_layers(facts)
+    indexers, windows = family.indexers(metadata) or none, family.windows(metadata) or none
+    kinds = family.kinds(metadata) or ATTENDS * len(n_kv_heads)
+    n_own = len(n_kv_heads) - family.sharing_layers(metadata)
     return tuple(
-        (n_kv * widths[is_windowed] + index_width * has_indexer) * KV_VALUE_BYTES
+        (n_kv * (windowed if is_windowed else usual) + index_width * has_indexer) * KV_VALUE_BYTES
         if kind in (ATTENDS, BOTH) and layer < n_own
         else 0
         for layer, (n_kv, has_indexer, is_windowed, kind) in enumerate(
@@ -362,13 +390,32 @@ def _kv_bytes(
     )
 
 
-def _state_bytes(n_layers: int, family: Family, facts: Metadata) -> tuple[int, ...]:
-    kinds = family.kinds(facts)
+def _head_widths(header: _Header) -> tuple[int, int]:
+    """Return the values that a head keeps of a token, keys and values together: usually, and in windowed layers."""
+    n_heads = header.n_heads[0] if header.n_heads else 0
+    default = header.n_embd // n_heads if n_heads else 0
+
+    def width(key: str, default: int) -> int:
+        return header.model.integer(f"{header.architecture}.attention.{key}", default)
+
+    key_width, value_width = width("key_length", default), width("value_length", default)
+    if width("key_length_mla", 0):
+        value_width = 0  # with latent attention the values are a view of the cached keys
+    usual = key_width + value_width
+    if not header.family.widths_by_layer:
+        return usual, usual
+    return usual, width("key_length_swa", key_width) + width("value_length_swa", value_width)
+
+
+def _state_bytes(header: _Header) -> tuple[int, ...]:
+    """Return the bytes of each layer's recurrent state for a lane."""
+    family, metadata = header.family, header.metadata
+    kinds = family.kinds(metadata)
     if family.state_values is not None:
-        return tuple(n_values * STATE_VALUE_BYTES for n_values in family.state_values(facts))
+        return tuple(n_values * STATE_VALUE_BYTES for n_values in family.state_values(metadata))
     if not kinds:
-        return (0,) * n_layers
-    size_bytes = state_values(facts) * STATE_VALUE_BYTES
+        return (0,) * header.n_layers
+    size_bytes = state_values(metadata) * STATE_VALUE_BYTES
     return tuple(size_bytes if kind in (RECURRENT, BOTH) else 0 for kind in kinds)
 
 

@@ -15,9 +15,10 @@ from relayline.stage.assembly import load_stage, make_policy
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.facts import StageFacts
+from relayline.stage.loaded_engine import SHUTDOWN_GRACE_S
 from relayline.stage.observe.metrics import serve_metrics
 from relayline.stage.observe.stats import StageStats
-from relayline.stage.served import SHUTDOWN_GRACE_S, Served
+from relayline.stage.served import Served
 from relayline.stage.service import handlers
 from relayline.wire.common.bounds import MESSAGE_BYTES_MAX
 from relayline.wire.common.errors import UsageError

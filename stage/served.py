@@ -7,102 +7,32 @@ calls that begin after `Served.switch` are its own, and the one before ends with
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from relayline.stage.config import StageConfig
-from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.loading import Load
 from relayline.stage.facts import StageFacts
-from relayline.stage.hand_over import Engine, HandOver
+from relayline.stage.hand_over import HandOver
+from relayline.stage.loaded_engine import LoadedEngine
 from relayline.stage.observe.metrics import StageCollector
 from relayline.stage.observe.stats import StageStats
 from relayline.stage.service import StageService
 from relayline.stage.speed.curves import Curves
-from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.policy import Policy
-from relayline.stage.steps.runner import Runner
 from relayline.stage.steps.step import StepExecutor
-from relayline.stage.steps.watchdog import StepWatch, watch_steps
 from relayline.wire.common.errors import ArtifactError, InternalError, NotReadyError, RelaylineError
-from relayline.wire.common.process import first_of
 from relayline.wire.links import rpc
 from relayline.wire.links.guard import Guard
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Telemetry
 
-SHUTDOWN_GRACE_S = 2.0  # calls still running when an engine ends
-
 LoadStage = Callable[[StageConfig, Load, "Curves | None"], "tuple[StageFacts, StepExecutor]"]
 """Loads a stage, with the curves that it is to have or, with None, measured ones; blocks."""
-
-
-class Work:
-    """One loaded engine with all that serves it. Event loop only."""
-
-    def __init__(
-        self,
-        facts: StageFacts,
-        executor: StepExecutor,
-        policy: Policy,
-        stats: StageStats,
-        telemetry: Telemetry,
-        crash: Callable[[BaseException], None],
-    ) -> None:
-        self.facts, self._executor, self._crash = facts, executor, crash
-        self.service = StageService(facts, executor, stats, telemetry)
-        outbound = self.service.outbound
-        batcher, ahead_rows = Batcher(policy), facts.ahead_rows
-        self._runner = Runner(batcher, executor, outbound.deliver, crash, outbound.account, ahead_rows)
-        self._tasks: list[asyncio.Task[None]] = []  # what sends, then what watches
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, as far as it gives or takes lanes."""
-        return Engine(self._runner.call, self._executor.sessions.handing, self.facts.artifact.layer_start)
-
-    def give_memory_back(self) -> None:
-        """Free the memory of an automatic prefix cache."""
-        self._executor.sessions.states.give_back()
-
-    def begin(self, guard: Guard) -> None:
-        """Be ready for calls."""
-        self.service.attach(self._runner, guard)
-        watch = StepWatch(self.facts.curves.predict_ns)
-        for work in (
-            self.service.outbound.send_forever(),
-            watch_steps(lambda: self._runner.snapshot.running, watch, self._crash),
-        ):
-            task = asyncio.create_task(work)
-            task.add_done_callback(self._task_ended)
-            self._tasks.append(task)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._crash(error)
-
-    def rename(self, artifact: StageArtifact) -> None:
-        """Be the same slice of another split."""
-        self.facts = dataclasses.replace(self.facts, artifact=artifact)
-        self.service.renamed(self.facts)
-
-    async def end_calls(self, crashed: asyncio.Future[None]) -> None:
-        """End every route. Once the stage has crashed, work for the decode thread is dropped."""
-        await _unless(crashed, self.service.close)
-
-    async def close(self, crashed: asyncio.Future[None]) -> None:
-        """Give the engine's memory back. `end_calls` comes before."""
-        for task in self._tasks[:1]:
-            task.cancel()
-        await _unless(crashed, lambda: self._runner.call(self._executor.close))
-        for task in self._tasks[1:]:
-            task.cancel()  # not before: a step that hangs while the stage stops must end too
-        await self._runner.stop(SHUTDOWN_GRACE_S if crashed.done() else None)
 
 
 class Served:
@@ -122,15 +52,15 @@ class Served:
         """host:port, once the port is open."""
         self._telemetry = Telemetry()
         self._guard: Guard
-        self._work: Work
-        self._next: Work | None = None
+        self._serving: LoadedEngine
+        self._next: LoadedEngine | None = None
         self._hand_over: HandOver | None = None  # of the latest change that was ordered
         self._endings: set[asyncio.Task[None]] = set()
 
     @property
     def facts(self) -> StageFacts:
         """The description of the engine that serves."""
-        return dataclasses.replace(self._work.facts, metrics_address=self.metrics_address)
+        return dataclasses.replace(self._serving.facts, metrics_address=self.metrics_address)
 
     @property
     def metrics_address(self) -> str:
@@ -144,21 +74,21 @@ class Served:
     @property
     def service(self) -> StageService:
         """Who takes a call that begins now."""
-        return self._work.service
+        return self._serving.service
 
     def start(self, facts: StageFacts, executor: StepExecutor, telemetry: Telemetry) -> None:
         """Take the first engine."""
         self._telemetry = telemetry
-        self._work = self._made(facts, executor)
+        self._serving = self._made(facts, executor)
 
     def begin(self, guard: Guard) -> None:
         """Accept calls that `guard` allows."""
         self._guard = guard
-        self._work.begin(guard)
+        self._serving.begin(guard)
 
-    def _made(self, facts: StageFacts, executor: StepExecutor) -> Work:
+    def _made(self, facts: StageFacts, executor: StepExecutor) -> LoadedEngine:
         policy = self._make_policy(facts.config, facts.curves)
-        return Work(facts, executor, policy, self._stats, self._telemetry, self._crash)
+        return LoadedEngine(facts, executor, policy, self._stats, self._telemetry, self._crash)
 
     def _crash(self, error: BaseException) -> None:
         if not self.crashed.done():
@@ -174,8 +104,8 @@ class Served:
         steps.
         """
         await self.drop()
-        self._work.give_memory_back()  # its stored prefixes are of the old layers
-        now = self._work.facts
+        self._serving.give_memory_back()  # its stored prefixes are of the old layers
+        now = self._serving.facts
         n_layers = now.artifact.layer_end - now.artifact.layer_start
         loading = asyncio.create_task(asyncio.to_thread(self._load, config, load, now.curves))
         try:
@@ -205,12 +135,12 @@ class Served:
         """
         if self._next is None:
             raise InternalError("no other engine was prepared")
-        before, self._work, self._next = self._work, self._next, None
+        before, self._serving, self._next = self._serving, self._next, None
         self._ending(before, within_s)
 
     def rename(self, pipeline_id: str) -> None:
         """Be the same slice of another split."""
-        self._work.rename(dataclasses.replace(self._work.facts.artifact, pipeline_id=pipeline_id))
+        self._serving.rename(dataclasses.replace(self._serving.facts.artifact, pipeline_id=pipeline_id))
 
     # --- lanes that change hands with their layers --------------------------------------------------------------------
 
@@ -233,14 +163,14 @@ class Served:
     async def give_all(self, within_s: float) -> None:
         """End all calls, since this stage will hold no layers, and wait up to within_s for the stages that take its
         lanes."""
-        await self._work.end_calls(self.crashed)
-        await self._give(self._work, within_s)
+        await self._serving.end_calls(self.crashed)
+        await self._give(self._serving, within_s)
 
-    async def _give(self, work: Work, within_s: float) -> None:
+    async def _give(self, loaded: LoadedEngine, within_s: float) -> None:
         hand_over = self._hand_over
         if hand_over is None or not within_s:
             return
-        hand_over.ended(work.engine)
+        hand_over.ended(loaded.engine)
         given = asyncio.create_task(hand_over.given())
         await asyncio.wait({given, self.crashed}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         given.cancel()
@@ -253,22 +183,22 @@ class Served:
         """
         if self._hand_over is None:
             return 0
-        work, hand_over = self._work, self._hand_over
+        loaded, hand_over = self._serving, self._hand_over
         try:
-            return await hand_over.take(work.engine, work.facts.config.security)
+            return await hand_over.take(loaded.engine, loaded.facts.config.security)
         finally:
-            work.service.epochs.handed(hand_over.route_ids)
+            loaded.service.epochs.handed(hand_over.route_ids)
 
-    def _ending(self, work: Work, within_s: float = 0.0) -> asyncio.Task[None]:
-        ending = asyncio.create_task(self._end(work, within_s))
+    def _ending(self, loaded: LoadedEngine, within_s: float = 0.0) -> asyncio.Task[None]:
+        ending = asyncio.create_task(self._end(loaded, within_s))
         self._endings.add(ending)
         ending.add_done_callback(self._ended)
         return ending
 
-    async def _end(self, work: Work, within_s: float) -> None:
-        await work.end_calls(self.crashed)
-        await self._give(work, within_s)
-        await work.close(self.crashed)
+    async def _end(self, loaded: LoadedEngine, within_s: float) -> None:
+        await loaded.end_calls(self.crashed)
+        await self._give(loaded, within_s)
+        await loaded.close(self.crashed)
 
     def _ended(self, ending: asyncio.Task[None]) -> None:
         self._endings.discard(ending)
@@ -279,7 +209,7 @@ class Served:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the serving engine, see stage.observe.metrics."""
-        facts = self._work.facts
+        facts = self._serving.facts
         artifact = facts.artifact
         info = {
             names.LABEL_STAGE: str(artifact.stage_index),
@@ -295,15 +225,15 @@ class Served:
     async def end_calls(self) -> None:
         """End every route of every engine."""
         self.expect(None)
-        for work in (self._work, self._next):
-            if work is not None:
-                await work.end_calls(self.crashed)
+        for loaded in (self._serving, self._next):
+            if loaded is not None:
+                await loaded.end_calls(self.crashed)
 
     async def close(self) -> None:
         """Give all memory back. `end_calls` comes before."""
-        for work in (self._next, self._work):
-            if work is not None:
-                await work.close(self.crashed)
+        for loaded in (self._next, self._serving):
+            if loaded is not None:
+                await loaded.close(self.crashed)
         await asyncio.gather(*self._endings, return_exceptions=True)
 
 
@@ -311,17 +241,3 @@ def _discarded(loading: asyncio.Task[tuple[StageFacts, StepExecutor]]) -> None:
     """Close an engine that was loaded but is not needed."""
     if not loading.cancelled() and loading.exception() is None:
         loading.result()[1].close()
-
-
-async def _unless(crashed: asyncio.Future[None], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Do what needs the decode thread; give it up once the stage has crashed, since that may never answer."""
-    if crashed.done():
-        return
-    task = asyncio.create_task(work())
-    await first_of(task, crashed)
-    if crashed.done():
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(task, return_exceptions=True)
-    else:
-        await task

@@ -38,6 +38,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("stage/epochs.py", "stage/intake.py", "stage/hand_over.py"),
         ("stage/outbound.py", "stage/report.py"),
         ("stage/service.py", "stage/assembly.py"),
+        ("stage/loaded_engine.py",),
         ("stage/served.py",),
         ("stage/process.py",),
         ("stage/joining",),

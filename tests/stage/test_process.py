@@ -77,9 +77,9 @@ async def test_a_step_that_hangs_as_the_stage_stops_does_not_hold_it_up(monkeypa
         on_stuck(NativeError("one native step has run for 120 s"))
 
     monkeypatch.setattr("relayline.stage.process.load_stage", lambda *_: (facts, executor))
-    monkeypatch.setattr("relayline.stage.served.watch_steps", watch)
+    monkeypatch.setattr("relayline.stage.loaded_engine.watch_steps", watch)
     monkeypatch.setattr("relayline.stage.process.SHUTDOWN_GRACE_S", 0.0)
-    monkeypatch.setattr("relayline.stage.served.SHUTDOWN_GRACE_S", 0.0)
+    monkeypatch.setattr("relayline.stage.loaded_engine.SHUTDOWN_GRACE_S", 0.0)
     server = serve(facts.config)
     address, _, _ = await server.__aenter__()
     async with Coordinator(cast(StageUnderTest, SimpleNamespace(address=address, artifact=facts.artifact))) as one:

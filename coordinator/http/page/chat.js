@@ -9,6 +9,7 @@ const TOP = 5; // rival tokens that are asked for beside each
 const SETTINGS = "relayline.chat";
 const TURNS = `relayline.chat ${home}`; // behind a gateway each pipeline has its own
 const KEPT_MAX = 4_000_000; // characters of a chat that a reload brings back; browsers take about five million
+const TOO_LONG = "context_length_exceeded";
 const NEAR = 160; // px: who has scrolled up by more than that reads, and is not scrolled
 const ENDS = { length: "cut at the longest answer", tool_calls: "calls a tool", stopped: "stopped by you", failed: "broke off", content_filter: "held back" };
 
@@ -154,6 +155,8 @@ class Chat {
     this.again = button("Regenerate", () => this.regenerate(), { disabled: true });
     this.wrong = h("p.bad", { role: "alert" });
     this.status = h("p.vh", { role: "status" });
+    this.seen = null; // the first turn that the model sees, where the chat is longer than its context; null: all
+    this.limit = h("p.limit", null, "The model no longer sees what is above: the chat is longer than its context.");
     this.note = h(".editing", { hidden: true }, h("span", null, "Sending this replaces the message that you edit, and all after it."), button("Cancel", () => this.edit(null)));
     this.clear = button("New chat", () => this.begin(), { disabled: true });
     this.attached = new Attachments(this.input, () => this.turns.reduce((sum, turn) => sum + turn.images.length, 0), (text) => say(this.wrong, text));
@@ -228,6 +231,8 @@ class Chat {
   // Takes this turn and all after it out.
   cut(from) {
     for (const turn of this.turns.splice(from)) turn.forget();
+    if (!this.turns.includes(this.seen)) this.seen = null;
+    this.marked();
   }
 
   shown() {
@@ -297,7 +302,7 @@ class Chat {
 
   // Asks for an answer to the turns; `before` is one that it replaces, and that comes back if there is none.
   async answer(before = null) {
-    const messages = this.turns.flatMap((turn) => turn.messages);
+    const turns = [...this.turns];
     const turn = this.add(new Turn("assistant", this.acts));
     const answer = new Answer(turn);
     this.running = new AbortController();
@@ -313,7 +318,7 @@ class Chat {
     this.follow(true);
     let error = null;
     try {
-      const reply = await ask("/v1/chat/completions", { method: "POST", body: this.settings.body(messages), signal: this.running.signal });
+      const reply = await this.reply(turns, this.running.signal);
       for await (const event of events(reply)) {
         if (event.error) throw new ApiError(200, event.error.message, event.error.code);
         answer.take(event);
@@ -325,6 +330,28 @@ class Chat {
     }
     cancelAnimationFrame(frame);
     this.end(answer, error, before);
+  }
+
+  // Asks with as many of the last turns as the model's context holds. Those before `seen` were too many.
+  async reply(turns, signal) {
+    const before = this.seen;
+    for (;;) {
+      const seen = turns.slice(Math.max(0, turns.indexOf(this.seen)));
+      try {
+        return await ask("/v1/chat/completions", { method: "POST", body: this.settings.body(seen.flatMap((turn) => turn.messages)), signal });
+      } catch (error) {
+        const questions = seen.filter((turn) => turn.role === "user");
+        this.seen = error.code === TOO_LONG && questions.length > 1 ? questions[Math.ceil((questions.length - 1) / 2)] : before;
+        this.marked();
+        if (this.seen === before) throw error;
+      }
+    }
+  }
+
+  // A line above the first turn that the model still sees.
+  marked() {
+    if (this.seen && this.turns.includes(this.seen)) this.seen.element.before(this.limit);
+    else this.limit.remove();
   }
 
   end(answer, error, before) {

@@ -9,7 +9,7 @@ import pytest
 
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer
-from relayline.wire.common.errors import OverloadedError
+from relayline.wire.common.errors import ContextLengthError, OverloadedError
 from tests.support.browser import Tab, browsing, chromium
 from tests.support.http_support import Gate, says, tokens
 from tests.support.page_support import World, served
@@ -159,6 +159,30 @@ async def test_a_refused_message_comes_back_and_the_chat_stays_as_it_was(chat: t
     assert await settled(tab) == ["one", "hello"], "the answer that was to be replaced is not lost"
     await send(tab, None)
     assert await settled(tab) == ["one", "hello", "two", "hello"]
+
+
+async def test_a_chat_that_outgrows_the_context_goes_on_with_its_last_turns(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    full = ContextLengthError.of_prompt(64, "70 tokens", "messages")
+    above = "document.querySelector('.log .limit')?.nextElementSibling.querySelector('.text').innerText.trim()"
+    for text in ("one", "two", "three"):
+        await send(tab, text)
+        await settled(tab)
+    lengths = [len(request.prompt_tokens) for request in world.generator.requests]
+    world.generator.refusals = [full]
+    await send(tab, "four.")
+    said = ["one", "hello", "two", "hello", "three", "hello", "four.", "hello"]
+    assert await settled(tab) == said, "all of it stays to be read"
+    assert lengths[0] < len(world.generator.requests[-1].prompt_tokens) < lengths[2]
+    assert await tab.value(above) == "three", "what the model does not see is told apart"
+    world.generator.refusals = [full] * 3
+    await send(tab, "five")
+    assert await settled(tab) == said, "a question that is too long by itself comes back"
+    assert await tab.value(f"{INPUT}.value") == "five"
+    assert "maximum context length" in await tab.value("document.querySelector('.compose .bad').innerText")
+    assert await tab.value(above) == "three", "and the model sees what it saw before"
+    await click(tab, "New chat")
+    assert await tab.value("document.querySelector('.limit')") is None
 
 
 async def test_what_came_of_an_answer_stays(chat: tuple[World, Tab]) -> None:

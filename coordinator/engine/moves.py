@@ -164,9 +164,10 @@ class Moves:
 
     def _check(self, cuts: tuple[int, ...], holders: tuple[int, ...]) -> None:
         if len(cuts) != len(holders) - 1:
+            noun = "cut" if len(holders) == 2 else "cuts"
             raise InvalidRequestError(
-                f"{len(holders)} stages need {len(holders) - 1} cuts, the first layer of each later stage; "
-                f"{len(cuts)} were given"
+                f"{len(holders)} stages need {len(holders) - 1} {noun}, the first layer of each later stage; "
+                f"given: {len(cuts)}"
             )
         if len(set(holders)) != len(holders) or not set(holders) <= set(range(len(self._names))):
             raise InvalidRequestError("each stage that is to hold layers must be a stage of this pipeline, named once")

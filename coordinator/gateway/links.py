@@ -25,6 +25,7 @@ from relayline.coordinator.gateway.router import Backend, Health, Heard, Router
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.tasks import end_task
+from relayline.wire.common.texts import system_reason
 
 log = logging.getLogger("relayline.gateway")
 
@@ -213,5 +214,4 @@ def _reason(error: Exception) -> str:
         return "it refuses connections"
     if isinstance(error, aiohttp.ClientSSLError):
         return "its certificate is not trusted"
-    reason = getattr(cause, "strerror", None)
-    return str(reason) if reason else "the connection was lost"
+    return system_reason(error) or "the connection was lost"

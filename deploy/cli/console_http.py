@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.wire.common.errors import ContextLengthError, StartError, UsageError
-from relayline.wire.common.texts import printable_values
+from relayline.wire.common.texts import printable_values, system_reason
 
 if TYPE_CHECKING:
     import aiohttp  # a third of a second, which `up`, `logs` and `down` need not wait for
@@ -130,11 +130,7 @@ def unanswered(url: str, error: Exception) -> StartError:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         text = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"
         return StartError(f"{url}: {text} ({error.certificate_error})")
-    # The system's message is clearer than aiohttp's sentence about it.
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
-    reason = str(error) or type(error).__name__
-    if cause is not None and cause.errno:  # below 0: of the search for a name, which has its own words
-        reason = os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or reason
+    reason = system_reason(error) or str(error) or type(error).__name__
     return StartError(
         f"{url} does not answer ({reason}); `relayline status` shows what runs here; if it runs elsewhere, give its URL"
     )

@@ -19,6 +19,7 @@ from relayline.deploy.launch.control import Launched, first_key
 from relayline.deploy.launch.ports import port_problem
 from relayline.deploy.launch.state import state_root
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest, Place
+from relayline.wire.common.texts import system_reason
 
 _REMEDIES = {
     401: "name a file with one of its keys in keyFile",
@@ -114,7 +115,7 @@ async def look_place(gateway: GatewayManifest, place: Place) -> list[Finding]:
         ):
             status = answer.status
     except (aiohttp.ClientError, TimeoutError) as error:
-        why = str(error) or "no answer in time"
+        why = system_reason(error) or str(error) or "no answer in time"
         return [warning("url", f"{url} does not answer: {why}", "start it there; its replicas answer meanwhile")]
     if status == 200:
         return [ok("url", f"{url} answers")]

@@ -18,6 +18,7 @@ from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.manifest import Manifest, is_local
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase
+from relayline.wire.common.texts import system_reason
 from relayline.wire.common.versions import version_of
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity, Role
@@ -144,7 +145,7 @@ def judge_stage_clock(check: str, first: pb.StatusResponse, second: pb.StatusRes
     """Hold two readings of a stage's monotonic clock together, taken one after the other."""
     if second.now_ns <= first.now_ns or second.uptime_ns < first.uptime_ns:
         return failure(f"{check} clock", "its monotonic clock does not advance", "repair the clock of that machine")
-    return ok(f"{check} clock", f"advances; the stage has been up for {second.uptime_ns / 1e9:.0f} s")
+    return ok(f"{check} clock", f"advances; the stage has held its layers for {second.uptime_ns / 1e9:.0f} s")
 
 
 async def look_coordinator(url: str) -> list[Finding]:
@@ -155,7 +156,8 @@ async def look_coordinator(url: str) -> list[Finding]:
             status, date = answer.status, answer.headers.get("Date", "")
             word = _phase_of(await answer.content.read(HEALTH_BYTES_MAX))
     except (aiohttp.ClientError, TimeoutError) as error:
-        return [warning("coordinator", f"{url} does not answer: {error or 'no answer in time'}", "see its log")]
+        why = system_reason(error) or str(error) or "no answer in time"
+        return [warning("coordinator", f"{url} does not answer: {why}", "see its log")]
     status_text = f"{status}: {word}" if word else str(status)
     findings = [
         ok("coordinator", f"{url} is healthy")

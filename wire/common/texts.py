@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +13,18 @@ from google.protobuf.message import Message
 from relayline.wire.common import bounds
 
 KEYS_MAX = 64  # of a map from names that another process sends; there are some twenty labels and reasons
+
+
+def system_reason(error: BaseException) -> str:
+    """Return why the system made no connection, in its own words; "" for errors that are not the system's.
+
+    asyncio and aiohttp put addresses and objects into their texts. An error that wraps a system's error has it as
+    `os_error`. A number below 0 is of the search for a name, which has its own words.
+    """
+    cause = getattr(error, "os_error", error)
+    if not isinstance(cause, OSError) or isinstance(cause, ssl.SSLError) or not cause.errno:
+        return ""
+    return os.strerror(cause.errno) if cause.errno > 0 else cause.strerror or ""
 
 
 def printable(text: str, chars_max: int = bounds.PEER_TEXT_CHARS_MAX) -> str:

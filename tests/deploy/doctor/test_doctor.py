@@ -439,7 +439,8 @@ async def test_the_coordinator_and_its_clock(status: str, date: str, outcomes: l
     findings = await network.look_coordinator(f"http://127.0.0.1:{port}")
     await asyncio.to_thread(join)
     assert [found.outcome for found in findings] == outcomes
-    assert one(await network.look_coordinator(f"http://127.0.0.1:{port}")).outcome is WARNING
+    gone = one(await network.look_coordinator(f"http://127.0.0.1:{port}"))
+    assert (gone.outcome, gone.found) == (WARNING, f"http://127.0.0.1:{port} does not answer: Connection refused")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@ Method: hostile text goes through the functions, through a log formatter of each
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import socket
+import ssl
 import sys
+from types import SimpleNamespace
 
+import aiohttp
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -21,6 +26,7 @@ from relayline.wire.common.texts import (
     named_layers,
     printable,
     printable_values,
+    system_reason,
     tidy,
 )
 from relayline.wire.pb.relayline.v1 import join_pb2
@@ -106,6 +112,15 @@ def test_texts_of_messages_are_tidied_however_deep() -> None:
     status = pb.StatusResponse(close_reasons={str(number): number for number in range(500)})
     tidy(status)
     assert len(status.close_reasons) == KEYS_MAX
+
+
+def test_a_refused_connection_is_in_the_words_of_the_system() -> None:
+    refused = OSError(errno.ECONNREFUSED, "Connect call failed ('10.0.0.9', 8080)")
+    wrapped = aiohttp.ClientConnectorError(SimpleNamespace(ssl=True, host="10.0.0.9", port=8080), refused)  # type: ignore[arg-type]
+    assert system_reason(refused) == system_reason(wrapped) == "Connection refused"
+    assert system_reason(socket.gaierror(socket.EAI_NONAME, "Name or service not known")) == "Name or service not known"
+    assert system_reason(ssl.SSLCertVerificationError(1, "self-signed certificate")) == "", "1 is no errno there"
+    assert system_reason(TimeoutError()) == system_reason(ValueError("x")) == ""
 
 
 def test_a_layer_alone_is_no_range() -> None:

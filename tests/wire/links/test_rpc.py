@@ -34,6 +34,7 @@ from relayline.wire.common.errors import (
     StaleEpochError,
 )
 from relayline.wire.links import rpc
+from relayline.wire.links.security import LinkSecurity
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.wire.common.test_errors import OURS
 
@@ -41,14 +42,14 @@ Handler = Callable[[pb.DescribeRequest, Any], Awaitable[pb.DescribeResponse]]
 
 
 @contextlib.asynccontextmanager
-async def serving(describe: Handler) -> AsyncIterator[grpc.aio.Channel]:
-    """A server with one method, and a channel to it."""
+async def serving(describe: Handler, host: str = "127.0.0.1") -> AsyncIterator[grpc.aio.Channel]:
+    """A server with one method, and a channel to it, which calls it by this name."""
     server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
     handler = grpc.unary_unary_rpc_method_handler(describe, rpc.parser(pb.DescribeRequest), rpc.serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(rpc.SERVICE, {"Describe": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    channel = rpc.open_channel(f"127.0.0.1:{port}")
+    channel = rpc.open_channel(f"{host}:{port}", LinkSecurity(insecure=True))
     try:
         yield channel
     finally:
@@ -235,6 +236,16 @@ def test_grpc_knows_every_experiment_that_is_switched_off(name: str):
     assert name in {"event_engine_client", "event_engine_listener"}, "the environment of this test run says otherwise"
     with Path(cygrpc.__file__).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         assert library.find(name.encode() + b"\0") >= 0
+
+
+async def test_names_are_resolved_as_by_other_programs() -> None:
+    """As in /etc/hosts and with mDNS. gRPC's own resolver would ask a DNS server for this form of 127.0.0.1."""
+
+    async def answer(request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
+        return pb.DescribeResponse(n_embd=7)
+
+    async with serving(answer, host="127.1") as channel:
+        assert (await describe(channel)).n_embd == 7
 
 
 SEEN_AT_FIRST_IMPORT = """

@@ -32,6 +32,16 @@ class Listener:
     queue: asyncio.Queue[pb.ReturnResponse | None] = dataclasses.field(
         default_factory=lambda: asyncio.Queue(RETURN_QUEUE_MAX)
     )
+    owed: pb.ReturnResponse | None = None
+    """A message that found no room, and that may come later than others."""
+
+    async def next(self) -> pb.ReturnResponse | None:
+        """Return the next message for the coordinator; None at the end."""
+        message = await self.queue.get()
+        if message is not None and self.owed is not None and not self.queue.full():
+            owed, self.owed = self.owed, None
+            self.queue.put_nowait(owed)
+        return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +128,9 @@ class Route:
     def tell_feeds_back(self) -> None:
         """Tell the coordinator that tokens can be sent back to stage 0. Later listeners hear of it too."""
         for listener in self._listeners:
-            if not listener.queue.full():
+            if listener.queue.full():
+                listener.owed = self._feeds_back()
+            else:
                 listener.queue.put_nowait(self._feeds_back())
 
     def unlisten(self, listener: Listener) -> None:

@@ -154,7 +154,7 @@ class StageService:
             await rpc.abort(context, error)
         listener, writer = route.listen(), ReturnWriter()
         try:
-            while (message := await listener.queue.get()) is not None:
+            while (message := await listener.next()) is not None:
                 for data in writer.write(message):
                     await context.write(data)
                     route.n_returned += 1

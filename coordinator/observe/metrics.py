@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -59,7 +60,44 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
         _counter(names.METRIC_SHARED, "Requests that share another request's session", label,
                  described["shared_requests"]),
         overlap,
+        *_grants(described.get("grants", {}), label),
     ]  # fmt: skip
+
+
+class Count(NamedTuple):
+    """A counter by a label; `fields` has its values' names in GET /v1/pipeline."""
+
+    name: str
+    help: str
+    label: str
+    fields: Mapping[str, str]
+
+
+# Of `coordinator.schedule.grants`. The page of metrics is made of it too.
+GRANT_COUNTS = (
+    Count(
+        names.METRIC_GRANTS,
+        "Envelopes that gave grants, that extended some, and that ended some because other rows had to leave",
+        names.LABEL_EVENT,
+        {"given": "given", "extended": "extended", "ended": "repeated"},
+    ),
+    Count(
+        names.METRIC_GRANT_ROWS,
+        "Rows under grants: those that were used, and those that were computed in vain",
+        names.LABEL_OUTCOME,
+        {"used": "rows", "vain": "vain_rows"},
+    ),
+)
+
+
+def _grants(grants: Mapping[str, int], label: dict[str, str]) -> list[Metric]:
+    families: list[Metric] = []
+    for count in GRANT_COUNTS:
+        family = CounterMetricFamily(count.name, count.help, labels=[*label, count.label])
+        for what, field in count.fields.items():
+            family.add_metric([*label.values(), what], grants.get(field, 0))
+        families.append(family)
+    return families
 
 
 def _telemetry(telemetry: dict[str, int], label: dict[str, str]) -> list[Metric]:

@@ -49,7 +49,7 @@ class Window:
     waiting: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     """Frames on their way: session, and the position after the frame's last row."""
     has_grants: bool = False
-    """Whether stages make passes of it by themselves. Then it stays for another WINDOW_NS after it was closed."""
+    """Whether stages make passes of it by themselves. Then it stays until none has come for WINDOW_NS."""
     lost: str = ""  # why the pipeline was lost while it was under way
 
     @property
@@ -196,8 +196,9 @@ class Passes:
             self._finish_if_over(window, now_ns)
 
     def _finish_if_over(self, window: Window, now_ns: int) -> None:
-        stays_ns = WINDOW_NS if window.has_grants else 0
-        if window.is_closed and not window.waiting and now_ns - window.closed_ns >= stays_ns:
+        if not window.is_closed or window.waiting:
+            return
+        if not window.has_grants or now_ns - max(window.closed_ns, window.last_ns) >= WINDOW_NS:
             self._finish(window)
 
     def _finish(self, window: Window) -> None:

@@ -14,7 +14,7 @@ are dropped: their rows will be computed again, and may round differently in ano
 Rows that left together are granted together, because the stages keep their steps together. If the scheduler wants
 another group, for instance because a stream joins, all rows of that group leave again. Grants are given and extended
 only while no prompt is read. After a grant that was ended in vain no others are given for some envelopes: 2, 4 and up
-to SIT_OUT_MAX.
+to SIT_OUT_MAX, and half as many again with each grant of which half was of use.
 
 Not granted: streams with drafts, and streams whose sampler has a state (penalties, grammars, mirostat), since no
 sampler goes back.
@@ -49,6 +49,8 @@ class _Grant:
     """Position of the first row that the stages do not compute by themselves."""
     end: int
     """Position of the first row that is never computed: the answer is complete before it."""
+    pays_at: int
+    """Where the coordinator's next row is once the grant has been of use."""
     early: collections.deque[pb.Sampled] = dataclasses.field(default_factory=collections.deque)
 
 
@@ -63,8 +65,10 @@ class Grants:
         self._numbers = itertools.cycle(range(1, _NUMBER_MAX))
         self._due: list[pb.Sampled] = []
         self._penalty, self._sits_out = 1, 0
-        self.n_granted = self.n_repeated = 0
-        """Rows that did not have to be sent, and grants that were ended by sending rows again."""
+        self.n_granted = self.n_vain = 0
+        """Rows that did not have to be sent, and rows that stages computed in vain."""
+        self.n_given = self.n_extended = self.n_repeated = 0
+        """Envelopes that gave grants, that extended some, and that ended some by sending rows again."""
 
     def connected(self, epoch: int, *, takes_back: bool) -> None:
         """An epoch begins. `takes_back`: its stages can drop any rows that were computed too many."""
@@ -79,16 +83,26 @@ class Grants:
     def lost(self) -> None:
         """The epoch is over, and so are its grants."""
         self._epoch = 0
-        self._by_session.clear()
+        for session_id in list(self._by_session):
+            self.forget(session_id)
         self._due.clear()
 
     def forget(self, session_id: int) -> None:
         """A session has ended, or begins again: what leaves for it next ends its grant at the stages."""
-        self._by_session.pop(session_id, None)
+        grant = self._by_session.pop(session_id, None)
+        if grant is not None:
+            self.n_vain += len(grant.early)
 
     def figures(self) -> dict[str, int]:
-        """Return the counts for GET /v1/pipeline."""
-        return {"rows": self.n_granted, "repeated": self.n_repeated}
+        """Return the counts for GET /v1/pipeline. `steps`: how many a grant allows, 0 if none is given."""
+        return {
+            "steps": self._n_steps,
+            "given": self.n_given,
+            "extended": self.n_extended,
+            "repeated": self.n_repeated,
+            "rows": self.n_granted,
+            "vain_rows": self.n_vain,
+        }
 
     # --- rows out -----------------------------------------------------------------------------------------------------
 
@@ -102,7 +116,7 @@ class Grants:
         rows = [frame for frame in envelope if frame.tokens]
         others = [frame for frame in envelope if not frame.tokens] if len(rows) < len(envelope) else []
         for frame in others:
-            self._by_session.pop(frame.session.session_id, None)
+            self.forget(frame.session.session_id)
         if rows and self._is_done(rows):
             self._decided(rows)
             return (*[frame.leave() for frame in others], *(self._extensions(rows) if is_calm else ()))
@@ -127,11 +141,15 @@ class Grants:
 
     def _decided(self, rows: Sequence[OutFrame]) -> None:
         self.n_granted += len(rows)
+        has_paid = False
         for frame in rows:
             grant = self._by_session[frame.session.session_id]
             grant.next += 1
+            has_paid |= grant.next == grant.pays_at
             if grant.early and grant.early[0].position == grant.next:
                 self._due.append(grant.early.popleft())
+        if has_paid:
+            self._penalty = max(1, self._penalty // 2)
 
     def _extensions(self, rows: Sequence[OutFrame]) -> list[Frame]:
         """Return controls that move the ends of grants that have come half way."""
@@ -141,17 +159,17 @@ class Grants:
             grant = self._by_session[session_id]
             limit = min(grant.next + self._n_steps, grant.end)
             if grant.limit - grant.next <= self._n_steps // 2 and limit > grant.limit:
-                grant.limit = limit
+                grant.limit, grant.pays_at = limit, _half_way(grant.next, limit)
                 found.append(Frame(session_id, 0, (), Flag.EXTEND, grant_argument(grant.number, limit)))
-        if found:
-            self._penalty = max(1, self._penalty // 2)
+        self.n_extended += bool(found)
         return found
 
     def _end(self, rows: Sequence[OutFrame]) -> None:
         """End the grants of rows that leave after all."""
         is_repeated = False
         for frame in rows:
-            grant = self._by_session.pop(frame.session.session_id, None)
+            grant = self._by_session.get(frame.session.session_id)
+            self.forget(frame.session.session_id)
             is_repeated |= grant is not None and frame.position < grant.limit
         if is_repeated:
             self.n_repeated += 1
@@ -160,7 +178,7 @@ class Grants:
 
     def _granted(self, rows: Sequence[OutFrame]) -> Iterator[Frame]:
         """Give each row that leaves a grant; a row that completes its answer gets none."""
-        group = next(self._numbers)
+        group, is_given = next(self._numbers), False
         for frame in rows:
             session, following = frame.session, frame.position + 1
             end = _end_of(session)
@@ -169,8 +187,11 @@ class Grants:
                 yield frame.leave()
                 continue
             number = next(self._numbers)
-            self._by_session[session.session_id] = _Grant(number, group, following, limit, end)
+            pays_at = _half_way(following, limit)
+            self._by_session[session.session_id] = _Grant(number, group, following, limit, end, pays_at)
+            is_given = True
             yield frame.leave()._replace(argument=grant_argument(number, limit))
+        self.n_given += is_given
 
     # --- samples in ---------------------------------------------------------------------------------------------------
 
@@ -180,6 +201,7 @@ class Grants:
             return True
         grant = self._by_session.get(sample.session_id)
         if grant is None or grant.number != sample.grant:
+            self.n_vain += 1
             return False
         if sample.position <= grant.next:
             return True
@@ -192,6 +214,11 @@ class Grants:
         """Return early samples whose rows were decided in the meantime, each once."""
         due, self._due = self._due, []
         return due
+
+
+def _half_way(following: int, limit: int) -> int:
+    """Return where the next row is once half of the rows from `following` on, which end before `limit`, are decided."""
+    return following + max(1, (limit - following) // 2)
 
 
 def _end_of(session: Session) -> int:

@@ -206,8 +206,30 @@ def rates(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "lanes": after["lanes"],
         "kv_share": round(after["kv_tokens"] / capacity, 4) if capacity else 0.0,
         "overlap": after["overlap"],
+        "grants": _grants(before, after),
         "stages": stages,
     }
+
+
+def _grants(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int] | None:
+    """Return how the counts of grants have changed; None where none are given."""
+    grants = after.get("grants", {})
+    if not grants.get("steps"):
+        return None
+    old = before.get("grants", {}) if before.get("epoch", 0) <= after["epoch"] else {}
+    counted = ("given", "extended", "repeated", "rows", "vain_rows")
+    return {name: max(0, grants[name] - old.get(name, 0)) for name in counted}
+
+
+def grants_line(figures: dict[str, Any]) -> str:
+    """Return a line that says what grants did; empty where none are given. Pure."""
+    grants = figures["grants"]
+    if grants is None:
+        return ""
+    return (
+        f"grants: {grants['given']} given, {grants['extended']} extended, {grants['repeated']} ended by other rows; "
+        f"{grants['rows']} rows, and {grants['vain_rows']} in vain"
+    )
 
 
 def _is_same(old: dict[str, Any], new: dict[str, Any]) -> bool:
@@ -242,8 +264,8 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         table.add_column(name, justify="right", no_wrap=True)
     if is_wide:
         table.add_column("closed by", overflow="fold")
-    unequal = unequal_line(described)
-    below = Text("".join(f"\n{line}" for line in (unequal, idle_line(described)) if line))
+    lines = (grants_line(figures), unequal_line(described), idle_line(described))
+    below = Text("".join(f"\n{line}" for line in lines if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
         name, layers, *middle, reasons = _row(stage, row)
         table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relayline.coordinator.observe.metrics import GRANT_COUNTS
 from relayline.deploy.manifest.gateway import GatewayManifest
 from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, SCHEMA_FILE, schema_text
 from relayline.stage.observe import figures
@@ -36,6 +37,11 @@ METRICS_HEAD = """# Metrics of a stage
 <!-- Made by `make reference` from stage/observe/figures.py. Do not edit this page. -->
 
 `relayline stage --metrics HOST:PORT` serves these at `/metrics`, in Prometheus' form. Each has the label `stage`.
+"""
+GRANTS_HEAD = """## Grants
+
+The coordinator counts these at its own `/metrics`, with the label `model_name` too. They move only with
+`--grant-steps`.
 """
 METRICS_COLUMNS = ("name", "kind", "unit", "label", "meaning")
 COLUMNS = ("flag", "variable", "manifest", "values", "default", "for", "meaning")
@@ -71,7 +77,9 @@ def metrics_text() -> str:
     ):
         ending = "_total" if kind == "counter" else ""
         rows += [(f"`{each.name}{ending}`", kind, each.unit, each.label, each.help) for each in found]
-    return f"{METRICS_HEAD}\n{_table(rows)}"
+    grants = [METRICS_COLUMNS, ("---",) * len(METRICS_COLUMNS)]
+    grants += [(f"`{each.name}_total`", "counter", "", each.label, each.help) for each in GRANT_COUNTS]
+    return f"{METRICS_HEAD}\n{_table(rows)}\n{GRANTS_HEAD}\n{_table(grants)}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -289,6 +289,21 @@ async def test_all_sessions_that_a_step_closes_are_in_one_message(monkeypatch: p
         route.unlisten(listener)
 
 
+async def test_a_coordinator_that_reads_slowly_hears_of_the_link_back_later() -> None:
+    async with served() as stage, Coordinator(stage) as one:
+        await one.start()
+        (route,) = stage.service.epochs.routes.values()
+        listener = route.listen()
+        summary = pb.SessionSummary(session_id=1)
+        while not listener.queue.full():
+            route.report(RouteOutput(route.route_id, route.epoch, summaries=[summary]))
+        route.tell_feeds_back()
+        heard = [await listener.next() for _ in range(RETURN_QUEUE_MAX + 1)]
+        assert [message.feeds_back for message in heard if message is not None] == [False] * RETURN_QUEUE_MAX + [True]
+        assert not route.ended.is_set()
+        route.unlisten(listener)
+
+
 async def test_routes_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayline.stage.epochs.ROUTES_MAX", 1)
     async with served() as stage, Coordinator(stage) as one, Coordinator(stage, OTHER) as two:

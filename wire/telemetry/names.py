@@ -327,6 +327,9 @@ METRIC_EPOCH: Final = "relayline_epoch"
 METRIC_GROUP_FLIGHTS: Final = "relayline_group_flights"
 METRIC_GROUP_ROWS: Final = "relayline_group_rows"
 METRIC_SHARED: Final = "relayline_shared_requests"
+METRIC_GRANTS: Final = "relayline_grants"  # by LABEL_EVENT: given | extended | ended
+METRIC_GRANT_ROWS: Final = "relayline_grant_rows"  # by LABEL_OUTCOME: used | vain
+LABEL_EVENT: Final = "event"
 
 # --- metrics of the coordinator, with the label `stages`: so many computing at once -----------------------------------
 

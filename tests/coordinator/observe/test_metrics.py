@@ -14,6 +14,7 @@ DESCRIBED = {
     "model": "m", "running": 3, "waiting": 2, "lanes": 8, "epoch": 1, "shared_requests": 5,
     "ctx_tokens": 100, "kv_tokens": 200,
     "link": {"envelopes_sent": 6, "payload_bytes_sent": 64, "in_flight_bytes": 8, "window_bytes": 1024},
+    "grants": {"steps": 8, "given": 4, "extended": 3, "repeated": 2, "rows": 20, "vain_rows": 5},
     "plan": {"n_groups": 2, "group_rows": 4}, "overlap": {"1": 0.25, "2": 0.75, "2+": 0.75},
     "stages": [
         {"index": 0, "up": True, "steps": 10, "rows": 40, "frames": 40, "padded_rows": 3, "micro_batches": 11,
@@ -35,6 +36,8 @@ def test_every_figure_is_there_under_its_name() -> None:
     assert found["relayline_num_requests_waiting", "m"] == 2
     assert found["relayline_shared_requests_total", "m"] == 5
     assert found["relayline_overlap_ratio", "2+"] == 0.75
+    assert [found["relayline_grants_total", event, "m"] for event in ("given", "extended", "ended")] == [4, 3, 2]
+    assert [found["relayline_grant_rows_total", "m", outcome] for outcome in ("used", "vain")] == [20, 5]
     assert found["relayline_kv_cache_usage_perc", "m"] == 0.25
     assert found["relayline_link_envelopes_total", "coordinator", "out"] == 6
     assert found["relayline_link_in_flight_bytes", "coordinator"] == 8

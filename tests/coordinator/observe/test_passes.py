@@ -90,6 +90,20 @@ def test_passes_that_stages_make_by_themselves_are_counted() -> None:
     assert world.passes.leaves([Frame(1, 0, (), Flag.CLOSE)], 9, world.record_of) == trace_context.NONE
 
 
+def test_passes_under_a_long_grant_are_of_its_second_as_long_as_they_come() -> None:
+    world = World()
+    first = world.passes.leaves([Frame(1, 3, (7,), Flag.WANTS_SAMPLE, 5 << 32)], 0, world.record_of)
+    step_ns, n_steps = WINDOW_NS * 3 // 4, 9
+    for number in range(n_steps):
+        world.passes.look(number * step_ns)
+        key = (1, 4 + number)
+        world.passes.returned(trace_context.new_below(first), [key], 1, (number + 1) * step_ns, [key])
+    assert world.done == []
+    world.passes.look(n_steps * step_ns + WINDOW_NS)
+    (window,) = world.done
+    assert (window.n_passes, window.n_tokens, window.last_ns) == (n_steps, n_steps, n_steps * step_ns)
+
+
 def test_a_trace_is_no_longer_than_a_viewer_draws() -> None:
     world = World()
     roots = [world.leave(at, 1, position=at) for at in range(1_000)]

@@ -187,3 +187,49 @@ def test_a_lost_epoch_ends_all_grants() -> None:
     assert sent.argument == 0, "before the last stage can send back"
     grants.feeds_back(6)
     assert leave(grants, row(session, 5))[0].argument
+
+
+def pause_after(grants: Grants) -> int:
+    """Let a grant be in vain, and return how many envelopes leave without one after it."""
+    session, position, n_without = new_session(99, max_tokens=1_000), 3, 0
+    while not leave(grants, row(session, position))[0].argument:
+        pass
+    leave(grants, row(session, position))
+    while not leave(grants, row(session, position))[0].argument:
+        n_without += 1
+    grants.forget(99)
+    return n_without + 1
+
+
+@pytest.mark.parametrize("n_steps", [N_STEPS, 64])
+def test_short_answers_lower_the_pause_after_wrong_grants(n_steps: int) -> None:
+    """Their grants are never extended, since they end with the answer; yet all of their rows were of use."""
+    grants = granting(n_steps)
+    pauses = [pause_after(grants) for _ in range(4)]
+    assert pauses == [2, 4, 8, 16]
+    for number in range(1, 4):
+        session = new_session(number, max_tokens=4)
+        position = 3
+        while not leave(grants, row(session, position))[0].argument:
+            pass
+        for position in (4, 5):
+            assert leave(grants, row(session, position)) == ()
+        grants.forget(number)
+    assert pause_after(grants) == 4, "16, halved three times, and doubled by this one"
+    assert grants.n_extended == 0
+
+
+def test_grants_and_rows_in_vain_are_counted() -> None:
+    grants, one, two = granting(), new_session(1), new_session(2)
+    first, _ = leave(grants, row(one), row(two))
+    assert leave(grants, row(one, 4), row(two, 4)) == ()
+    assert leave(grants, row(one, 5), row(two, 5)) != (), "extensions of both"
+    assert not grants.takes(sample(first, 7))
+    figures = grants.figures()
+    assert (figures["given"], figures["extended"], figures["rows"], figures["vain_rows"]) == (1, 1, 4, 0)
+    leave(grants, row(one, 6), row(two, 6), row(new_session(3)))
+    assert grants.n_vain == 1, "a sample that waited for its row"
+    assert not grants.takes(sample(first, 8))
+    figures = grants.figures()
+    assert (figures["repeated"], figures["vain_rows"], figures["steps"]) == (1, 2, N_STEPS)
+    assert not Grants(0).figures()["steps"]

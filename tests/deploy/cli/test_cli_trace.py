@@ -212,6 +212,23 @@ def test_a_cut_that_would_be_faster_is_a_line() -> None:
     assert "stage 0 has slowed the pipeline down for 75 s: layers 0-1, 2-3 would give 31% more" in out.getvalue()
 
 
+def test_grants_are_a_line_where_they_are_given() -> None:
+    off = {"steps": 0, "given": 0, "extended": 0, "repeated": 0, "rows": 0, "vain_rows": 0}
+    before = off | {"steps": 8, "given": 10, "extended": 4, "repeated": 3, "rows": 100, "vain_rows": 9}
+    after = off | {"steps": 8, "given": 12, "extended": 5, "repeated": 3, "rows": 130, "vain_rows": 11}
+    for grants, line in (
+        ((before, after), "grants: 2 given, 1 extended, 0 ended by other rows; 30 rows, and 2 in vain"),
+        ((off, off), None),
+        ((None, None), None),
+    ):
+        old, new = (
+            (described(at, 0) | ({"grants": each} if each else {})) for at, each in zip((0, 10**9), grants, strict=True)
+        )
+        out = io.StringIO()
+        Console(file=out, width=100).print(frame("http://h", new, rates(old, new)))
+        assert (line in out.getvalue()) if line else ("grants" not in out.getvalue())
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_one_frame_fits_a_terminal(width: int) -> None:
     after = described(10**9, 30, tokens=90)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from relayline.coordinator.engine.instructions import Instruction, Replayed
+from relayline.coordinator.engine.instructions import Instruction, Replayed, Started
 from relayline.coordinator.schedule.grants import Grants
 from relayline.coordinator.sessions.session import OutFrame
 from relayline.deploy.testing.cluster.clock import MS, S, Violation
+from relayline.deploy.testing.cluster.model import Truth
 from relayline.deploy.testing.cluster.plan import CALM, Plan, Wish
 from relayline.deploy.testing.cluster.run import Cluster
 from relayline.stage.queue_types import QueuedFrame
@@ -44,14 +45,22 @@ def plan_of(seed: int) -> Plan:
 def play(plan: Plan) -> Cluster:
     """Raise Violation where a stream begins again, or ends later than streams that are never lost do."""
     cluster = Cluster(plan)
+    watched_run(cluster)
+    return cluster
+
+
+def watched_run(cluster: Cluster) -> list[Started]:
+    """Run it to its end; returns the starts of sessions that copy their beginning. Raises Violation as `play`."""
     (coordinator,) = cluster.coordinators
-    carry = coordinator.carry
+    carry, copied = coordinator.carry, list[Started]()
 
     def watched(instructions: Iterable[Instruction]) -> None:
         found = list(instructions)
         for instruction in found:
             if isinstance(instruction, Replayed):
                 raise Violation(f"session {instruction.session_id} begins again: {instruction.why}")
+            if isinstance(instruction, Started) and instruction.n_copied:
+                copied.append(instruction)
         carry(found)
 
     coordinator.carry = watched  # type: ignore[method-assign]
@@ -60,7 +69,7 @@ def play(plan: Plan) -> Cluster:
         raise Violation(
             f"{outcome.n_epochs_lost} epochs were lost, and the last stream ended at {cluster.clock.now_ns}"
         )
-    return cluster
+    return copied
 
 
 def play_all() -> list[Grants]:
@@ -82,6 +91,46 @@ def test_a_stream_goes_on_without_its_coordinator() -> None:
     cluster = play(dataclasses.replace(CALM, schedule=schedule))
     assert grants_of(cluster).n_granted > 40
     assert sum(route.grants.n_rows for node in cluster.nodes for route in node.routes.values()) > 40
+
+
+def copying_plan_of(seed: int) -> Plan:
+    """A long answer under grants; others come while it runs, and begin like its prompt and what it has said so far."""
+    rng = random.Random(f"copying {seed}")
+    prompt = tuple(rng.randrange(9) for _ in range(rng.choice((33, 40))))
+    said = Truth(prompt).answer(20)
+    first = dataclasses.replace(CALM.wishes[0], at_ns=0, prompt=prompt, max_tokens=60)
+    others = [
+        dataclasses.replace(
+            first,
+            at_ns=rng.randrange(700 * MS),
+            prompt=(*prompt, *said[: rng.randrange(20)], *(rng.randrange(9) for _ in range(rng.choice((1, 3, 20))))),
+            max_tokens=rng.choice((1, 5, 30)),
+            leaves_after=rng.choice((None, 3)),
+        )
+        for _ in range(rng.choice((1, 2, 4)))
+    ]
+    plan = plan_of(seed)
+    return dataclasses.replace(
+        plan, wishes=(first, *others), prefix_lanes=rng.choice((1, 2)), n_lanes=rng.choice((4, 6))
+    )
+
+
+def test_prompts_copy_from_streams_under_a_grant() -> None:
+    """No copy is refused, whichever way is the slower: the coordinator's, or that of the last stage's tokens."""
+    n_copied = 0
+    for seed in range(12):
+        rng, cluster = random.Random(seed), Cluster(copying_plan_of(seed))
+        (coordinator,) = cluster.coordinators
+        while not coordinator.is_connected:
+            cluster.clock.step()
+        links = [*coordinator.links]
+        links += [link for node in cluster.nodes for route in node.routes.values()
+                  for link in (route.downstream, route.back) if link is not None]  # fmt: skip
+        for link in links:
+            link.delay_ns = rng.choice((MS // 10, MS, 5 * MS, 20 * MS))
+        n_copied += len(watched_run(cluster))
+        assert grants_of(cluster).n_granted > 0
+    assert n_copied > 10, "else little was tried"
 
 
 def test_a_far_coordinator_costs_a_stream_next_to_nothing() -> None:

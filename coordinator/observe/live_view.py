@@ -27,7 +27,7 @@ LOOK_GAP_NS = 5_000_000_000  # between two looks: over a longer time the rate wo
 MS = 1e-6
 _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
          "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",
-         "drafted_tokens", "accepted_tokens", "plan", "imbalance", "link", "missing",
+         "drafted_tokens", "accepted_tokens", "plan", "grants", "imbalance", "link", "missing",
          "idle")  # fmt: skip
 _STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",
                   "restarts", "host", "failure", "fetched_bytes", "fetch_total_bytes", "loaded_bytes",

@@ -91,8 +91,8 @@ class Picture:
     """Steps between the last look and `from_us` that are not shown."""
     steps: list[list[object]]
     """Each: stage, step, start, duration, rows, padded rows, group, close reason, longest wait, predicted duration (0:
-    not known), rows queued before and after, bytes out, members, and of the first MEMBERS_MAX of these, one after the
-    other, stream and rows; rows of a prompt below zero."""
+    not known), rows queued before and after, bytes out, members, of the first MEMBERS_MAX of these, one after the
+    other, stream and rows (rows of a prompt below zero), and the rows that the last stage sent back under a grant."""
     streams: dict[int, int]
     """Session ids by the numbers that `steps` call them."""
     overlap: dict[str, float]
@@ -112,17 +112,21 @@ class _Step(NamedTuple):
     waits_ns: list[int]
     positions: list[int]
     """Of the first HOPS_MAX frames."""
+    n_granted: int
+    """Rows that came from the last stage under a grant, not from the coordinator: on the first stage alone."""
 
 
-def _read(batch: pb.BatchRecord) -> _Step:
+def _read(stage: int, batch: pb.BatchRecord) -> _Step:
     sessions, rows, waits_ns = [], [], []
+    n_granted, is_first = 0, stage == 0 and batch.taken_ns > 0  # stages of before leave out both times
     for member in batch.members[:MEMBERS_READ_MAX]:
         sessions.append(member.session_id)
         rows.append(-member.n_rows if member.is_prefill else member.n_rows)
         waits_ns.append(member.wait_ns)
+        n_granted += is_first and not member.sent_ns
     positions = [member.position for member in batch.members[:HOPS_MAX]]
     start_ns = batch.start_ns
-    return _Step(batch, start_ns, start_ns + batch.decode_ns, sessions, rows, waits_ns, positions)
+    return _Step(batch, start_ns, start_ns + batch.decode_ns, sessions, rows, waits_ns, positions, n_granted)
 
 
 class StepLooks:
@@ -155,7 +159,10 @@ class StepLooks:
             by_stage.append(batches)
         from_ns = cut_ns or self._until_ns
         to_ns = self._until_ns = max(now_ns, from_ns)
-        shown = [[_read(batch) for batch in each if batch.start_ns + batch.decode_ns > cut_ns] for each in by_stage]
+        shown = [
+            [_read(stage, batch) for batch in batches if batch.start_ns + batch.decode_ns > cut_ns]
+            for stage, batches in enumerate(by_stage)
+        ]
         n_skipped += sum(map(len, by_stage)) - sum(map(len, shown))
         spans: list[list[Interval]] = [[(step.start_ns, step.end_ns) for step in steps] for steps in shown]
         steps, streams = self._steps(shown)
@@ -201,7 +208,7 @@ class StepLooks:
                 [stage, batch.step, (start_ns - self.zero_ns) // 1000, (step.end_ns - start_ns) // 1000, batch.n_rows,
                  batch.padded_rows, colour, batch.close_reason, max(step.waits_ns, default=0) // 1000,
                  batch.predicted_ns // 1000, batch.queued_rows_before, batch.queued_rows_after, batch.bytes_out,
-                 len(batch.members), flat]
+                 len(batch.members), flat, step.n_granted]
             )  # fmt: skip
         if rows:
             self._colours.keep({session for _, _, step in ordered for session in step.sessions})

@@ -186,6 +186,7 @@ def _batch(
         "phase": "prefill" if own.is_prefill else "decode",
         "position": own.position,
         "own_rows": own.n_rows,
+        "granted": index == 0 and batch.taken_ns > 0 and not own.sent_ns,  # not the coordinator sent it
         "rows": batch.n_rows,
         "padded_rows": batch.padded_rows,
         "frames": len(batch.members),

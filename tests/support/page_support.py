@@ -97,9 +97,9 @@ class World:
 
 @contextlib.asynccontextmanager
 async def served(
-    tokenizer: Tokenizer, keys: Path | None = None, *, encoder: Encoder | None = None
+    tokenizer: Tokenizer, keys: Path | None = None, *, encoder: Encoder | None = None, stage: FakeStage | None = None
 ) -> AsyncIterator[World]:
-    stage, generator = FakeStage(), Described()
+    stage, generator = stage or FakeStage(), Described()
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(Observer(), lambda: [stage])

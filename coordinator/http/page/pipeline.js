@@ -247,10 +247,13 @@ export function pipelineView() {
       tellLegend();
       line.draw();
     } }, text);
+  let knowsGrants = false;
   const tellLegend = () => {
     const prompt = h("span", null, h("i.kp"), "prompt rows");
-    if (line.byRequest) legend.replaceChildren(h("span", null, "a stripe per request"), prompt);
-    else legend.replaceChildren(h("span", null, h("i.k0"), h("i.k1"), "groups of streams"), prompt, h("span", null, "height and number: rows"));
+    const grants = line.hasGrants ? h("span", null, h("i.kg"), "rows under grants: the stages went on by themselves") : "";
+    if (line.byRequest) legend.replaceChildren(h("span", null, "a stripe per request"), prompt, grants);
+    else legend.replaceChildren(h("span", null, h("i.k0"), h("i.k1"), "groups of streams"), prompt, h("span", null, "height and number: rows"), grants);
+    knowsGrants = line.hasGrants;
   };
   kinds.append(kind("Groups", false), kind("Requests", true));
   tellLegend();
@@ -296,6 +299,7 @@ export function pipelineView() {
       line.setStages(stages);
       labels.show(state.stages, (stage) => stage.index);
       line.take(fresh);
+      if (line.hasGrants !== knowsGrants) tellLegend();
       if (!line.isPaused && !line.picked && !line.hovered) describeStep(inspect, null);
       const items = state.stages.flatMap((stage, at) => [{ stage }, { from: stage, to: state.stages[at + 1] }]);
       machines.show(items, (item) => (item.stage ? `s${item.stage.index}` : `l${item.from.index}`));

@@ -97,6 +97,7 @@ export function planView() {
         fact("Groups", count(plan.n_groups), `of ${plan.group_rows} row${plan.group_rows === 1 ? "" : "s"}`),
         fact("A token every", ms(period), "predicted"),
         fact("Overhead", ms(plan.overhead_ns / 1e6), "per round trip"),
+        ...(state.grants && state.grants.rows ? [fact("Granted rows", count(state.grants.rows), "not waited for the coordinator")] : []),
         fact("Prompt chunk", count(plan.chunk_rows), plan.chunk_rows === 1 ? "row" : "rows"),
       );
       const unequal = state.imbalance;

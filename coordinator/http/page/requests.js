@@ -152,10 +152,22 @@ const BATCHES = [
   ["Step", "n", "Time of the native step"],
   ["Predicted", "n", "Time of the step as the cost curve gives it, and by how much the step took more or less"],
   ["Closed by", "", "Why the batch took no more rows"],
-  ["Upstream", "n", "Wait in the queue of whoever sent the rows"],
+  ["Upstream", "n", "Wait in the queue of whoever sent the rows. Granted: the last stage sent the token back, and the coordinator was not waited for"],
   ["Queue", "n", "Rows that waited at the stage before and after the step"],
   ["Mates", "", "Other requests with rows in the step"],
 ];
+
+// Where the time of an answer went: a name, the parts of it that the trace states, and a colour.
+const TIMES = [
+  ["native steps", ["compute"], 0], ["on the way between stages", ["hop"], 1], ["waiting for batches", ["queue"], 6], ["placing and encoding rows", ["handle"], 2],
+  ["back to the coordinator", ["back"], 4], ["coordinator", ["deciding", "taking"], 3], ["waiting for its group", ["group"], 5], ["paused or not known", ["paused", "earlier", "rest"], 7],
+];
+
+function timesOf(decode) {
+  const of = (part) => [decode[`${part}_ms`] ?? 0].flat().reduce((sum, each) => sum + each, 0);
+  const whole = Math.max(1e-9, decode.took_ms);
+  return TIMES.map(([name, parts, shade]) => ({ name, shade, share: parts.reduce((sum, part) => sum + of(part), 0) / whole })).filter(({ share }) => share >= 0.005);
+}
 
 // One request: phases and batches over its whole time, a part of that enlarged, and the batches of the part as a table.
 class Life {
@@ -164,6 +176,9 @@ class Life {
     this.jaeger = h("a", { target: "_blank", rel: "noreferrer", hidden: true }, "Open in Jaeger");
     this.sub = h("p");
     this.facts = h("dl.facts");
+    this.timesBar = h(".cutbar.slim", { "aria-hidden": "true" });
+    this.timesList = h(".legend");
+    this.times = h(".pad", { hidden: true }, h(".head", null, h("h3", null, "Where the time of its tokens went"), this.timesList), this.timesBar);
     this.whole = h("canvas", { tabindex: "0", role: "slider", "aria-label": "Part of the request that is enlarged", "aria-valuemin": "0", "aria-valuemax": "100" });
     this.close = h("canvas", { role: "img" });
     this.choice = h(".seg", { role: "group", "aria-label": "Choice" });
@@ -174,7 +189,7 @@ class Life {
     const head = h("thead", null, h("tr", null, BATCHES.map(heading)));
     this.element = h("div", null,
       h(".head", null, this.title, this.sub, h(".tools", null, this.choice, this.jaeger)),
-      h(".panel", null, this.facts,
+      h(".panel", null, this.facts, this.times,
         h(".pad.water", null, h(".head", null, h("h3", null, "Whole"), h("p", null, "drag or use the arrow keys to choose what is enlarged below")), this.whole),
         h(".pad.water", null, h(".head", null, h("h3", null, "Enlarged"), h(".legend", null, h("span", null, h("i.k0"), "with its rows"), h("span", null, h("i.kp"), "its prompt"), h("span", null, "thin line: its wait"))), this.close),
         this.events),
@@ -262,6 +277,14 @@ class Life {
       fact("Drafts", right, stream.drafted_tokens ? "accepted" : ""),
       fact("Took", ms(trace.duration_ms)),
     );
+    const times = stream.time && stream.time.decode ? timesOf(stream.time.decode) : [];
+    this.times.hidden = !times.length;
+    this.timesList.replaceChildren(...times.map(({ name, shade, share }) => h("span", null, h(`i.k${shade}`), `${name} ${percent(share)}`)));
+    this.timesBar.replaceChildren(...times.map(({ shade, share }) => {
+      const part = h(`div.k${shade}`);
+      part.style.flex = `${share} 0 0`;
+      return part;
+    }));
     this.events.hidden = !stream.events.length && !stream.shared_with;
     this.events.replaceChildren(
       ...(stream.shared_with ? [h("li", null, `Shares the session of ${short(stream.shared_with)}: the same request, computed once.`)] : []),
@@ -402,7 +425,7 @@ class Life {
       const queue = `${bar.queued_rows_before} → ${bar.queued_rows_after}`;
       const mates = bar.mates.slice(0, 6).flatMap((mate, index) => [index ? " " : "", h("a.num", { href: `#/requests/${encodeURIComponent(mate)}` }, short(mate).replace(/^(cmpl|chat)-/, ""))]);
       if (bar.mates.length > 6) mates.push(` +${bar.mates.length - 6}`);
-      return h("tr", null, values.map((value, index) => h(BATCHES[index][1] ? `td.${BATCHES[index][1]}` : "td", null, String(value))), h("td.n", null, ms(bar.upstream_wait_ms)), h("td.n", null, queue), h("td", null, mates.length ? mates : h("span.soft", null, "alone")));
+      return h("tr", null, values.map((value, index) => h(BATCHES[index][1] ? `td.${BATCHES[index][1]}` : "td", null, String(value))), h("td.n", null, bar.granted ? "granted" : ms(bar.upstream_wait_ms)), h("td.n", null, queue), h("td", null, mates.length ? mates : h("span.soft", null, "alone")));
     }));
   }
 }

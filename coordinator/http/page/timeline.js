@@ -16,10 +16,10 @@ const CATCH_UP = 1.1; // seconds in which a look scrolls in
 
 // What a step's array holds, in order; see coordinator/observe/step_looks.py.
 export function stepOf(row) {
-  const [stage, number, start, duration, rows, padded, group, reason, wait, predicted, before, after, bytes, members, flat] = row;
+  const [stage, number, start, duration, rows, padded, group, reason, wait, predicted, before, after, bytes, members, flat, granted = 0] = row;
   const streams = [];
   for (let at = 0; at < flat.length; at += 2) streams.push({ stream: flat[at], rows: Math.abs(flat[at + 1]), isPrompt: flat[at + 1] < 0 });
-  return { stage, number, start, duration, rows, padded, group, reason, wait, predicted, before, after, bytes, members, streams, end: start + duration };
+  return { stage, number, start, duration, rows, padded, group, reason, wait, predicted, before, after, bytes, members, granted, streams, end: start + duration };
 }
 
 function median(values) {
@@ -44,6 +44,7 @@ export class Timeline {
     this.picked = null;
     this.hovered = null;
     this.byRequest = false;
+    this.hasGrants = false; // a step was seen whose rows the last stage sent back
     this.onPause = () => {};
     this.frame = 0;
     this.lastMs = 0;
@@ -140,6 +141,7 @@ export class Timeline {
       }
       last.t1 = Math.max(last.t1, step.end);
       last.steps.push(step);
+      this.hasGrants = this.hasGrants || step.granted > 0;
       this.rowsMost = Math.max(step.rows + step.padded, this.rowsMost * 0.9995);
     }
   }
@@ -309,6 +311,10 @@ export class Timeline {
       pen.font = '11px system-ui, "Liberation Sans", sans-serif';
       pen.textAlign = "left";
     }
+    if (step.granted) {
+      pen.fillStyle = colour("ink");
+      pen.fillRect(x, y + tall + 1, wide, 2);
+    }
     if (step === this.picked) {
       pen.strokeStyle = colour("ink");
       pen.lineWidth = 2;
@@ -467,6 +473,7 @@ export function describeStep(line, step) {
     part("step", `${step.number}`),
     part("rows", `${step.rows}${step.padded ? ` + ${step.padded} padding` : ""}`),
     part("took", `${ms(step.duration / 1000)}${off}`),
+    step.granted ? part("under grants", `${step.granted} row${step.granted === 1 ? "" : "s"}, not from the coordinator`) : "",
     part("longest wait", ms(step.wait / 1000)),
     part("queued", `${step.before} → ${step.after}`),
     part("closed by", step.reason || "–"),

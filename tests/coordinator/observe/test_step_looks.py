@@ -81,10 +81,25 @@ def test_a_step_has_its_times_rows_and_members() -> None:
     )  # fmt: skip
     looks.look([response_of(batch(6, 1, []))], 2 * MS)
     found = looks.look([response_of(record)], 6 * MS)
-    assert found.steps == [[0, 7, 2_000, 2_000, 3, 1, 0, "row_cap", 7, 1_000, 9, 6, 12, 2, [1, 1, 2, -2]]]
+    assert found.steps == [[0, 7, 2_000, 2_000, 3, 1, 0, "row_cap", 7, 1_000, 9, 6, 12, 2, [1, 1, 2, -2], 0]]
     assert found.streams == {1: 50, 2: 60}
     again = looks.look([response_of(batch(8, 7, [60]))], 8 * MS)
     assert again.streams == {2: 60}, "a stream keeps its number"
+
+
+def test_rows_that_the_last_stage_sent_back_are_counted_on_the_first() -> None:
+    sent_at = ((0, 0, 7), (5, 6, 7), (0, 0, 0))
+    for taken_ns, wanted in ((9, [2, 0, 3, 0]), (0, [0] * 4)):  # a stage of before states neither time
+        records = [
+            pb.BatchRecord(
+                step=step, start_ns=step * MS, decode_ns=MS, taken_ns=taken_ns,
+                members=[pb.BatchMember(session_id=at, n_rows=1, sent_ns=sent_ns) for at, sent_ns in enumerate(each)],
+            )
+            for step, each in enumerate(sent_at, start=1)
+        ]  # fmt: skip
+        found = StepLooks(0).look([response_of(*records), response_of(records[0])], 9 * MS)
+        steps = sorted(found.steps, key=lambda step: (step[0], step[1]))
+        assert [step[15] for step in steps] == [wanted[0], wanted[1], wanted[2], 0]
 
 
 def test_members_are_named_up_to_a_bound() -> None:

@@ -56,7 +56,8 @@ def test_phases_and_batches() -> None:
     assert answered["forgotten_batches"] == 2
     (shown,) = answered["batches"]
     assert shown == {
-        "id": "0:3", "at_ms": 35.0, "phase": "decode", "position": 8, "own_rows": 1, "rows": 4, "padded_rows": 1,
+        "id": "0:3", "at_ms": 35.0, "phase": "decode", "position": 8, "own_rows": 1, "granted": False,
+        "rows": 4, "padded_rows": 1,
         "frames": 4, "wait_ms": 1.0, "upstream_wait_ms": 0.0, "close_reason": "row_cap", "queued_rows_before": 9,
         "queued_rows_after": 5, "predicted_ms": 3.0, "decode_ms": 2.0, "encode_ms": 0.0, "bytes_out": 12,
         "trace_id": bytes(range(16)).hex(), "mates": ["cmpl-b-0", f"session {77:016x}"],
@@ -74,6 +75,20 @@ def test_a_running_request_is_shown_as_far_as_it_got() -> None:
     (shown,) = found["streams"]  # type: ignore[misc]
     assert (shown["prefill_ms"], shown["decode_ms"], shown["ttft_ms"]) == (180.0, None, None)
     assert shown["finish_reason"] is None
+
+
+def test_a_batch_says_whether_its_row_came_back_under_a_grant() -> None:
+    own = member(5)
+    own.sent_ns = 0
+    found = [
+        pb.BatchesResponse(batches=[pb.BatchRecord(step=1, taken_ns=taken_ns, members=[own])]) for taken_ns in (9, 0)
+    ]
+    shown = [
+        stage["batches"][0]["granted"]
+        for responses in ([found[0], found[0]], [found[1]])
+        for stage in view(lived(), responses, {}, 0)["streams"][0]["stages"]  # type: ignore[index]
+    ]
+    assert shown == [True, False, False], "on the first stage, from stages that say when they took a batch"
 
 
 def test_mates_are_bounded() -> None:

@@ -187,7 +187,7 @@ async def _looks_at_a_request(tab: Tab) -> None:
     await tab.value("document.querySelector('tbody tr.pick button').click()")
     await tab.until("location.hash.startsWith('#/requests/') && document.querySelectorAll('.tall tbody tr').length > 0")
     text_shown = await tab.value("document.querySelector('main').innerText")
-    for text in ("First token", "Predicted", "Closed by", "Mates"):
+    for text in ("First token", "Where the time of its tokens went", "Predicted", "Closed by", "Mates"):
         assert text in text_shown
 
 

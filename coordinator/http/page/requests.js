@@ -159,8 +159,15 @@ const BATCHES = [
 
 // Where the time of an answer went: a name, the parts of it that the trace states, and a colour.
 const TIMES = [
-  ["native steps", ["compute"], 0], ["on the way between stages", ["hop"], 1], ["waiting for batches", ["queue"], 6], ["placing and encoding rows", ["handle"], 2],
-  ["back to the coordinator", ["back"], 4], ["coordinator", ["deciding", "taking"], 3], ["waiting for its group", ["group"], 5], ["paused or not known", ["paused", "earlier", "rest"], 7],
+  ["stages computing", ["compute"], "0"],
+  ["on the way to the stages", ["hop"], "1"],
+  ["in the stages' queues", ["queue"], "6"],
+  ["placing, encoding, sampling", ["handle"], "2"],
+  ["on the way back", ["back"], "4"],
+  ["the coordinator", ["deciding", "taking"], "3"],
+  ["waiting for its group", ["group"], "5"],
+  ["paused by a loss", ["paused"], "p"],
+  ["not known", ["earlier", "rest"], "7"],
 ];
 
 function timesOf(decode) {

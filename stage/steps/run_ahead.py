@@ -89,6 +89,7 @@ class _Computed:
 
     rows: dict[_Key, Placed]
     result: StepResult
+    n_runs: int  # the engine's, see `_look_at_logits`
 
 
 class RunAhead:
@@ -150,7 +151,12 @@ class RunAhead:
     def _keep(self, result: StepResult) -> None:
         riding, result.riding = result.riding, []
         rows = {item.frame.session_key: item for item in riding}
-        self._computed = _Computed(rows, result) if rows else None
+        self._computed = _Computed(rows, result, self._executor.engine.n_runs) if rows else None
+
+    def _look_at_logits(self) -> None:
+        """Drop rows whose logits are gone: controls, and copies of lanes between steps, may run the engine too."""
+        if self._computed is not None and self._computed.n_runs != self._executor.engine.n_runs:
+            self.settle()
 
     def _room(self, n_rows: int) -> int:
         """Return how many rows may join a step that has `n_rows`."""
@@ -211,6 +217,7 @@ class RunAhead:
         self._answered = []
         if not any(frame.is_prefill for frame in step.frames):
             self._rows_asked = max(step.n_rows, self._rows_asked - 1)
+        self._look_at_logits()
         if self._computed is None:
             return [step]
         touched = {frame.session_key for frame in step.controls}
@@ -254,13 +261,10 @@ class RunAhead:
             self._drop([self._computed.rows.pop(key) for key in touched & self._computed.rows.keys()])
             if not self._computed.rows:
                 self._computed = None
-        engine = self._executor.engine
-        n_runs = engine.n_runs
         result = self._executor.execute(part, riders)
         if riders:
             self._keep(result)
-        elif engine.n_runs != n_runs:  # controls too may run the engine, as copies of lanes do: its logits are gone
-            self.settle()
+        self._look_at_logits()
         self._expect(result)
         return result
 

@@ -89,6 +89,17 @@ def test_a_copy_that_runs_the_engine_voids_the_logits_of_rows_ahead() -> None:
     assert ahead.ahead.n_dropped > 0
 
 
+def test_a_copy_between_two_steps_voids_the_logits_of_rows_ahead() -> None:
+    """One slice of time may store a lane and then fill it: what comes first does not tell what voids the logits."""
+    plain, ahead = DraftWorld(KINDS["greedy"]), ahead_world()
+    truth = played_plainly(plain, N_TOKENS)
+    for _ in range(N_TOKENS):
+        ahead.run([ahead.row(key) for key in KEYS])
+        ahead.engine.void_logits()
+    assert ahead.history == truth
+    assert ahead.ahead.n_dropped > 0
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 1 << 30), st.sampled_from(PLAIN_KINDS))
 def test_streams_in_any_company(seed: int, kind: str) -> None:

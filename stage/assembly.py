@@ -14,7 +14,7 @@ from relayline.stage.engine.load_attempts import attempt
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.native import EngineConfig, NativeEngine
 from relayline.stage.engine.open_tier import held_lanes, open_tier
-from relayline.stage.engine.place import idle_gpus, place_of
+from relayline.stage.engine.place import check_place, idle_gpus, place_of
 from relayline.stage.facts import StageFacts
 from relayline.stage.sampling.constraint import read_vocabulary
 from relayline.stage.speed.curves import Curves
@@ -39,6 +39,7 @@ def load_stage(
     Raises LoadStoppedError when stopped. Its speed is measured if the configuration asks for it, or starts as a copy of
     the curves of `like`.
     """
+    check_place(config.engine)  # a large file takes long to verify
     artifact = verify_artifact(config.artifact, load) if config.verify else open_artifact(config.artifact)
     with attempt(config.artifact):
         return _load(config, artifact, load, like)

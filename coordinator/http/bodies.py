@@ -7,7 +7,7 @@ that would change the answer and are not supported are listed, so that `validati
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -257,7 +257,7 @@ def decode_body(raw: bytes | bytearray, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         if "got `float`" in str(error) and (whole := _with_whole_numbers(raw)) is not None:
             return decode_body(whole, kind)
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
@@ -282,7 +282,7 @@ def _with_whole_numbers(raw: bytes | bytearray) -> bytes | None:
     return msgspec.json.encode({**fields, **{k: msgspec.Raw(v) for k, v in wholes.items()}}) if wholes else None
 
 
-def _field_error(text: str) -> InvalidRequestError:
+def _field_error(text: str, kind: type[Struct]) -> InvalidRequestError:
     at = _AT.match(text)
     what, path = (at["what"], at["path"]) if at else (text, "")
     missing = _MISSING.search(what)
@@ -291,6 +291,18 @@ def _field_error(text: str) -> InvalidRequestError:
         return InvalidRequestError.of_field(path, "required field is missing")
     what = what.replace("`", "")
     what = what[:1].lower() + what[1:]
+    if what.startswith("invalid enum value") and (words := _words_at(kind, path)):
+        what = f"{what.removeprefix('invalid enum value ')} is none of {', '.join(words)}"
     if not path:
         return InvalidRequestError(f"the body: {what}")
     return InvalidRequestError.of_field(path, what)
+
+
+def _words_at(kind: Any, path: str) -> list[str]:
+    """Return the words that the field at a path of a body may hold; none where it is not a field of fixed words."""
+    for name in path.split("."):
+        parts = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Struct)]
+        fields = {field.encode_name: field.type for part in parts for field in msgspec.structs.fields(part)}
+        kind = fields.get(name)
+    literals = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return [str(word) for literal in literals for word in get_args(literal)]

@@ -263,6 +263,8 @@ def content_text(content: Any, param: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             is_image = isinstance(part, Mapping) and part.get("type") == "image_url"
             text = "only text parts are supported" + (": this model is served without a projector" if is_image else "")
+            if isinstance(part, Mapping) and part.get("type") == "text":
+                text = "a part of type text needs a string `text`"
             place = place_of(part) or f"{param}[{at}]"
             raise InvalidRequestError.of_field(place, text)
         texts.append(part["text"])

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Collection
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -84,7 +85,12 @@ key_option = click.option(
 def base_url(url: str) -> str:
     """Return the coordinator's address without a path. Raises UsageError."""
     url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        is_usable = False
+    if not is_usable:
         raise UsageError(f"{url!r} is not a URL such as http://127.0.0.1:8080")
     return url
 

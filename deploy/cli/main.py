@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from relayline.deploy.cli.interrupts import INTERRUPTED
+from relayline.deploy.cli.variables import variable_of
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError, UsageError
@@ -151,7 +152,8 @@ def main() -> None:
     except click.UsageError as error:
         if error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
-        _end(2, error.format_message())
+        source = variable_of(error.param, error.ctx) if isinstance(error, click.BadParameter) else ""
+        _end(2, f"{error.format_message()}{source}")
     except click.ClickException as error:
         _end(error.exit_code, error.format_message())
     except UsageError as error:
@@ -163,7 +165,9 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _end(1, f"{where}{error.strerror or error}")
+        is_in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = "it is a file; name a directory" if is_in_the_way else error.strerror or error
+        _end(1, f"{where}{reason}")
 
 
 def _end(code: int, *messages: str) -> None:

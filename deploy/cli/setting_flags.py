@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from relayline.deploy.cli.variables import variable_of
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 from relayline.wire.settings.setting import STAGES, Setting, Settings, entries
@@ -37,7 +38,7 @@ class SettingType(click.ParamType[Any]):
             return self.entry.read(value)
         except UsageError as error:
             if not self.entry.words:
-                raise
+                raise UsageError(f"{error.message}{variable_of(param, ctx)}") from None
             self.fail(error.message.removeprefix(f"{self.entry.flag} "), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -39,7 +39,13 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--cuts", callback=parse_cuts, help="Instead of --stages: first layer of each later stage, e.g. 8,16."
         ),
-        click.option("--stages", "n_stages", type=IntRange(1, 64), help="Number of stages [default: 2]."),
+        click.option(
+            "--stages",
+            "n_stages",
+            type=IntRange(1, 64),
+            envvar="RELAYLINE_STAGES",
+            help="Number of stages [default: 2].",
+        ),
     ):
         function = option(function)
     return function
@@ -67,7 +73,13 @@ def _stage_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--report-fd", type=int, default=None, hidden=True)
 @click.option("--change", default="", hidden=True)  # of the manifest of a pipeline behind a gateway, as JSON
 @supervised_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line; the last one is `ready`.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    envvar="RELAYLINE_JSON",
+    help="Print one JSON object per line; the last one is `ready`.",
+)
 @engine_options
 @pipeline_options
 @http_security_options

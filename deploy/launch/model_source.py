@@ -148,7 +148,8 @@ def local_model(named: str) -> Path:
     if not path.exists():
         if named.startswith(("http://", "https://")):
             raise ModelFileError(f"{named}: URLs are not loaded; download the file, or name hf://ORG/REPO/FILE.gguf")
-        raise ModelFileError(f"{named}: no such file")
+        hint = "" if path.suffix == ".gguf" else "; give a .gguf file, a directory of shards or ORG/NAME[:QUANT]"
+        raise ModelFileError(f"{named}: no such file{hint}")
     if not path.is_file():
         raise ModelFileError(f"{path}: is not a file")
     shard = SHARD.fullmatch(path.name)

@@ -135,6 +135,9 @@ def _complaint(error: ErrorDetails, document: Document, root: type[Part]) -> Com
         case "string_pattern_mismatch":
             return Complaint(line, f"{where}: {_shown(error['input'])} is not {_expected(path)}")
         case "literal_error":
+            if path[-1:] == ("layers",):
+                given = _shown(error["input"])
+                return Complaint(line, f"{where}: {given} is not auto, nor a range such as [0, 16] (16 not included)")
             return Complaint(line, _wrong_choice(where, error))
         case _:
             return Complaint(line, f"{where}: {_wrong_value(error)}")

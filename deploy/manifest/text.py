@@ -103,6 +103,21 @@ class _Loader(yaml.BaseLoader):
             raise TextError(Complaint(self.line + 1, "values are nested too deeply"))
 
 
+# What PyYAML says of the usual mistakes -> what to do.
+_REMEDIES = {
+    "found character '\\t' that cannot start any token": "a tab stands where a value begins; indent with spaces",
+    "mapping values are not allowed here": "a key is too much in this line; a text with `: ` in it needs quotes",
+    "found undefined alias": "a text that begins with * needs quotes",
+}
+
+
+def _plain(error: yaml.MarkedYAMLError) -> str:
+    """Return what is wrong, in the words of this module where it knows some."""
+    problem = str(error.problem)
+    known = next((words for start, words in _REMEDIES.items() if problem.startswith(start)), "")
+    return known or (f"{problem} {error.context}" if error.context else problem)
+
+
 def _compose(text: str) -> yaml.Node:
     try:
         # The base loader keeps every scalar as text. Two documents are enough to know that there are too many.
@@ -112,8 +127,7 @@ def _compose(text: str) -> yaml.Node:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else mark.line + 1
-        context = f" {error.context}" if error.context else ""
-        raise TextError(Complaint(line, _one_line(f"not YAML: {error.problem}{context}"))) from None
+        raise TextError(Complaint(line, _one_line(f"not YAML: {_plain(error)}"))) from None
     except yaml.YAMLError as error:
         position = getattr(error, "position", 0)
         raise TextError(Complaint(text.count("\n", 0, position) + 1, _one_line(f"not YAML: {error}"))) from None

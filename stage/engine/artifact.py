@@ -291,6 +291,8 @@ def verify_artifact(path: Path, load: Load | None = None) -> StageArtifact:
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
+    if not (path.parent / PIPELINE_FILE).exists():
+        open_artifact(path)  # a whole model has none next to it, which is then not what is wrong
     pipeline = _read_pipeline(path.parent / PIPELINE_FILE)
     entry = next((entry for entry in pipeline.stages if entry.file == path.name), None)
     if entry is None:

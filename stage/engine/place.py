@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from relayline.stage.engine import ggml
-from relayline.stage.engine.device_choice import computing
+from relayline.stage.engine.device_choice import check_devices, computing
 from relayline.stage.engine.ggml import Device
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
@@ -29,6 +29,11 @@ def place_of(settings: EngineSettings) -> pb.Place:
         cores=sorted(os.sched_getaffinity(0)),
         n_threads=settings.threads_used,
     )
+
+
+def check_place(settings: EngineSettings) -> None:
+    """Raise UsageError for a device that the settings name and this host lacks."""
+    check_devices(settings, ggml.list_devices())
 
 
 def device_id(device: Device, part: str) -> str:

@@ -8,9 +8,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -253,6 +254,31 @@ def test_refusals_name_the_field(plan: Callable[..., Plan], fields: dict[str, An
 def test_bodies_that_are_no_request(raw: bytes, text: str) -> None:
     with pytest.raises(InvalidRequestError, match=text):
         decode_body(raw, CompletionBody)
+
+
+class _Inner(msgspec.Struct):
+    word: Literal["a", "b"] | None = msgspec.field(name="said", default=None)
+
+
+class _Outer(msgspec.Struct):
+    inner: _Inner | None = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "says"),
+    [
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": ""}], "reasoning_effort": "lot"},
+            "reasoning_effort: 'lot' is none of none, minimal, low, medium, high, xhigh, max",
+        ),
+        (_Outer, {"inner": {"said": "c"}}, "inner.said: 'c' is none of a, b"),
+    ],
+)
+def test_a_word_that_is_none_of_a_field_names_them(kind: Any, body: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode_body(msgspec.json.encode(body), kind)
+    assert caught.value.message == says
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,16 @@ def test_content_reaches_the_template_as_one_text(content: object, text: str) ->
     assert render("{{ messages[0].content }}", {"role": "user", "content": content}) == text
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "text", 5])
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "x"}, "text", 5])
 def test_a_part_that_is_not_text_is_named(part: object) -> None:
     with pytest.raises(InvalidRequestError, match="only text parts") as caught:
         render(CHATML, USER, {"role": "user", "content": [{"type": "text", "text": "see"}, part]})
     assert caught.value.param == "messages[1].content[1]"
+
+
+def test_a_text_part_without_text_is_not_called_another_kind() -> None:
+    with pytest.raises(InvalidRequestError, match="a part of type text needs a string `text`"):
+        render(CHATML, USER, {"role": "user", "content": [{"type": "text"}]})
 
 
 def test_developer_is_system_to_templates_that_do_not_know_it() -> None:

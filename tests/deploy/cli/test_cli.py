@@ -224,11 +224,35 @@ def test_a_variable_that_is_not_set_names_nothing(command: str) -> None:
     [
         ("up m.gguf --stages 1e9", "'--stages': '1e9' is not a whole number"),
         ("bench http://127.0.0.1:1 --temperature x", "'--temperature': 'x' is not a number"),
+        ("top --once --url http://127.0.0.1:99999", "'http://127.0.0.1:99999' is not a URL such as http://127"),
+        ("chat hi --url http://", "is not a URL such as http://127.0.0.1:8080"),
         ("up m.gguf --http 8080", "'8080' is not HOST:PORT, such as 127.0.0.1:8080"),
     ],
 )
 def test_texts_that_are_no_number_or_address(words: str, says: str) -> None:
     refused_here(2, *words.split(), says=says)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RELAYLINE_CTX", "x", "--ctx 'x' is not a whole number (from RELAYLINE_CTX)"),
+        ("RELAYLINE_STAGES", "two", "'--stages': 'two' is not a whole number (from RELAYLINE_STAGES)"),
+        ("RELAYLINE_JSON", "perhaps", "(from RELAYLINE_JSON)"),
+        ("RELAYLINE_HTTP", "8080", "'8080' is not HOST:PORT, such as 127.0.0.1:8080 (from RELAYLINE_HTTP)"),
+    ],
+)
+def test_a_refused_variable_is_named(name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    refused_here(2, "up", "m.gguf", says=says)
+
+
+def test_names_of_other_things(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused_here(1, "certs", "init", tmp_path / "file", says="file: it is a file; name a directory")
+    refused_here(1, "certs", "init", tmp_path / "file" / "deep", says="it is a file; name a directory")
+    refused_here(1, "pull", "nosuch", says="nosuch: no such file; give a .gguf file, a directory of shards or ORG/NAME")
+    refused(1, "stage", "--artifact", model, says="not a relayline stage artifact (a whole model?); make one with")
 
 
 def test_no_command_shows_the_help() -> None:

@@ -18,7 +18,7 @@ from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage import assembly
 from relayline.stage.engine import ggml, place
 from relayline.stage.engine.ggml import Device
-from relayline.wire.common.errors import NativeError
+from relayline.wire.common.errors import NativeError, UsageError
 from relayline.wire.settings.table import EngineSettings
 
 FOUND = (Device("CUDA0", "H100", 1, 1), Device("CUDA1", "A2", 1, 2), Device("CPU", "EPYC", 0, 3))
@@ -130,3 +130,12 @@ def test_a_stage_that_leaves_a_gpu_idle_logs_it(
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("relayline")]
     idle = "is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there"
     assert lines == ([] if gpu_layers else [f"{FOUND[0].text} {idle}"])
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_that_is_not_here_is_refused_before_a_large_file_is_verified(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(assembly, "verify_artifact", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(UsageError, match="--device CUDA7 is unknown here"):
+        assembly.load_stage(stage_config(tmp_path / "stage-0.gguf", devices="CUDA7", verify=True))

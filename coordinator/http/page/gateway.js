@@ -1,6 +1,6 @@
 // The page of a gateway: its pipelines as they are now, each with a link to its own page and chat.
 
-import { Keyed, ask, count, h, percent, say, sentence } from "./dom.js";
+import { Keyed, ask, count, h, none, percent, say, sentence } from "./dom.js";
 import { askForKey } from "./key.js";
 import { themed } from "./theme.js";
 
@@ -20,7 +20,7 @@ const rows = new Keyed(body, (pipeline) => {
   const word = h("span");
   const bar = h("i");
   const streams = h("span.num");
-  cells[0].append(h("a", { href: to("") }, pipeline.name));
+  cells[0].append(h("a.stage-name", { href: to(""), title: pipeline.name }, pipeline.name));
   cells[1].append(dot, word);
   cells[3].append(h("span.meter", { "aria-hidden": "true" }, bar), streams);
   cells[6].append(h("a", { href: to("#/chat"), "aria-label": `Chat with ${pipeline.name}` }, "Chat"));
@@ -32,8 +32,10 @@ const rows = new Keyed(body, (pipeline) => {
   dot.className = `dot ${kind}`;
   say(word, pipeline.problem ? `${pipeline.phase}: ${pipeline.problem}` : pipeline.phase);
   say(cells[2], pipeline.models.join(", "));
+  const isDead = pipeline.phase === "dead";
+  bar.parentElement.hidden = isDead;
   bar.style.width = percent(Math.min(1, running / Math.max(1, pipeline.lanes))).replace(" ", "");
-  say(streams, pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} lanes` : count(running));
+  say(streams, isDead ? none : pipeline.lanes ? `${count(running)} of ${count(pipeline.lanes)} lanes` : count(running));
   say(cells[4], count(pipeline.sent));
   say(cells[5], pipeline.url);
 });

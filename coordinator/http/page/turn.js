@@ -32,7 +32,7 @@ export class Turn {
     this.raw = h(".text.raw", { hidden: true, role: "group", "aria-label": "Tokens; arrow keys go from one to the next" });
     this.raw.addEventListener("keydown", (event) => this.walk(event));
     this.called = h("div");
-    this.below = h("div");
+    this.below = h(".below"); // in view while its turn is: the token may be far above the answer's end
     this.buttons = h(".acts", null, role === "user" ? h("button.quiet", { type: "button", onclick: () => acts.edit(this) }, "Edit") : null, copyButton(() => this.text, () => this.body));
     this.buttons.lastChild.className = "quiet";
     this.element = h(`.turn.${role}`, null, this.by, this.fold, this.seen, this.body, this.raw, this.called, this.below, this.buttons);

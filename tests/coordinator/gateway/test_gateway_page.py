@@ -32,6 +32,7 @@ async def test_a_person_finds_a_pipeline_and_comes_back(tokenizer: Tokenizer) ->
         ]
         await served[0].kill()
         await tab.until("document.querySelector('tr.bad-row')?.cells[1].innerText.includes('dead')")
+        assert (await tab.value(CELLS))[0][3] == "–", "nobody knows how many streams it has"
         await tab.go(await tab.value(f"({PICK})('b').href"))
         await tab.until("document.querySelector('#model')?.textContent === 'code'")
         await tab.go(await tab.value(f"({PICK})('All pipelines').href"))

@@ -146,6 +146,24 @@ async def _keeps_what_stands(tab: Tab) -> None:
     assert kept == [True, "a\nb", 3]
 
 
+async def test_a_token_high_up_shows_its_probabilities_in_view(chat: tuple[World, Tab]) -> None:
+    world, tab = chat
+    world.generator.script = says(b"a\n" * 150)
+    await tab.value("document.querySelector('#chat-probs').click()")
+    await send(tab, "one")
+    await settled(tab)
+    await tab.value("(scrollTo(0, 0), document.querySelector('.tok').focus())")
+    box, top = await tab.value("""[document.querySelector('.probs').getBoundingClientRect().toJSON(),
+      document.querySelector('.compose').getBoundingClientRect().top]""")
+    assert 0 < box["top"] < box["bottom"] <= top, "not below the message box, nor below the page"
+    for key in ("ArrowRight", "End"):
+        await tab.value(
+            f"document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {{key: {key!r}, bubbles: true}}))"
+        )
+    assert await tab.value("[...document.querySelectorAll('.tok')].filter((each) => each.tabIndex === 0).length") == 1
+    assert await tab.value("document.activeElement === document.querySelector('.tok:last-child')")
+
+
 async def test_a_refused_message_comes_back_and_the_chat_stays_as_it_was(chat: tuple[World, Tab]) -> None:
     world, tab = chat
     await send(tab, "one")

@@ -187,3 +187,28 @@ async def test_stages_that_name_one_device_are_planned_as_one(ids: tuple[str, st
     for costs in (connection.stage_costs(), again):
         assert GroupPlanner(costs).plan(16, n_prompts=0).n_groups == n_groups
     assert len(device_lines(facts, ["first", "second"])) == 2 - n_groups
+
+
+async def test_batches_are_moved_by_what_the_heartbeats_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This call's own round trip may take long, and its middle may be far from when the stage read its clock."""
+    ahead_ns, sent_ns = 5 * 10**9, 77
+    now_ns = time.monotonic_ns()
+    batch = pb.BatchRecord(start_ns=now_ns + ahead_ns, taken_ns=now_ns + ahead_ns - 9)
+    batch.members.add(sent_ns=sent_ns)
+    answer = pb.BatchesResponse(now_ns=now_ns + ahead_ns + 400_000_000, batches=[batch, pb.BatchRecord(start_ns=1)])
+
+    async def call(*_: object) -> pb.BatchesResponse:
+        return pb.BatchesResponse.FromString(answer.SerializeToString())
+
+    monkeypatch.setattr(rpc, "call", call)
+    client = StageClient("127.0.0.1:1")
+    guessed = await client.batches([1])
+    client.clock.heard(now_ns - 2, now_ns, now_ns - 1 + ahead_ns)
+    known = await client.batches([1])
+    await client.close()
+    assert guessed is not None
+    assert known is not None
+    assert abs(guessed.batches[0].start_ns - now_ns) > 10**8
+    assert (known.batches[0].start_ns, known.batches[0].taken_ns) == (now_ns, now_ns - 9)
+    assert known.batches[0].members[0].sent_ns == sent_ns, "the sender's clock"
+    assert known.batches[1].taken_ns == 0, "of an older stage, which does not say"

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from relayline.stage.inbound import queued_frames
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.sending_back import write_back
 from relayline.stage.steps.grants import Grants, mark_granted
@@ -15,7 +16,7 @@ from relayline.wire.envelopes.dtypes import DTYPE_TOKENS
 from relayline.wire.envelopes.envelope import parse
 from relayline.wire.envelopes.frames import Flag, grant_argument
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-from tests.support.fakes import ROUTE, control, rows_frame
+from tests.support.fakes import EPOCH, ROUTE, control, rows_frame
 
 SESSION, NUMBER, TRACE = 8, 77, bytes(range(25))
 
@@ -100,3 +101,13 @@ def test_the_last_stage_writes_the_rows_that_follow() -> None:
     assert (session_id, position, n_rows, flags, argument) == (SESSION, 4, 1, Flag.WANTS_SAMPLE, frame.argument)
     assert epoch == frame.epoch
     assert frame.route_id == ROUTE
+
+
+@pytest.mark.parametrize(("is_back", "sent_ns"), [(False, 900), (True, 0)])
+def test_a_frame_knows_when_it_left_unless_it_came_back(is_back: bool, sent_ns: int) -> None:
+    """The stage's record of its batch then says that the row did not come from the coordinator."""
+    pool = BufferPool(DTYPE_TOKENS, 1)
+    message = write_back(pool.lease(1, 1), [(row(3, NUMBER, 6), 7)], EPOCH, 1, 900)
+    view = parse(bytes(bytearray(message)), max_rows=8)
+    (frame,) = queued_frames(view, ROUTE, EPOCH, 1_000, 1, None, is_back=is_back)
+    assert (frame.sent_ns, frame.arrived_ns) == (sent_ns, 1_000)

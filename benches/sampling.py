@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from benches.origin import origin
 from relayline.deploy.cli.load import percentile
 from relayline.stage.sampling.draws import BLOCKS_FROM, Draws, noise_keys
 from relayline.stage.sampling.rows import Ask, DeviceRow, prepare_noise, sample_on_device, sample_rows
@@ -281,16 +280,7 @@ def main() -> None:
         table.add_row(row["label"], *map(str, row["values"]))
     Console().print(table, found.get("exactness", ""))
     if arguments.out:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        origin = {
-            "machine": arguments.machine,
-            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-            "commit": commit.stdout.strip(),
-            "command": "python -m benches.sampling"
-            + " --together" * arguments.together
-            + " --on-device" * arguments.on_device,
-        }
-        arguments.out.write_text(json.dumps({**origin, **found}, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(origin("benches.sampling", arguments.machine) | found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def run_coordinator(config: ServeConfig, callbacks: Callbacks) -> None:
 
 
 async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callbacks) -> None:
-    check_connects(config.pipeline.addresses, config.pipeline.security, "the coordinator")
+    check_connects(config.pipeline.addresses, config.pipeline.security)
     file, tokenizer = _read_split(config)
     roster = make_roster(config.join, callbacks.on_member) if config.join is not None else None
     chat = chat_template_of(tokenizer, config.chat_template_file)

@@ -61,10 +61,10 @@ class PageFile:
         return web.Response(body=body, headers=headers, content_type=self.content_type, charset="utf-8")
 
 
-def read_files(directory: Path = FILES_DIR) -> dict[str, PageFile]:
+def read_files() -> dict[str, PageFile]:
     """Return the files of the page by their paths at the server; `/` is the page itself."""
     found = {}
-    for path in sorted(directory.iterdir()):
+    for path in sorted(FILES_DIR.iterdir()):
         if path.suffix in _TYPES:
             body = path.read_bytes()
             packed = gzip.compress(body, mtime=0)

@@ -136,10 +136,10 @@ class Best:
     """False only where an exact search would have taken too long, see COMPARISONS_MAX."""
 
 
-def best_split(instance: Instance, *, ignore_memory: bool = False) -> Best | None:
+def best_split(instance: Instance) -> Best | None:
     """Return the best split, or None if no legal split fits the memory."""
     costs = Costs(instance)
-    room = Room(instance, ignore_memory=ignore_memory)
+    room = Room(instance)
     n_streams = instance.load.streams
     cuts = room.some_cuts()
     if cuts is None:

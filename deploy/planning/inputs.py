@@ -34,7 +34,7 @@ from relayline.deploy.planning.busy import bounded
 from relayline.deploy.planning.gpu_speeds import UNKNOWN, GpuSpeed, speed_of
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, place_of, threads_on
 from relayline.deploy.planning.measure import known_speed, sample_of
-from relayline.deploy.planning.offload import GpuFact, offloads_of
+from relayline.deploy.planning.offload import offloads_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
@@ -108,13 +108,12 @@ def instance_of(
     n_streams: int = 0,
     is_running: bool = False,
     known: Mapping[str, KnownHost] | None = None,
-    gpus: Sequence[GpuFact] | None = None,
 ) -> Instance:
     """Return the planning problem of a manifest.
 
     With is_running the pipeline is up already, so this machine counts with all its memory, not only the free part.
-    `known`: the hosts' own reports, by stage; without it their earlier ones. `gpus`: this machine's; without it they
-    are looked for. Raises UsageError for an unusable calibration file.
+    `known`: the hosts' own reports, by stage; without it their earlier ones. Raises UsageError for an unusable
+    calibration file.
     """
     if known is None:
         known = known_hosts(manifest, facts.path)
@@ -122,7 +121,7 @@ def instance_of(
     machines = _machines(manifest, threads, known, is_running=is_running)
     bytes_per_weight = _bytes_per_weight(facts)
     hosts = []
-    places = zip(gpu_numbers(manifest), _offloads(manifest, facts, gpus), strict=True)
+    places = zip(gpu_numbers(manifest), _offloads(manifest, facts), strict=True)
     for stage, n_threads, (device, offload) in zip(manifest.stages, threads, places, strict=True):
         measured = None if not stage.is_local else _measured(manifest, facts, stage, n_threads)
         reported = known[stage.name].speed if stage.name in known else None
@@ -152,17 +151,16 @@ def instance_of(
     return Instance(shape_of(facts), tuple(hosts), load_of(manifest, n_streams), links[0], coordinator)
 
 
-def _offloads(manifest: Manifest, facts: ModelFacts, gpus: Sequence[GpuFact] | None) -> list[Offload | None]:
+def _offloads(manifest: Manifest, facts: ModelFacts) -> list[Offload | None]:
     if not any(stage.gpu_layers_used for stage in manifest.stages):
         return [None] * len(manifest.stages)
-    if gpus is None:
-        gpus = known_gpus() if any(stage.is_local and stage.gpu_layers_used for stage in manifest.stages) else ()
+    gpus = known_gpus() if any(stage.is_local and stage.gpu_layers_used for stage in manifest.stages) else ()
     return offloads_of(manifest, [*open_model(facts.path).tensors.values()], facts.n_layers, gpus)
 
 
 def memory_of(manifest: Manifest, facts: ModelFacts, cuts: Sequence[int]) -> list[StageMemory]:
     """Return the memory of each stage of a manifest, cut so."""
-    shape, load, offloads = shape_of(facts), load_of(manifest), _offloads(manifest, facts, None)
+    shape, load, offloads = shape_of(facts), load_of(manifest), _offloads(manifest, facts)
     edges = ranges(facts.n_layers, cuts)
     return [stage_memory(shape, load, *edge, offload) for edge, offload in zip(edges, offloads, strict=True)]
 
@@ -317,11 +315,10 @@ def best_for(instance: Instance) -> Best:
     return best
 
 
-def cuts_for(manifest: Manifest, model_path: Path, known: Mapping[str, KnownHost] | None = None) -> tuple[int, ...]:
+def cuts_for(manifest: Manifest, model_path: Path) -> tuple[int, ...]:
     """Return the best cuts for a manifest: the first layer of every stage but the first; () for one stage.
 
-    Ranges that the manifest gives are kept. `known` as in `instance_of`. Raises UsageError where nothing fits,
-    ModelFileError.
+    Ranges that the manifest gives are kept. Raises UsageError where nothing fits, ModelFileError.
     """
-    best = best_for(instance_of(manifest, inspect_model(model_path), known=known))
+    best = best_for(instance_of(manifest, inspect_model(model_path)))
     return tuple(start for start, _ in best.edges[1:])

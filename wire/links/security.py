@@ -268,14 +268,13 @@ def check_connect(address: str, security: LinkSecurity) -> None:
         )
 
 
-def check_connects(addresses: tuple[str, ...], security: LinkSecurity, who: str) -> None:
-    """Hold `check_connect` for all addresses at the start of `who`, and warn once if plaintext leaves the machine."""
+def check_connects(addresses: tuple[str, ...], security: LinkSecurity) -> None:
+    """Hold `check_connect` for all of the coordinator's stages, and warn once if plaintext leaves the machine."""
     for address in addresses:
         check_connect(address, security)
     beyond = [address for address in addresses if not is_loopback(host_of(address))]
     if beyond and not security.is_tls:
         log.warning(
-            "%s connects to %s in PLAINTEXT: anyone on the network path can read and change it",
-            who,
+            "the coordinator connects to %s in PLAINTEXT: anyone on the network path can read and change it",
             ", ".join(beyond),
         )

@@ -68,10 +68,10 @@ def check_material(ca: Path, cert: Path, key: Path, now: datetime.datetime | Non
     return material
 
 
-def check_pair(cert: Path, key: Path, now: datetime.datetime | None = None) -> None:
+def check_pair(cert: Path, key: Path) -> None:
     """Raise UsageError, with one line, for the first thing that is wrong with the certificate and key of a server that
     anybody may connect to; warn as `check_material` does."""
-    now = now or datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.UTC)
     own = _certificates(_read(cert, WHERE_FROM), cert)[0]
     if _public_bytes(_private_key(_read(key, WHERE_FROM), key).public_key()) != _public_bytes(own.public_key()):
         raise UsageError(f"{key} does not belong to {cert}; give the key that the certificate was requested with")

@@ -18,7 +18,6 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -44,7 +43,7 @@ COMPLAINT_CHARS_MAX = 500
 
 
 class Pipe:
-    """A tracer whose spans go to exporters. Every method but `plan_ids` may be called by any thread."""
+    """A tracer whose spans go to exporters. Every method may be called by any thread."""
 
     def __init__(
         self,
@@ -58,7 +57,6 @@ class Pipe:
         `hint` is logged when spans do not arrive: how they are sent, and which setting changes that.
         """
         _route_sdk_log(hint)
-        self._ids = _PlannedIds()
         self._processors = [_Counted(exporter) for exporter in exporters]
         self._sampler_ratio, self._limits = sampler_ratio, _limits()
         self._scope = InstrumentationScope(names.SCOPE, version_of())
@@ -75,7 +73,6 @@ class Pipe:
             sampler=ParentBasedTraceIdRatio(self._sampler_ratio) if self._sampler_ratio < 1.0 else None,
             resource=self._resource,
             shutdown_on_exit=False,
-            id_generator=self._ids,
             span_limits=self._limits,
         )
         # Otherwise no span of this process is ever recorded, and none may be promised.
@@ -109,10 +106,6 @@ class Pipe:
     def exported_spans(self) -> int:
         """Spans that every exporter took."""
         return min(processor.exported for processor in self._processors)
-
-    def plan_ids(self, context: bytes) -> None:
-        """Give the next root span these ids. The caller starts it at once, in the same thread."""
-        self._ids.plan(context)
 
     def flush(self, timeout_s: float) -> bool:
         """Export everything ended so far; false when timeout_s was not enough."""
@@ -156,25 +149,6 @@ def _limits() -> SpanLimits:
         max_links=None if "OTEL_SPAN_LINK_COUNT_LIMIT" in os.environ else LINKS_PER_SPAN_MAX,
         max_events=None if "OTEL_SPAN_EVENT_COUNT_LIMIT" in os.environ else EVENTS_PER_SPAN_MAX,
     )
-
-
-class _PlannedIds(RandomIdGenerator):
-    """Random ids, but for a root span whose ids were promised before it could be made."""
-
-    def __init__(self) -> None:
-        self._planned = threading.local()
-
-    def plan(self, context: bytes) -> None:
-        self._planned.trace_id = int.from_bytes(context[: trace_context.TRACE_ID_BYTES], "big")
-        self._planned.span_id = int.from_bytes(context[trace_context.TRACE_ID_BYTES : trace_context.IDS_BYTES], "big")
-
-    def generate_trace_id(self) -> int:
-        planned: int = self._planned.__dict__.pop("trace_id", 0)
-        return planned or super().generate_trace_id()
-
-    def generate_span_id(self) -> int:
-        planned: int = self._planned.__dict__.pop("span_id", 0)
-        return planned or super().generate_span_id()
 
 
 class _Counted(SpanProcessor):

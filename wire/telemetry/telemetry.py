@@ -168,17 +168,11 @@ class Telemetry:
         *,
         start_ns: int,
         parent: trace.SpanContext | None = None,
-        own: bytes | None = None,
         kind: trace.SpanKind = trace.SpanKind.INTERNAL,
         links: Sequence[trace.Link] = (),
         attributes: Attributes = None,
     ) -> trace.Span:
-        """Start a span that began at start_ns of the wall clock, under `parent` or as the root of a new trace.
-
-        own: 25 bytes of trace_context that were promised before the span could be made; root spans only.
-        """
-        if own is not None and self._pipe is not None:
-            self._pipe.plan_ids(own)
+        """Start a span that began at start_ns of the wall clock, under `parent` or as the root of a new trace."""
         # An explicit context: the event loop's current one belongs to other work.
         above = trace.NonRecordingSpan(parent) if parent is not None else trace.INVALID_SPAN
         context = trace.set_span_in_context(above, Context())

@@ -75,19 +75,19 @@ class PrefillEffect:
 
 
 def prompt_during_decode(
-    stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, *, link_ns: int = 0, setup: Setup = AUTO
+    stages: tuple[StageModel, ...], n_streams: int, n_prompt: int, *, setup: Setup = AUTO
 ) -> PrefillEffect:
     """Let a long prompt arrive while streams run."""
-    quiet_world = World(stages, streams(n_streams, 100), link_ns=link_ns)
+    quiet_world = World(stages, streams(n_streams, 100))
     quiet = Simulation(quiet_world, setup).run()
     arrives_ns = quiet.now_ns // 2
     running = tuple(Request(0, 4, 10_000) for _ in range(n_streams))
-    simulation = Simulation(World(stages, (*running, Request(arrives_ns, n_prompt, 2)), link_ns=link_ns), setup)
+    simulation = Simulation(World(stages, (*running, Request(arrives_ns, n_prompt, 2))), setup)
     until_ns = arrives_ns
     while not (late := [ttft_ns for arrived_ns, ttft_ns in simulation.audit.firsts if arrived_ns == arrives_ns]):
         until_ns += 1_000 * MS
         simulation.run(until_ns)
-    alone = Simulation(World(stages, (Request(0, n_prompt, 2),), link_ns=link_ns), setup).run()
+    alone = Simulation(World(stages, (Request(0, n_prompt, 2),)), setup).run()
     return PrefillEffect(
         quiet.audit.figures(*quiet.audit.steady_window(20 * n_streams)),
         simulation.audit.figures(arrives_ns, arrives_ns + late[0]),

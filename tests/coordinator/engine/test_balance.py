@@ -31,6 +31,7 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     file = cast("PipelineFile", SimpleNamespace(stages=layers))
     balance = Balance(lambda: ["desk", "laptop"])
     scheduler = Scheduler(ScheduleConfig(mode="fixed", n_groups=2, group_rows=8), GroupPlanner([cost(10), cost(10)]))
+    assert balance.describe(0) is None, "nothing is known before the first epoch"
     refresh = balance.refresh(scheduler, file)
     now: dict[str, Any] = {"ns": 0}
     monkeypatch.setattr(time, "monotonic_ns", lambda: now["ns"])

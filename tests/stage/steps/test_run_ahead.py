@@ -180,6 +180,18 @@ def test_answered_streams_ride_with_a_prompt() -> None:
     assert [len(step) for step in world.engine.steps[n_steps:]] == [5, 2]
 
 
+def test_streams_that_an_earlier_step_answered_do_not_ride_with_a_prompt() -> None:
+    world = ahead_world()
+    for _ in range(3):
+        world.run([world.row(key) for key in KEYS])
+    world.run([world.row(key) for key in KEYS[:2]])
+    world.ahead.settle()
+    n_steps = len(world.engine.steps)
+    prompt = frame_of(KEYS[2], len(world.history[KEYS[2]]) - 1, [5, 6, 7], Flag.PREFILL | SAMPLE)
+    world.run([prompt])
+    assert len(world.engine.steps[n_steps]) == 3
+
+
 def test_streams_that_were_answered_wait_for_the_rest_of_their_group() -> None:
     """Otherwise one half of a group would be a step ahead of the other for ever, and the coordinator waits for both."""
     world = ahead_world()

@@ -108,7 +108,7 @@ def test_the_rule_holds_where_links_are_made():
 
 def test_insecure_warns_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, "relayline.security"):
-        check_connects(("10.0.0.1:5", "10.0.0.2:5", "127.0.0.1:5"), LinkSecurity(insecure=True), "the coordinator")
+        check_connects(("10.0.0.1:5", "10.0.0.2:5", "127.0.0.1:5"), LinkSecurity(insecure=True))
     assert [record.getMessage() for record in caplog.records] == [
         "the coordinator connects to 10.0.0.1:5, 10.0.0.2:5 in PLAINTEXT: anyone on the network path can read and "
         "change it"

@@ -25,7 +25,7 @@ from relayline.wire.telemetry import choice as telemetry_choice
 from relayline.wire.telemetry import export as telemetry_export
 from relayline.wire.telemetry.spans import Finished
 from relayline.wire.telemetry.spans import Link as FinishedLink
-from relayline.wire.telemetry.telemetry import LEVEL_NAMES, Level, Role, Telemetry, TelemetryConfig, context_of
+from relayline.wire.telemetry.telemetry import LEVEL_NAMES, Level, Role, Telemetry, TelemetryConfig
 
 GRPC, HTTP = "otlp_proto_grpc", "otlp_proto_http"
 WAIT_S = 20.0
@@ -158,7 +158,7 @@ def test_without_an_exporter_there_is_nothing_but_a_level() -> None:
     telemetry = Telemetry.start(Role.STAGE, "0@x", TelemetryConfig(level=Level.FRAMES))
     assert not telemetry.is_exporting
     assert not telemetry.records(Level.SUMMARY)
-    span = telemetry.start_span("x", start_ns=1, own=trace_context.new_root())
+    span = telemetry.start_span("x", start_ns=1)
     assert not span.is_recording()
     telemetry.shutdown()
     assert (telemetry.dropped_spans, telemetry.exported_spans) == (0, 0)
@@ -167,19 +167,18 @@ def test_without_an_exporter_there_is_nothing_but_a_level() -> None:
 # --- content of a span ------------------------------------------------------------------------------------------------
 
 
-def test_a_span_keeps_the_ids_that_were_promised() -> None:
+def test_a_span_is_a_root_unless_it_has_a_parent() -> None:
     store = InMemorySpanExporter()
     telemetry = started(store)
-    own, request = trace_context.new_root(), trace_context.unpack(trace_context.new_root())
+    request = trace_context.unpack(trace_context.new_root())
     assert request is not None
-    first = telemetry.start_span("first", start_ns=10, own=own, kind=SpanKind.CONSUMER, links=[Link(request)])
+    first = telemetry.start_span("first", start_ns=10, kind=SpanKind.CONSUMER, links=[Link(request)])
     first.end(20)
     child = telemetry.start_span("child", start_ns=11, parent=request)
     child.end(12)
     telemetry.start_span("another root", start_ns=11).end(12)
     assert telemetry.flush(WAIT_S)
     batch, below, other = store.get_finished_spans()
-    assert context_of(first) == own
     assert (batch.start_time, batch.end_time, batch.parent) == (10, 20, None)
     assert below.parent is not None
     assert (below.parent.span_id, below.context.trace_id) == (request.span_id, request.trace_id)
@@ -211,7 +210,7 @@ def links_kept(n_links: int) -> int:
     context = trace_context.unpack(trace_context.new_root())
     assert context is not None
     links = [Link(context) for _ in range(n_links)]
-    telemetry.start_span("x", start_ns=1, own=trace_context.new_root(), links=links).end()
+    telemetry.start_span("x", start_ns=1, links=links).end()
     packed = [FinishedLink(trace_context.pack(context))] * n_links
     telemetry.emit(Finished("y", trace_context.new_root(), trace_context.NONE, 1, 2, {}, links=packed))
     assert telemetry.flush(WAIT_S)

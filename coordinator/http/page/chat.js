@@ -414,7 +414,10 @@ export function chatView() {
   const chat = new Chat();
   return {
     element: chat.element,
-    show: () => matchMedia("(pointer: fine)").matches && chat.input.focus({ preventScroll: true }), // else a keyboard would cover the page
+    show() {
+      chat.follow(true);
+      if (matchMedia("(pointer: fine)").matches) chat.input.focus({ preventScroll: true }); // else a keyboard would cover the page
+    },
     update: () => chat.update(),
   };
 }

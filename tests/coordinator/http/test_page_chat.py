@@ -162,6 +162,11 @@ async def test_a_token_high_up_shows_its_probabilities_in_view(chat: tuple[World
         )
     assert await tab.value("[...document.querySelectorAll('.tok')].filter((each) => each.tabIndex === 0).length") == 1
     assert await tab.value("document.activeElement === document.querySelector('.tok:last-child')")
+    for view in ("plan", "chat"):
+        await tab.value(f"location.hash = '#/{view}'")
+        await tab.until(f"document.title.toLowerCase().startsWith({view!r})")
+    left = "document.documentElement.scrollHeight - innerHeight - scrollY"
+    assert await tab.value(f"scrollY > 0 && {left} < 2"), "who comes back sees the newest"
 
 
 async def test_a_refused_message_comes_back_and_the_chat_stays_as_it_was(chat: tuple[World, Tab]) -> None:

@@ -16,6 +16,7 @@ from relayline.deploy.cli.options import FloatRange, IntRange, Name
 from relayline.deploy.cli.unequal import gateway_lines, unequal_line
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.phase import HostState, Phase
+from relayline.wire.common.places import joined_dir
 from relayline.wire.common.texts import layer_range
 
 if TYPE_CHECKING:
@@ -53,9 +54,20 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
     if as_json:
         click.echo(json.dumps(described, indent=2))
     else:
-        click.echo("\n\n".join(map(_status_text, described)) or "nothing runs here")
+        click.echo("\n\n".join(map(_status_text, described)) or _nothing_here())
     if (name is not None or state_dir is not None) and not any(pipeline.is_running for pipeline in found):
         ctx.exit(1)
+
+
+def _nothing_here() -> str:
+    """Return what `status` says where `up` has started nothing: also of which pipelines this host is a stage."""
+    from relayline.stage.joining.enrol import memberships
+
+    joined = [
+        f"this host has joined the pipeline at {one.file.enrol} as {one.file.name}; its state: `relayline status` there"
+        for one in memberships(joined_dir())
+    ]
+    return "\n".join(["nothing runs here that `relayline up` started", *joined] if joined else ["nothing runs here"])
 
 
 def _prefixes_line(facts: dict[str, int]) -> str:

@@ -66,14 +66,20 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
             click.echo(f"# then: {' '.join(command)}")
         return
     _check_flags(join_flags)
+    is_new = not unit.path.exists()
     try:
         unit.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(unit.path, unit.text.encode(), _READABLE)
     except OSError as error:
         remedy = "run it with sudo" if is_system else "is the home directory writable?"
         raise StartError(f"{unit.path} cannot be written: {error.strerror}; {remedy}") from error
-    for command in unit.enable:
-        _run(command)
+    try:
+        for command in unit.enable:
+            _run(command)
+    except StartError:
+        if is_new:  # nothing would start it, and `uninstall` would fail as well
+            unit.path.unlink(missing_ok=True)
+        raise
     click.echo(f"installed {unit.path}; stage {joined.file.name} runs now, and at every start of this system")
     click.echo(f"its log: {unit.logs}")
     if unit.advice:
@@ -157,4 +163,7 @@ def _run(command: tuple[str, ...]) -> None:
     done = _started(command)
     if done.returncode:
         why = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise StartError(f"`{' '.join(command)}` failed: {why}")
+        remedy = ""
+        if "connect to bus" in why:
+            remedy = "; no service manager of this user runs here: log in as the user, not by su, or use --system"
+        raise StartError(f"`{' '.join(command)}` failed: {why}{remedy}")

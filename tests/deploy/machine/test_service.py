@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from relayline.deploy.cli.control import status_command
 from relayline.deploy.cli.service import service_command
 from relayline.deploy.machine.service import launchd_unit, systemd_unit, systemd_word
 from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
@@ -82,7 +83,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs.mkdir()
     control = programs / "systemctl"
     control.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ntest ! -e {tmp_path}/broken || '
-                       '{ echo "no bus" >&2; exit 1; }\necho active\n')  # fmt: skip
+                       '{ echo "Failed to connect to bus: No medium" >&2; exit 1; }\necho active\n')  # fmt: skip
     control.chmod(0o755)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr("sys.platform", "linux")
@@ -119,6 +120,14 @@ def test_install_status_and_uninstall(asked: Path) -> None:
         service("uninstall")
 
 
+def test_status_names_the_pipeline_that_this_host_has_joined(asked: Path) -> None:
+    done = CliRunner().invoke(status_command, [])
+    assert done.output.splitlines() == [
+        "nothing runs here that `relayline up` started",
+        "this host has joined the pipeline at 10.0.0.1:50049 as old; its state: `relayline status` there",
+    ]
+
+
 def test_a_dry_run_changes_nothing(asked: Path) -> None:
     done = service("install", "old", "--dry-run", "--", "--advertise", "old.lan")
     assert "[Service]" in done.output
@@ -135,5 +144,8 @@ def test_mistakes_are_reported_before_anything_is_installed(asked: Path) -> None
     assert (wrong.exit_code, "--thread-count" in wrong.output) == (2, True)
     assert not asked.exists()
     asked.with_name("broken").touch()
-    with pytest.raises(StartError, match="daemon-reload` failed: no bus"):
+    with pytest.raises(
+        StartError, match="daemon-reload` failed: Failed to connect to bus: No medium; no service manager"
+    ):
         service("install")
+    assert service("status").output.startswith("not installed"), "a unit that nothing starts would be in the way"

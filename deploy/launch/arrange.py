@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.deploy.launch.inviting import authority_of
+from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import JOIN_DIR, makes_stage_tokens, stage_token
-from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.ports import LOCALHOST, join_host, stage_host
 from relayline.deploy.launch.state import LAYERS_FILE, PLAN_FILE
 from relayline.deploy.manifest import Manifest, Stage

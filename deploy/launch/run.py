@@ -17,11 +17,11 @@ from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context
 from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_hosts
+from relayline.deploy.launch.launch_plan import LaunchPlan
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, SUPERVISOR, RotatedFile
 from relayline.deploy.launch.mend import Mend, later_mender, mender
 from relayline.deploy.launch.model_source import check_here
-from relayline.deploy.launch.plan import LaunchPlan
 from relayline.deploy.launch.prepare import (
     Prepared,
     Split,

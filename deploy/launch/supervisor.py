@@ -20,9 +20,9 @@ from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
+from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.mend import Mend, nothing_to_mend
-from relayline.deploy.launch.plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import ProcessRecord, StateDir
 from relayline.deploy.launch.waiting import IDLE, Waiting

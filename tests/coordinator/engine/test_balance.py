@@ -30,6 +30,8 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
     layers = [SimpleNamespace(layer_start=start, layer_end=start + 4) for start in (0, 4)]
     file = cast("PipelineFile", SimpleNamespace(stages=layers))
     balance = Balance(lambda: ["desk", "laptop"])
+    reported: list[Any] = []
+    balance.on_reported = reported.append
     scheduler = Scheduler(ScheduleConfig(mode="fixed", n_groups=2, group_rows=8), GroupPlanner([cost(10), cost(10)]))
     assert balance.describe(0) is None, "nothing is known before the first epoch"
     refresh = balance.refresh(scheduler, file)
@@ -41,6 +43,8 @@ def test_costs_reach_the_schedule_and_an_imbalance_the_log(
             scheduler.n_decode_landed += 30
             refresh([cost(10), cost(30)], [])
     assert scheduler.planner.step_ns(8) == 30e6
+    assert reported
+    assert {found.slowest for found in reported} == {1}, "once it lasts, at each look"
     (line,) = caplog.messages
     assert line.startswith("laptop slows the pipeline down: with layers 0-5, 6-7 ")
     described = balance.describe(now["ns"])

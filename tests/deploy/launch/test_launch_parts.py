@@ -21,8 +21,8 @@ from relayline.deploy.doctor.files import look_security, names_here
 from relayline.deploy.doctor.report import Outcome
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.checks import check_names, check_ports
+from relayline.deploy.launch.launch_plan import LocalStage, RemoteStage
 from relayline.deploy.launch.own_tls import make_own_tls, make_own_token, make_stage_tokens, needs_own_token
-from relayline.deploy.launch.plan import LocalStage, RemoteStage
 from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.prepare import override, settle, threads_for
 from relayline.deploy.launch.serving import flag_defaults, for_each_stage

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,7 +163,7 @@ def launch(
     echo: Callable[[str, str], None] | None = None,
     policy: RestartPolicy | None = None,
 ) -> None:
-    """Run a pipeline until SIGINT or SIGTERM.
+    """Run a pipeline until SIGINT, SIGTERM or SIGHUP.
 
     Raises UsageError and StartError before anything is started, StartError when a process cannot be kept alive.
     """
@@ -181,7 +182,10 @@ def launch(
 
         async def main(stopping: asyncio.Event) -> None:
             supervisor = Supervisor(plan, directory, emit, policy=policy, echo=echo, mend=mend)
-            asyncio.get_running_loop().add_signal_handler(MORE_SIGNAL, _take_on, supervisor, to_start, directory)
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(MORE_SIGNAL, _take_on, supervisor, to_start, directory)
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a closed terminal; `nohup` ignores it
+                loop.add_signal_handler(signal.SIGHUP, stopping.set)
             await supervise(supervisor, stopping, emit)
 
         try:

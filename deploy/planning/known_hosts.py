@@ -123,7 +123,7 @@ def known_hosts(manifest: Manifest, model: Path) -> dict[str, KnownHost]:
     for stage in manifest.members:
         try:
             known = msgspec.json.decode(_path(manifest, stage, key).read_bytes(), type=KnownHost)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("the measurements of %s cannot be read: %s; it is measured again", stage.host, error)

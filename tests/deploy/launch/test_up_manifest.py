@@ -297,6 +297,13 @@ def test_detached_failures_reach_the_starter(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_closed_terminal_ends_a_pipeline_properly(home: Path) -> None:
+    running = Up(write_manifest(home, "hung-up", stages="2"))
+    running.ready()
+    assert running.end(signal.SIGHUP) == 0
+    assert status("hung-up")["phase"] == "stopped"
+
+
 def test_leftovers_of_a_killed_supervisor_are_cleaned_up(home: Path) -> None:
     manifest = write_manifest(home, "orphaned", stages="2")
     running = Up(manifest)

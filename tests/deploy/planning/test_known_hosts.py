@@ -259,3 +259,11 @@ def test_a_plan_of_given_layers_is_described_too() -> None:
     described = plan_record(manifest(laptop=", layers: [0, 3]"), DEMO_MODEL)
     assert [stage["layers"] for stage in described["stages"]] == [[0, 3], [3, n_layers]]
     assert described["from"] == "estimated"
+
+
+def test_a_state_directory_that_is_a_file_holds_no_measurements(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state").touch()
+    assert known_hosts(manifest(), DEMO_MODEL) == {}
+    assert not caplog.messages  # `up` says next that it cannot keep its state there

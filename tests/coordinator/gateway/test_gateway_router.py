@@ -52,6 +52,8 @@ def test_a_conversation_stays_where_its_beginning_is_known_until_that_place_is_m
     assert router.choose(turn) is a
     for key in range(1, 4):
         b.ended(key)
+    b.heard(READY, 2)
+    assert router.choose(turn) is b, "another report of the same process changes nothing"
     b.heard(Heard(("chat",), True, n_lanes=4, started_unix_s=2), 2)
     assert router.choose(turn) is a, "a pipeline that was started again has read nothing"
 

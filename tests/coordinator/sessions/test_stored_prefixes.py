@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from array import array
 
+import pytest
+
 from relayline.coordinator.schedule.prompt_time import read_time
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
@@ -59,6 +61,17 @@ def test_a_turn_without_a_spare_lane_is_stored_and_restored() -> None:
     assert controls_of(longer) == [("store", 2, 53), ("store", 2, 0)], "the earlier turn gives its place up"
     assert longer[1].argument == key_of(array("i", turn))
     assert made.tier.figures() == {"prefixes": 1, "tokens": 53, "stored": 2, "restored": 1}
+
+
+def test_the_prefix_that_was_stored_longest_ago_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.coordinator.sessions.tier.STORED_STATES_MAX", 2)
+    made, first = prefixes(), run_of(0, 50)
+    made.keep(ended(1, first))
+    made.keep(ended(2, run_of(500, 50)))
+    assert made.keep(ended(3, first)) == [], "it is there already"
+    made.keep(ended(4, run_of(900, 50)))
+    assert controls_of(made.start(session_of(5, [*first, 9]))) == [("open", 5, 0), ("restore", 5, 50)]
+    assert controls_of(made.start(session_of(6, run_of(500, 51)))) == [("open", 6, 0)]
 
 
 def test_a_prefix_that_is_soon_read_again_is_not_stored() -> None:

@@ -23,7 +23,7 @@ from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.telemetry import Level, Telemetry
 
-SUMMARY_WAIT_S = 1.0  # for the stages' summaries of an ended session
+SUMMARY_WAIT_S = 5.0  # for the stages' summaries of an ended session, which come with their next step
 ARRIVALS_MAX = 16_384  # answers of stages whose arrival is remembered; half a megabyte
 AWAITED_MAX = 4_096  # ended sessions that wait for summaries; the next one does not wait
 

@@ -48,7 +48,7 @@ def documented(task: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk", "prefix_disk_bytes", "device_sampling", "rebalance_every_s"])
+@pytest.mark.parametrize("name", ["prefill_chunk", "served_model_name", "device_sampling", "rebalance_every_s"])
 def test_a_setting_is_its_entry_and_its_use(name: str) -> None:
     assert name in {entry.name for table in TABLES for entry in entries(table)}
     found = files_with(rf"\b{name}\b")

@@ -102,6 +102,7 @@ class Connection:
     ) -> None:
         """`held` has, for each stage, the sessions of the last epoch: {session id: tokens of its history}."""
         self.route_id, self.epoch, self._events = terms.route_id, terms.epoch, events
+        self._wire_dtype = terms.wire_dtype
         self.stages, self.facts = stages, facts
         self.held = held_by_all(held)
         self.link: RelayLink
@@ -110,7 +111,7 @@ class Connection:
 
     def merged(self) -> EpochFacts:
         """Return what the stages' descriptions say together."""
-        return merge(self.facts, self.held, self.stage_costs())
+        return merge(self.facts, self.held, self.stage_costs(), self._wire_dtype)
 
     def stage_costs(self) -> list[StageCost]:
         """Return each stage's speed, as it was when it was described."""

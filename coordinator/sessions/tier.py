@@ -38,6 +38,8 @@ class TierFacts:
     """Time in which one token comes back, in all stages one after the other; 0: not known."""
     store_from_ns: int = 0
     """A prefix that is read in less time is not worth storing."""
+    rounding: str = ""
+    """Where and how rows are rounded on their way through the stages: cells of another rounding are other cells."""
 
 
 NO_TIER = TierFacts()
@@ -77,7 +79,8 @@ class Tier:
 
     def renew(self, facts: TierFacts, read_ns: Callable[[int], float]) -> None:
         """Begin an epoch: what some stage no longer has is forgotten. `read_ns(n)` predicts the reading of a prompt."""
-        known, self._facts, self._read_ns = self._stored, facts, read_ns
+        known = self._stored if facts.rounding == self._facts.rounding else {}
+        self._facts, self._read_ns = facts, read_ns
         self._stored, self._n_tokens = collections.OrderedDict(), 0
         self._restored.clear()
         if not facts.is_used:
@@ -106,7 +109,7 @@ class Tier:
         if not self.is_used or 0 < self._read_ns(n_tokens) < self._facts.store_from_ns:
             return []
         tokens = array("i", session.history[:n_tokens])
-        key = key_of(tokens)
+        key = key_of(tokens, self._facts.rounding)
         if key in self._stored:
             self._stored.move_to_end(key)
             return []
@@ -143,7 +146,7 @@ class Tier:
     def _of_others(self, known: array[int], n_least: int) -> tuple[Stored | None, int]:
         """Return the longest prefix that is known by its key alone."""
         unknown = sorted((each for each in self._stored.values() if each.tokens is None), key=lambda e: e.n_tokens)
-        best, n_best, at, digest = None, n_least, 0, _digest()
+        best, n_best, at, digest = None, n_least, 0, _digest(self._facts.rounding)
         for stored in unknown:
             if stored.n_tokens > len(known):
                 break
@@ -201,15 +204,16 @@ def stored_by_all(stored: Sequence[Mapping[int, int]]) -> dict[int, int]:
     return {key: n for key, n in first.items() if all(other.get(key) == n for other in others)}
 
 
-def key_of(tokens: array[int]) -> int:
+def key_of(tokens: array[int], rounding: str = "") -> int:
     """Return the key of a prefix: 63 bits of a hash in which clients cannot construct collisions."""
-    digest = _digest()
+    digest = _digest(rounding)
     digest.update(tokens.tobytes())
     return _key(digest)
 
 
-def _digest() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=8, person=b"relayline prefix")
+def _digest(rounding: str) -> hashlib.blake2b:
+    salt = hashlib.blake2b(rounding.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
+    return hashlib.blake2b(digest_size=8, person=b"relayline prefix", salt=salt)
 
 
 def _key(digest: hashlib.blake2b) -> int:

@@ -147,7 +147,7 @@ def test_every_stage_has_to_know_them() -> None:
 
 
 def facts_of_all(facts: list[pb.DescribeResponse]) -> EpochFacts:
-    return merge(facts, {}, [])
+    return merge(facts, {}, [], pb.DTYPE_F16)
 
 
 def test_one_that_goes_on_inside_an_image_sends_the_rest_of_it() -> None:

@@ -167,6 +167,17 @@ def test_a_prefix_of_an_earlier_coordinator_is_known_by_its_key() -> None:
     )
 
 
+def test_cells_of_rows_that_were_rounded_otherwise_are_other_cells() -> None:
+    key = key_of(array("i", run_of(0, 50)), "F16 [0, 4]")
+    for rounding, is_found in (("F16 [0, 4]", True), ("F32 [0, 4]", False), ("F16 [0, 2, 4]", False)):
+        made = prefixes(facts=TierFacts({key: 50}, is_used=True, rounding=rounding))
+        assert (len(controls_of(made.start(session_of(2, run_of(0, 60))))) == 2) is is_found
+    made = prefixes(facts=TierFacts({key: 50}, is_used=True, rounding="F16 [0, 4]"))
+    made.start(session_of(2, run_of(0, 60)))
+    made.renew(4, is_per_lane=False, tier=TierFacts({key: 50}, is_used=True, rounding="F32 [0, 4]"), read_ns=READ_NS)
+    assert controls_of(made.start(session_of(3, run_of(0, 60)))) == [("open", 3, 0)], "nor with known tokens"
+
+
 def test_with_disks_every_answer_is_stored_as_it_ends() -> None:
     made = prefixes(2, (1, 2), TierFacts(is_used=True, is_on_disk=True))
     assert controls_of(made.keep(ended(1, run_of(0, 50)))) == [("store", 1, 50), ("open", 100, 0), ("copy", 100, 50)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command("join", short_help="Make this host a stage of a pipeline, with the line that `up` printed.")
 @click.argument("address", type=Address(), metavar="[HOST:PORT]", required=False)
-@click.argument("token", type=Name(), required=False)
+@click.argument("token", required=False)
 @click.option("--name", default="", help="Without TOKEN: the stage to run, if this host has joined as several.")
 @click.option("--listen", type=Address(), help="Where others connect [default: this host's address towards HOST].")
 @click.option(

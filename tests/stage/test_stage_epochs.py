@@ -13,6 +13,7 @@ from relayline.stage.steps.step_types import RouteOutput, StepResult
 from relayline.wire.common.errors import (
     LaneLimitError,
     NotReadyError,
+    RelaylineError,
     StaleEpochError,
     UnauthenticatedError,
 )
@@ -48,9 +49,9 @@ async def test_frames_of_an_old_epoch_are_refused_and_change_nothing(where: str)
         blocked = asyncio.Event()
         end_route = stage.service.epochs._end
 
-        async def held(route: Route) -> None:
+        async def held(route: Route, reason: RelaylineError | None = None) -> None:
             await blocked.wait()
-            await end_route(route)
+            await end_route(route, reason)
 
         stage.service.epochs._end = held  # type: ignore[method-assign]
         stale = [control(1, Flag.CLOSE), rows_frame(1, 0, 2, SAMPLE), control(9, Flag.OPEN)]

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -297,7 +298,12 @@ def test_detached_failures_reach_the_starter(home: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_terminal_ends_a_pipeline_properly(home: Path) -> None:
+def test_a_closed_terminal_ends_a_pipeline_properly(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tests themselves may run under nohup, whose children ignore the signal.
+    heeding = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "COMMAND", (sys.executable, "-c", heeding, *COMMAND))
     running = Up(write_manifest(home, "hung-up", stages="2"))
     running.ready()
     assert running.end(signal.SIGHUP) == 0

@@ -1,4 +1,4 @@
-"""What one coordinator process is given, and what it reports as it comes up."""
+"""The configuration of one coordinator process, and the reports of its start."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Joinable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Callbacks:
-    """Who hears how a coordinator comes up. Called on the event loop."""
+    """Receivers of the reports of a coordinator's start. Called on the event loop."""
 
     on_ready: Callable[[Ready], None]
     """Called once clients are served."""

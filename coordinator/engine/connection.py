@@ -65,7 +65,7 @@ class Peers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochTerms:
-    """What is settled for an epoch before its stages are asked."""
+    """The terms of an epoch, settled before its stages are asked."""
 
     route_id: int
     epoch: int
@@ -79,7 +79,7 @@ class EpochTerms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochEvents:
-    """Who hears of what happens in an epoch."""
+    """Receivers of the events of an epoch."""
 
     on_return: Callable[[pb.ReturnResponse], None]
     """Called with every message of a stage."""

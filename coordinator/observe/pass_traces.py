@@ -1,11 +1,11 @@
 """The coordinator's spans in traces of passes: the root of each second, and its own part of every pass.
 
-passes ×8                    the root: sums over the second
-  send                       from the choice of the rows until their envelope has left
-  decode ×8                  stage 0, see stage.observe.batch_spans
-    decode ×8                stage 1
-      decode ×8              stage 2
-        return               from the arrival of the tokens until the next frames have left
+passes ×8                    the root: sums over the second.
+  send                       from the choice of the rows until their envelope has left.
+  decode ×8                  stage 0, see stage.observe.batch_spans.
+    decode ×8                stage 1.
+      decode ×8              stage 2.
+        return               from the arrival of the tokens until the next frames have left.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ up the ways back of its answers. Departure and arrival of such a way are times o
 summed as it is, and the offset of the clocks is taken off once, at the end. On the whole circle the offsets cancel
 out.
 
-What is left of the decode time is the coordinator's: its turns, and waiting for the other streams of a group. It is
-below zero if the request was in several passes at once, because it had drafts. `coordinator.observe.token_times` has
+The rest of the decode time is the coordinator's: its turns, and waiting for the other streams of a group. It is below
+zero if the request was in several passes at once, because it had drafts. `coordinator.observe.token_times` has
 the exact account, from more than these sums.
 """
 

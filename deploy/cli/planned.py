@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.gpus import with_usual_gpu
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.target import manifest_of
-from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages

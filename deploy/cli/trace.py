@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayline.deploy.cli.console_http import fetch, key_option, url_option, width_of_terminal
-from relayline.deploy.cli.options import Name
+from relayline.deploy.cli.options import IntRange, Name
 from relayline.deploy.cli.trace_times import in_ms, show_time, show_token
 from relayline.wire.common.errors import UsageError
 from relayline.wire.telemetry.names import EVENT_RESUMED
@@ -29,7 +29,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 @click.argument("request_id", type=Name(), required=False)
 @click.option("--last", is_flag=True, help="The request that ended last.")
 @click.option("--all", "show_all", is_flag=True, help=f"Show every batch, not only the first and last {ROWS_MAX // 2}.")
-@click.option("--token", type=click.IntRange(min=0), help="Show where this token's time went; 0 is the first.")
+@click.option("--token", type=IntRange(min=0), help="Show where this token's time went; 0 is the first.")
 @click.option("--json", "as_json", is_flag=True, help="Print the coordinator's answer as JSON.")
 @url_option
 @key_option
@@ -61,8 +61,7 @@ def trace_command(
     if token is None:
         show(console, found, rows_max=None if show_all else ROWS_MAX)
         return
-    for stream in found["streams"]:
-        show_token(console, stream, token)
+    show_token(console, found["streams"], token)
 
 
 def show(console: Console, found: dict[str, Any], rows_max: int | None) -> None:

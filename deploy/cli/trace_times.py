@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -61,25 +62,26 @@ def _whole(parts: dict[str, Any] | None, part: str) -> float:
     return float(sum(found)) if part in OF_STAGES else float(found)
 
 
-def show_token(console: Console, stream: dict[str, Any], token: int) -> None:
-    """Print the parts of one token's time in the order of its way.
+def show_token(console: Console, streams: Sequence[dict[str, Any]], token: int) -> None:
+    """Print the parts of one token's time in the order of its way, for each stream that has such a token.
 
-    Raises UsageError if the stream has no such token, or it is not remembered.
+    Raises UsageError if none has, or none is remembered.
     """
-    times = stream.get("token_times", [])
-    found = next((each for each in times if each["token"] == token), None)
-    if found is None:
-        known = f"tokens {times[0]['token']} to {times[-1]['token']}" if times else "none"
-        raise UsageError(f"no token {token} of {stream['id']} is remembered; known: {known}")
-    console.print(
-        f"[bold]{escape(stream['id'])}[/bold]  token {token}, from the row at position {found['position']}: "
-        f"{in_ms(found['took_ms'])}"
-    )
-    at_ms = found["at_ms"]
-    for words, ms in _way(found):
-        if ms:
-            console.print(f"  at {in_ms(at_ms):>7}  {in_ms(ms):>7}  {words}")
-            at_ms += ms
+    of_streams = [(stream["id"], stream.get("token_times", [])) for stream in streams]
+    found = [(name, each) for name, times in of_streams for each in times if each["token"] == token]
+    if not found:
+        known = [f"tokens {times[0]['token']} to {times[-1]['token']} of {name}" for name, times in of_streams if times]
+        raise UsageError(f"token {token} is not remembered; known: {', '.join(known) or 'none'}")
+    for name, time in found:
+        console.print(
+            f"[bold]{escape(name)}[/bold]  token {token}, from the row at position {time['position']}: "
+            f"{in_ms(time['took_ms'])}"
+        )
+        at_ms = time["at_ms"]
+        for words, ms in _way(time):
+            if ms:
+                console.print(f"  at {in_ms(at_ms):>7}  {in_ms(ms):>7}  {words}")
+                at_ms += ms
 
 
 def _way(found: dict[str, Any]) -> list[tuple[str, float]]:

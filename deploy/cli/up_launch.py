@@ -11,6 +11,7 @@ from relayline.deploy.cli.options import check_draft
 from relayline.deploy.cli.stage_flags import stage_flags_of, with_stage_flags
 from relayline.deploy.cli.up_changes import changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
+from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.model_source import is_on_hub, resolve_model
@@ -18,7 +19,6 @@ from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
-from relayline.deploy.launch.usual_context import with_usual_context
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest, with_stages

@@ -78,17 +78,8 @@ def test_several_numbers_of_stages_stand_below_each_other() -> None:
 
 
 def test_a_result_names_the_command_that_another_machine_can_repeat() -> None:
-    given = [
-        "--stages",
-        "1,2",
-        "--beside",
-        "/tmp/x",
-        "--out=/tmp/a.json",
-        "--machine",
-        "busy",
-        "--flags",
-        "--draft off",
-    ]
+    measured = ["--stages", "1,2", "--beside", "elsewhere", "--flags", "--draft off"]
+    given = [*measured, "--out=found.json", "--machine", "busy"]
     head = origin("benches.coordinator", "busy", given)
     assert head["command"] == "python -m benches.coordinator --stages 1,2 --beside CHECKOUT --flags '--draft off'"
     assert head["machine"] == "busy"

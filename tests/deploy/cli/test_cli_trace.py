@@ -153,7 +153,8 @@ def test_the_way_of_one_token_is_told_in_its_order() -> None:
     stream = {"id": "cmpl-a-0", "token_times": [{"token": 7, "position": 13, "at_ms": 90.0, "batches": ["0:9", None]}]}
     stream["token_times"][0] |= parts  # type: ignore[index]
     out = io.StringIO()
-    show_token(Console(file=out, width=100, highlight=False), stream, 7)
+    shorter = {"id": "cmpl-a-1", "token_times": [{"token": 2}]}
+    show_token(Console(file=out, width=100, highlight=False), [shorter, stream], 7)
     first, *lines = out.getvalue().splitlines()
     assert first == "cmpl-a-0  token 7, from the row at position 13: 9.5 ms"
     assert [line.split("  ")[-1] for line in lines] == [
@@ -161,8 +162,10 @@ def test_the_way_of_one_token_is_told_in_its_order() -> None:
         "stage 1 placing rows and sampling", "on the way back",
     ]  # fmt: skip
     assert lines[1].split() == ["at", "90.5", "ms", "4.0", "ms", "stage", "0", "computing,", "batch", "0:9"]
-    with pytest.raises(UsageError, match="no token 8 of cmpl-a-0 is remembered; known: tokens 7 to 7"):
-        show_token(Console(file=out), stream, 8)
+    with pytest.raises(
+        UsageError, match="token 8 is not remembered; known: tokens 2 to 2 of cmpl-a-1, tokens 7 to 7 of cmpl-a-0"
+    ):
+        show_token(Console(file=out), [shorter, stream], 8)
 
 
 def described(now_ns: int, steps: int, *, tokens: int = 0, instance: str = "i", up: bool = True) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from relayline.coordinator.planner.memory import GIB
 from relayline.deploy.cli.main import relayline
-from relayline.deploy.launch import usual_context
-from relayline.deploy.launch.usual_context import with_usual_context
+from relayline.deploy.launch import context
+from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest
@@ -93,7 +93,7 @@ def test_a_running_pipeline_keeps_its_own(model: Path, monkeypatch: pytest.Monke
         one = SimpleNamespace(
             state=SimpleNamespace(name="p"), is_running=is_running, directory=SimpleNamespace(manifest=settled)
         )
-        monkeypatch.setattr(usual_context, "launched", lambda *_asked, one=one: [one])
+        monkeypatch.setattr(context, "launched", lambda *_asked, one=one: [one])
         engine = with_usual_context(wanted, open_context(wanted.spec)).engine
         assert (engine.n_lanes, engine.ctx_tokens) == expected
 

@@ -92,10 +92,10 @@ test-plain: ## what runs llama.cpp, against one without relayline's kernels, whi
 test-kernels-off: setup ## a part of what runs llama.cpp again, with relayline's kernels left unused
 	@RELAYLINE_KERNELS=off $(PYTEST) -m "kernels and not nightly" $(NATIVE_TESTS) tests/coordinator
 
-test-store: setup ## traces in MLflow, a store that nobody here wrote; installs it beside (850 MB)
+test-store: setup ## traces stored in MLflow and read back; installs MLflow (850 MB)
 	@$(BIN)/python -m pytest -m mlflow
 
-conformance: setup ## suites that nobody here wrote, each in its own environment; ONLY=NAME runs one; needs a package registry
+conformance: setup ## third-party test suites, each in its own environment; ONLY=NAME runs one; needs a package registry
 	@$(BIN)/python -m tests.conformance.run $(if $(ONLY),--only $(ONLY))
 
 simulate: setup ## a whole cluster with losses on virtual time; N=10000 histories, SEED=S replays one

@@ -111,9 +111,9 @@ def written(results: Sequence[Result]) -> str:
     lines = [
         "# Conformance",
         "",
-        "`make conformance` runs suites that nobody here wrote against the demo model of two stages. Each has an",
-        "environment of its own. The suites without an API of their own to test are driven by short files in",
-        "`tests/conformance/suites`; the libraries' own checks of what they read decide.",
+        "`make conformance` runs third-party test suites against the demo model on two stages, each in its own",
+        "environment. Some are client libraries without such tests; short files in `tests/conformance/suites` call",
+        "them, and the library's own checks of the answers decide.",
         "",
         "| suite | version | run on, commit | passed | skipped by itself | explained | not explained |",
         "|---|---|---|--:|--:|--:|--:|",
@@ -125,7 +125,7 @@ def written(results: Sequence[Result]) -> str:
         if result.skipped:
             row = [result.suite.name, f"not run: {result.skipped}", "", "", "", "", ""]
         lines.append(f"| {' | '.join(map(str, row))} |")
-    lines += ["", "What each is:", ""]
+    lines += ["", "The suites:", ""]
     lines += [f"* **{result.suite.name}**: {result.suite.what}." for result in results]
     lines += ["", "## Explained failures", ""]
     for result in results:

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from relayline.coordinator.sessions.abilities import image_refusal, refusal
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import NotReadyError, NotServedError
+from relayline.wire.common.errors import NotReadyError, NotServedError, RelaylineError, UnauthenticatedError
 from relayline.wire.common.phase import Phase
 from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.links.silence import Silence, looks_of
@@ -39,6 +39,7 @@ class Availability:
         self._heard_ns = [0] * len(names)  # 0: never
         self._instances = [""] * len(names)
         self._n_restarts = [0] * len(names)
+        self._refused: dict[int, str] = {}  # by index, why a stage is kept out: waiting does not end that
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
@@ -47,11 +48,17 @@ class Availability:
         if phase is not self.phase:
             self.phase, self.since_ns = phase, now_ns
 
-    def lost(self, now_ns: int) -> None:
-        """A stage or a link was lost."""
+    def lost(self, now_ns: int, error: RelaylineError) -> None:
+        """A stage or a link was lost, for this reason."""
+        self.refused(error)
         heard_ns = [heard for index, heard in enumerate(self._heard_ns) if self.is_silent(index)]
         self.lost_at_ns = min([now_ns, *heard_ns])
         self.enter(Phase.RECOVERING, now_ns)
+
+    def refused(self, error: RelaylineError) -> None:
+        """No epoch can be begun, for this reason. Counts if it names a stage whose credential is refused."""
+        if isinstance(error, UnauthenticatedError) and error.stage_index is not None:
+            self._refused[error.stage_index] = error.message
 
     def check(self, now_ns: int) -> None:
         """Raise NotReadyError, which says why, unless a new request may start, or wait for a stage that was lost."""
@@ -61,9 +68,11 @@ class Availability:
     def refusal(self, now_ns: int) -> NotReadyError:
         """Return what to tell a request that can't start within its time."""
         if self.phase.is_paused:
+            if self._refused:
+                return NotReadyError(f"the pipeline is unreachable: {'; '.join(self._refused.values())}")
+            lost_s = (now_ns - self.lost_at_ns) / 1e9
             silent = [f"{self._names[index]} ({seconds:.0f} s)" for index, seconds in self._quiet(now_ns)]
             who = f"; no sign of life: {', '.join(silent)}" if silent else ""
-            lost_s = (now_ns - self.lost_at_ns) / 1e9
             return NotReadyError(f"the pipeline is unreachable: a stage was lost {lost_s:.0f} s ago{who}; try again")
         return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
 
@@ -85,6 +94,7 @@ class Availability:
 
     def heard(self, index: int, now_ns: int) -> str:
         """A stage gave a sign of life. Returns what to say where it had been silent, else nothing."""
+        self._refused.pop(index, None)
         was_silent, silent_s = self.is_silent(index), (now_ns - self._heard_ns[index]) / 1e9
         self._silences[index].heard()
         self._heard_ns[index] = now_ns
@@ -107,6 +117,7 @@ class Availability:
         self._heard_ns = [0 if at is None else self._heard_ns[at] for at in known]
         self._n_restarts = [0 if at is None else self._n_restarts[at] for at in known]
         self._names, self._instances = tuple(names), [""] * len(known)
+        self._refused.clear()
 
     def look(self, now_ns: int) -> tuple[list[str], bool]:
         """Look at the stages and the clock; call it every BEAT_EVERY_S.

@@ -206,7 +206,7 @@ class Conductor:
         """The epoch is over: running sessions pause until the next one. If it was planned, it counts against no
         session."""
         running = self.admission.running.values()
-        self.availability.lost(now_ns)
+        self.availability.lost(now_ns, error)
         fields = {"epoch": self.epoch, "reason": error.message, "paused": len(running)}
         level, text = (
             (logging.INFO, "pipeline pauses") if is_planned else (logging.WARNING, "pipeline lost, recovering")

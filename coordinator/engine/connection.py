@@ -131,7 +131,7 @@ class Connection:
         passes = [secrets.token_hex(PASS_BYTES) for _ in range(n_passes)]
         try:
             if revocations is not None:
-                await check_servers(addresses, security, revocations)
+                await check_servers(addresses, security, revocations, events.on_heard)
             facts = await _describe_all(stages, events.on_heard)
             check_stages(addresses, facts, pipeline, wants_rows=terms.wants_rows)
             if revocations is not None:

@@ -83,7 +83,12 @@ class Epochs:
         self._revocations = Revocations(config.security)
         self._route_id = secrets.randbits(63)
         self._reconnector = Reconnector(
-            config, roster, self._open, lambda: bool(conductor.readers), lambda error: self._fail_all(error)
+            config,
+            roster,
+            self._open,
+            lambda: bool(conductor.readers),
+            lambda error: self._fail_all(error),
+            conductor.availability.refused,
         )
         self.connection: Connection | None = None
         self.stage_names = config.stage_names

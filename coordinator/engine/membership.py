@@ -161,6 +161,11 @@ class Membership:
         self.places.append(place)
         return place
 
+    def is_shut_out(self, place: Place) -> bool:
+        """Return whether the credential of a place's member was revoked since it joined."""
+        shown = place.member.credential if place.member is not None else None
+        return shown is not None and self.is_revoked(shown)
+
     def held(self) -> list[Place]:
         """Return the places that hold layers, in layer order."""
         return [self.places[index] for index in self.holders]

@@ -35,10 +35,14 @@ class Reconnector:
         open_connection: Callable[[tuple[str, ...]], Awaitable[Connection]],
         has_waiting: Callable[[], bool],
         fail_waiting: Callable[[RelaylineError], None],
+        on_problem: Callable[[RelaylineError], None] = lambda error: None,
     ) -> None:
-        """`open_connection(addresses)` makes one attempt; `fail_waiting` ends the requests that `has_waiting`."""
+        """`open_connection(addresses)` makes one attempt; `fail_waiting` ends the requests that `has_waiting`.
+
+        `on_problem` hears why an attempt failed.
+        """
         self._config, self._roster, self._open = config, roster, open_connection
-        self._has_waiting, self._fail_waiting = has_waiting, fail_waiting
+        self._has_waiting, self._fail_waiting, self._on_problem = has_waiting, fail_waiting, on_problem
 
     async def connect(self, *, is_first: bool) -> Connection:
         """Try until a connection stands.
@@ -54,6 +58,7 @@ class Reconnector:
             try:
                 return await self._open(addresses)
             except RelaylineError as error:
+                self._on_problem(error)
                 waited_s = time.monotonic() - began_s
                 if is_first and not self._roster.joins:
                     if isinstance(error, HandshakeError | UnauthenticatedError | UsageError):

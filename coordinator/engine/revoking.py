@@ -12,23 +12,40 @@ from collections.abc import Callable, Sequence
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.wire.common.errors import RelaylineError, UnauthenticatedError
-from relayline.wire.links.revocation import LOOK_S, Revocations
+from relayline.wire.links.revocation import IS_REVOKED, LOOK_S, Revocations
 from relayline.wire.links.security import LinkSecurity
 
 log = logging.getLogger("relayline.coordinator")
 
 
-async def check_servers(addresses: Sequence[str], security: LinkSecurity, revocations: Revocations) -> None:
-    """Raise UnauthenticatedError if a stage's own certificate is revoked."""
+async def check_servers(
+    addresses: Sequence[str],
+    security: LinkSecurity,
+    revocations: Revocations,
+    on_heard: Callable[[int], None] = lambda index: None,
+) -> None:
+    """Raise UnauthenticatedError, with the stage's index, if a stage's own certificate is revoked.
+
+    `on_heard` gets the index of each other stage that showed one: it is there, though no epoch can begin.
+    """
     if not (security.is_tls and revocations.crl_pem):
         return
     from relayline.wire.links.tls_material import credential_of_der  # loads cryptography, which plaintext does not need
     from relayline.wire.links.tls_probe import server_certificate
 
     shown = await asyncio.gather(*(asyncio.to_thread(server_certificate, address, security) for address in addresses))
-    for address, der in zip(addresses, shown, strict=True):
-        if der and revocations.is_revoked(credential := credential_of_der(der)):
-            raise UnauthenticatedError(f"the credential of {address} ({credential.identity}) is revoked")
+    refused: UnauthenticatedError | None = None
+    for index, (address, der) in enumerate(zip(addresses, shown, strict=True)):
+        if not der:
+            continue
+        credential = credential_of_der(der)
+        if not revocations.is_revoked(credential):
+            on_heard(index)
+        elif refused is None:
+            refused = UnauthenticatedError(f"the credential of {address} ({credential.identity}) {IS_REVOKED}")
+            refused.stage_index = index
+    if refused is not None:
+        raise refused
 
 
 async def tell(stages: Sequence[StageClient], revocations: Revocations) -> None:

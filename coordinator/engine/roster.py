@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from relayline.coordinator.engine.membership import Introduction, Membership, Place
-from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError, UnauthenticatedError
 from relayline.wire.common.phase import HostState
+from relayline.wire.links.revocation import IS_REVOKED
 from relayline.wire.links.roles import Credential, Identity, Role
 from relayline.wire.links.security import credential_host, host_of, is_loopback
 
@@ -279,7 +280,10 @@ class JoinedRoster:
         place = self._membership.place_of(ticket)
         if place is None:
             return
-        kind = NotReadyError if is_in_order and not place.failure else StageLostError
+        kind: type[RelaylineError] = NotReadyError if is_in_order and not place.failure else StageLostError
+        if self._membership.is_shut_out(place):
+            kind, reason = UnauthenticatedError, f"its credential {IS_REVOKED}"
+            self._membership.failed(ticket, reason)
         self._lose_if_serving(place, f"stage {place.name} left: {reason}", kind)
         self._membership.leave(ticket, time.monotonic_ns())
         if place.index not in self.holders:
@@ -290,7 +294,10 @@ class JoinedRoster:
 
     def _lose_if_serving(self, place: Place, reason: str, kind: type[RelaylineError] = StageLostError) -> None:
         if place.state is HostState.READY:
-            self._on_lost(kind(reason))
+            error = kind(reason)
+            if place.index in self.holders:
+                error.stage_index = self.holders.index(place.index)
+            self._on_lost(error)
 
 
 def loopback_gaps(places: Sequence[Place]) -> list[str]:

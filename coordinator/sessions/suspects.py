@@ -7,7 +7,8 @@ Suspects are replayed one at a time. Innocent sessions only see a pause. A sessi
 ends with an error.
 
 A loss counts only if a process may have failed because of its work: a stage was started again since, or reported a bug
-of ours. Broken connections between living processes never count, and neither does a stage that ended in order.
+of ours. Broken connections between living processes never count, and neither does a stage that ended in order or whose
+credential was revoked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from relayline.coordinator.sessions.session import Session
-from relayline.wire.common.errors import InternalError, NotReadyError, RelaylineError, StageLostError
+from relayline.wire.common.errors import (
+    InternalError,
+    NotReadyError,
+    RelaylineError,
+    StageLostError,
+    UnauthenticatedError,
+)
 
 LOSSES_ALONE = 2  # times that it was accused without a token of it in between, from which on it is tried alone
 LOSSES_MAX = 3  # and at which it ends with an error
@@ -51,8 +58,8 @@ class Suspects:
         before, self._instances = self._instances, instances
         paused = [session for session in self._paused if session.session_id in running]
         self._paused, error = [], self._paused_by
-        has_ended_in_order = isinstance(error, NotReadyError)
-        if has_ended_in_order or (instances == before and not isinstance(error, InternalError)):
+        is_on_purpose = isinstance(error, NotReadyError | UnauthenticatedError)
+        if is_on_purpose or (instances == before and not isinstance(error, InternalError)):
             return []
         return [(session, crashed_too_often(error)) for session in self.accuse(paused)]
 

@@ -20,6 +20,7 @@ from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.certificates import issue, revoke
 from relayline.deploy.testing.processes import Running, relayline, running
 from relayline.wire.common.errors import UnauthenticatedError
+from relayline.wire.links.revocation import IS_REVOKED
 from relayline.wire.links.roles import Role
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from tests.support.identities import NOW, Identities, make_identities, security_of
@@ -167,7 +168,7 @@ def test_a_coordinator_takes_no_stage_whose_credential_is_revoked(
         assert revoked.identities == ("stage box5 on box5",)
         done = relayline(*serve(split, (first, stages[1]), "--tls", ids.coordinator))
         assert done.returncode == 1
-        assert last_line(done) == f"the credential of {first.event['address']} (stage box5 on box5) is revoked"
+        assert last_line(done) == f"the credential of {first.event['address']} (stage box5 on box5) {IS_REVOKED}"
 
 
 def test_plaintext_beyond_this_machine_is_refused(split: Path):

@@ -21,6 +21,7 @@ from relayline.wire.links import rpc
 from relayline.wire.links.guard import CallerRefusedError, Guard
 from relayline.wire.links.health import Health
 from relayline.wire.links.refusals import NOTE_PREFIX, Reason, RefusalLog, peer_of, reason_named
+from relayline.wire.links.revocation import IS_REVOKED
 from relayline.wire.links.roles import HEALTH_PREFIX, Identity
 from relayline.wire.links.security import LinkSecurity, address_of, check_listen, is_loopback, warn_listen
 
@@ -37,7 +38,7 @@ _CLIENT_ANSWERS = {
     Reason.TOKEN_WRONG: "does not accept this join token; `relayline certs issue` makes each process its own",
     Reason.ROLE_NONE: "refuses this certificate: it states no role; issue it again with `relayline certs issue`",
     Reason.ROLE_WRONG: "refuses this call: this credential is of another role",
-    Reason.REVOKED: "refuses this credential: it is revoked",
+    Reason.REVOKED: f"refuses this credential: it {IS_REVOKED}",
 }
 
 

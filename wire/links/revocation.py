@@ -25,6 +25,10 @@ CRL_FILE, REVOKED_FILE = "crl.pem", "revoked"
 CRL_BYTES_MAX = 32 * 1024  # PEM; some 600 certificates, and it still fits a unary call
 REVOKED_BYTES_MAX = 64 * 1024
 LOOK_S = 1.0  # between looks at the files
+IS_REVOKED = (
+    "is revoked; `relayline invite NAME` on the coordinator's machine (or `relayline certs issue`) makes a new one"
+)
+"""What is wrong with a stage's credential, and what to do about it."""
 
 
 class Revocations:

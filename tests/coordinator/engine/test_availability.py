@@ -6,11 +6,12 @@ import pytest
 
 from relayline.coordinator.engine.availability import Availability
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import NotReadyError
+from relayline.wire.common.errors import NotReadyError, StageLostError, UnauthenticatedError
 from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.links.silence import looks_of
 
 S = 1_000_000_000
+GONE = StageLostError("gone")
 QUIET, LOST = looks_of(bounds.QUIET_AFTER_S), looks_of(bounds.LOST_AFTER_S)
 
 
@@ -76,7 +77,7 @@ def test_a_coordinator_that_was_stopped_itself_accuses_no_stage():
 def test_a_loss_is_recovering_then_unreachable_then_ready():
     world = World(lost_wait_s=15)
     lost_s = world.now_s
-    world.available.lost(world.now_ns)
+    world.available.lost(world.now_ns, GONE)
     world.available.check(world.now_ns)
     world.second(14)
     assert (world.available.phase, world.n_refusals) == (Phase.RECOVERING, 0)
@@ -97,7 +98,7 @@ def test_a_hung_stage_is_lost_from_its_last_sign_of_life_on():
     world.hung = {1}
     world.second(LOST)
     assert not world.available.came_while_lost(world.now_ns), "nothing is known to be lost yet"
-    world.available.lost(world.now_ns)
+    world.available.lost(world.now_ns, GONE)
     assert world.available.came_while_lost(heard_ns + S)
     assert not world.available.came_while_lost(heard_ns - 1)
     world.second(15 - LOST)
@@ -108,10 +109,10 @@ def test_a_hung_stage_is_lost_from_its_last_sign_of_life_on():
 
 def test_a_second_loss_during_the_first_one_counts_separately():
     world = World()
-    world.available.lost(world.now_ns)
+    world.available.lost(world.now_ns, GONE)
     world.second(10)
     world.available.enter(Phase.READY, world.now_ns)
-    world.available.lost(world.now_ns)
+    world.available.lost(world.now_ns, GONE)
     world.second(10)
     assert world.available.phase is Phase.RECOVERING
 
@@ -136,3 +137,34 @@ def test_every_word_means_one_thing():
     assert not {Phase.RECOVERING, Phase.UNREACHABLE} ^ {phase for phase in Phase if phase.is_paused}
     shared = {phase.value for phase in Phase} & {state.value for state in HostState}
     assert shared == {"starting", "loading", "ready", "stopped", "failed"}, "these say the same of both"
+
+
+def refused(index: int, text: str) -> UnauthenticatedError:
+    error = UnauthenticatedError(text)
+    error.stage_index = index
+    return error
+
+
+def test_a_client_reads_which_credential_is_refused_and_not_that_all_stages_are_silent():
+    """With given addresses nobody asks any stage until the refused one is let in."""
+    world = World()
+    world.hung = {0, 1}
+    world.available.lost(world.now_ns, refused(1, "the credential of laptop is revoked; do this"))
+    world.second(20)
+    assert world.available.refusal(world.now_ns).message == (
+        "the pipeline is unreachable: the credential of laptop is revoked; do this"
+    )
+
+
+def test_a_refused_credential_is_not_named_any_more_once_its_stage_is_back():
+    world = World()
+    world.hung = {1}
+    world.available.lost(world.now_ns, GONE)
+    world.available.refused(refused(1, "the credential of laptop is revoked"))
+    world.available.refused(UnauthenticatedError("of no stage that is known"))
+    world.second(20)
+    world.hung = set()
+    world.second()
+    assert world.available.refusal(world.now_ns).message == (
+        "the pipeline is unreachable: a stage was lost 21 s ago; try again"
+    )

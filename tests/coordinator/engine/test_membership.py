@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relayline.coordinator.engine.membership import Introduction, Membership
-from relayline.coordinator.engine.roster import loopback_gaps
+from relayline.coordinator.engine.roster import JoinedRoster, loopback_gaps
 from relayline.coordinator.joining.config import JoinConfig, JoiningStage, TelemetryDefaults, engine_message
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import PlaceTakenError, UsageError, VersionError
+from relayline.wire.common.errors import PlaceTakenError, RelaylineError, UnauthenticatedError, UsageError, VersionError
 from relayline.wire.common.phase import HostState
+from relayline.wire.links.revocation import IS_REVOKED
+from relayline.wire.links.roles import Credential
 from relayline.wire.settings.setting import read_message
 from relayline.wire.settings.table import EngineSettings
 
@@ -182,3 +184,17 @@ def test_an_order_holds_its_settings() -> None:
 def test_impossible_memberships_are_refused_at_the_start(make: object, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()  # type: ignore[operator]
+
+
+async def test_a_member_that_is_put_out_leaves_with_the_reason() -> None:
+    membership = places()
+    roster, lost = JoinedRoster(membership), list[RelaylineError]()
+    roster.watch(lost.append)
+    roster.ask_of_revoked(lambda shown: shown.serial == 7)
+    ticket = roster.join(stage("box2", credential=Credential(None, serial=7)))
+    roster.serving(ticket, "box2:1", "engine-1")
+    roster.leave(ticket, "the connection to the stage was lost")
+    (error,) = lost
+    assert (type(error), error.stage_index) == (UnauthenticatedError, 1)
+    assert error.message == f"stage box2 left: its credential {IS_REVOKED}"
+    assert membership.describe(0)[1]["failure"] == f"its credential {IS_REVOKED}"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import Session
 from relayline.coordinator.sessions.suspects import FURTHER_ROWS, LOSSES_ALONE, LOSSES_MAX, Suspects
-from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError
+from relayline.wire.common.errors import NotReadyError, RelaylineError, StageLostError, UnauthenticatedError
 
 
 def sessions(n: int) -> list[Session]:
@@ -80,7 +80,12 @@ def test_broken_connections_accuse_nobody_and_clear_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "n_guilty"), [(NotReadyError("stage 1 was told to end"), 0), (StageLostError("it is gone"), 2)]
+    ("error", "n_guilty"),
+    [
+        (NotReadyError("stage 1 was told to end"), 0),
+        (UnauthenticatedError("its credential is revoked"), 0),
+        (StageLostError("it is gone"), 2),
+    ],
 )
 def test_stages_that_are_restarted_in_order_accuse_nobody(error: RelaylineError, n_guilty: int) -> None:
     """All stages one after the other, as in an update, before any stream gets a token in between."""

@@ -29,7 +29,7 @@ from relayline.wire.common.errors import RelaylineError, UnauthenticatedError, U
 from relayline.wire.links import role_tokens, rpc
 from relayline.wire.links.listening import Listener
 from relayline.wire.links.relay_link import RelayLink
-from relayline.wire.links.revocation import Revocations
+from relayline.wire.links.revocation import IS_REVOKED, Revocations
 from relayline.wire.links.role_tokens import token_for
 from relayline.wire.links.roles import (
     CALLS,
@@ -500,13 +500,16 @@ async def test_a_coordinator_leaves_a_stage_whose_own_credential_is_revoked(tmp_
         async with asyncio.timeout(WAIT_S):
             await clients[0].has_revoked.wait()
         assert listener.guard.revocations.number == 1
-        await check_servers([address], head, known)
+        heard: list[int] = []
+        await check_servers([address], head, known, heard.append)
+        assert heard == [0], "it is there: nothing else asks it until an epoch begins"
         assert not lost.done()
         revoke(ids.ca, lambda identity: identity.name == "box2", NOW)
         async with asyncio.timeout(WAIT_S):
-            assert (await lost).message == f"the credential of {address} (stage box2 on box2) is revoked"
-        with pytest.raises(UnauthenticatedError, match="is revoked"):
-            await check_servers([address], head, known)
+            assert (await lost).message == f"the credential of {address} (stage box2 on box2) {IS_REVOKED}"
+        with pytest.raises(UnauthenticatedError, match="is revoked") as refusal:
+            await check_servers(["127.0.0.1:1", address], head, known, heard.append)
+        assert (refusal.value.stage_index, heard) == (1, [0])
         telling.cancel()
         await clients[0].close()
 

@@ -73,9 +73,11 @@ def applied(to_start: Launch, directory: StateDir, *, is_dry: bool, as_json: boo
     if is_dry:
         return True
     if differs.others:
+        why = differs.refusal or f"{found.restart_fields} cannot change while it serves"
+        or_so = ", or" if differs.refusal else ";"
         raise StartError(
-            f"{name} runs, and nothing was changed: {found.restart_fields} cannot change while it serves; `relayline "
-            f"down {name}`, then `up` again, or start another one with --name"
+            f"{name} runs, and nothing was changed: {why}{or_so} `relayline down {name}`, then `up` again, or start "
+            "another one with --name"
         )
     if differs.added:
         _take_on(launched, found.running, differs, url, key, as_json=as_json)

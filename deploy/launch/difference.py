@@ -41,6 +41,8 @@ class Difference:
     """Stages that join the running pipeline."""
     spares: frozenset[str] = frozenset()
     """Names of those in `added` that are to be spares."""
+    refusal: str = ""
+    """Why a change of `others` cannot be made while serving, and what to change instead; empty where that is plain."""
 
 
 def difference(
@@ -63,8 +65,14 @@ def difference(
     both = [name for name in new if name in old]
     if both != old or (added and _reaches(running) != _reaches(wanted)):
         return Difference((), cuts, (Change("stages", ", ".join(old), ", ".join(new)),))
+    sharing = [stage.name for stage in added if stage.name not in spares]
+    if sharing and (fixed := [stage.name for stage in wanted.stages if stage.layer_range is not None]):
+        change = Change("stages", ", ".join(old), ", ".join(new))
+        return Difference((), cuts, (change,), refusal=_fixed_text(", ".join(sharing), ", ".join(fixed)))
+    names, fixed_cuts = [stage.name for stage in wanted.stages], wanted.fixed_cuts()
     wanted = _without(wanted, set(new) - set(old))
-    names = [stage.name for stage in wanted.stages]
+    if names != list(holders or ()):  # else stages that were added have their layers by now
+        names, fixed_cuts = [stage.name for stage in wanted.stages], wanted.fixed_cuts()
     assert wanted.model_path is not None
     before, after = (_flat(_spec(each)) for each in (running, _settled_like(running, wanted)))
     for made in _MADE:
@@ -81,7 +89,7 @@ def difference(
         )  # others have taken their places: there is nothing to compare
     edges = (0, *cuts, n_layers)
     ranges = [(edges[at], edges[at + 1]) for at in range(len(edges) - 1)]
-    new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(wanted.fixed_cuts(), cuts, strict=True))
+    new_cuts = tuple(now if fixed is None else fixed for fixed, now in zip(fixed_cuts, cuts, strict=True))
     ends = (0, *new_cuts, n_layers)
     moved = tuple(
         Change(f"stages[{name}].layers", list(held), [ends[at], ends[at + 1]])
@@ -89,6 +97,14 @@ def difference(
         if list(held) != [ends[at], ends[at + 1]]
     )
     return Difference(moved, new_cuts, others, added, spares)
+
+
+def _fixed_text(sharing: str, fixed: str) -> str:
+    """Return why stages cannot join a pipeline whose manifest fixes the layers of others, and what to change."""
+    return (
+        f"{sharing} would share all layers with the others, and the manifest fixes `layers` of {fixed}; leave these "
+        f"out until {sharing} has joined, list it under `spares`"
+    )
 
 
 def _reaches(manifest: Manifest) -> tuple[bool, bool]:

@@ -76,7 +76,26 @@ def test_one_more_stage_joins_a_running_pipeline() -> None:
     again = difference(settled(running, Path("/models/m.gguf"), [(0, 8), (8, 24)]), wanted, (8, 12), N_LAYERS,
                        holders=["desk", "laptop", "fifth"], known=["desk", "laptop", "fifth", "spare"])  # fmt: skip
     assert again == Difference((), (8, 12), ()), "it has joined since"
+    all_fixed = manifest(named([0, 8], [8, 20], [20, 24]))
+    kept = difference(settled(running, Path("/models/m.gguf"), [(0, 8), (8, 24)]), all_fixed, (8, 12), N_LAYERS,
+                      holders=["desk", "laptop", "old"], known=["desk", "laptop", "old"])  # fmt: skip
+    assert (kept.cuts, [change.field for change in kept.layers]) == (
+        (8, 20), ["stages[laptop].layers", "stages[old].layers"],
+    ), "what joined since the start takes the layers that the manifest fixes"  # fmt: skip
     gone = against(running, manifest(named("auto")), 8)
     assert gone.others == (Change("stages", "desk, laptop", "desk"),)
     elsewhere = manifest([*named("auto", "auto"), {"name": "fifth", "host": "10.0.0.5"}])
     assert [change.field for change in against(running, elsewhere, 8).others] == ["stages"], "nothing listens for it"
+
+
+def test_a_stage_does_not_join_where_the_layers_of_others_are_fixed() -> None:
+    """It would share all layers anew, also those that the manifest fixes."""
+    running = manifest(named([0, 8], [8, 24]))
+    fixed = manifest(named([0, 8], [8, 20], [20, 24]))
+    differs = against(running, fixed, 8)
+    assert (differs.layers, differs.added, differs.cuts) == ((), (), (8,))
+    assert differs.others == (Change("stages", "desk, laptop", "desk, laptop, old"),)
+    assert differs.refusal.startswith("old would share all layers with the others, and the manifest fixes `layers` of")
+    assert against(running, manifest(named([0, 8], "auto", "auto")), 8).refusal, "one is enough"
+    spare = manifest(named([0, 8], [8, 24]), spares=[{"name": "old"}])
+    assert [stage.name for stage in against(running, spare, 8).added] == ["old"], "a spare takes nobody's layers"

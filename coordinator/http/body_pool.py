@@ -36,7 +36,8 @@ from relayline.coordinator.http.body_worker import (
 )
 from relayline.coordinator.http.fair_line import FairLine, Ticket
 from relayline.coordinator.http.forks import fork_server
-from relayline.coordinator.http.preparing import Asked, Phase, Setting, Shop, Style
+from relayline.coordinator.http.prepared import Asked, Phase, Setting, Style
+from relayline.coordinator.http.preparing import Preparer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import (
     InternalError,
@@ -211,7 +212,7 @@ class BodyPool:
     def __init__(self, setting: Setting, tokenizer: Tokenizer) -> None:
         """No process is started yet."""
         sent, path = msgspec.msgpack.encode(setting), tokenizer.path
-        self._inline = Shop(setting, tokenizer) if _starts_quickly(tokenizer) else None
+        self._inline = Preparer(setting, tokenizer) if _starts_quickly(tokenizer) else None
         self._quick = _Workers(sent, path, 1, Terms(QUICK_CPU_S_MAX, template_cpu_s_max=TEMPLATE_CPU_S_MAX))
         self._long = _Workers(sent, path, N_LONG, Terms(CPU_S_MAX, NICENESS, TEMPLATE_CPU_S_MAX))
         self._grammars = _Workers(sent, path, N_GRAMMAR, Terms(GRAMMAR_CPU_S_MAX, NICENESS))

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from relayline.coordinator.http.preparing import Asked, Phase, Setting, Shop
+from relayline.coordinator.http.prepared import Asked, Phase, Setting
+from relayline.coordinator.http.preparing import Preparer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InternalError, OverloadedError, RelaylineError
 
@@ -57,7 +58,7 @@ def serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
         return
     terms = msgspec.msgpack.decode(first[0], type=Terms)
     _limit_self(terms.niceness)
-    shop = Shop(msgspec.msgpack.decode(first[1], type=Setting), tokenizer)
+    preparer = Preparer(msgspec.msgpack.decode(first[1], type=Setting), tokenizer)
     cpu_s_max, decoder = terms.cpu_s_max, msgspec.msgpack.Decoder(Asked)
     while frame := _read_frame(pipe):
         asked = decoder.decode(frame[0])
@@ -68,7 +69,7 @@ def serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
             limit_s = min(terms.template_cpu_s_max, cpu_s_max) if phase == "template" else cpu_s_max
             signal.setitimer(signal.ITIMER_PROF, limit_s)
 
-        kind, answer = _answer(shop, asked, frame[1], enter)
+        kind, answer = _answer(preparer, asked, frame[1], enter)
         del frame
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.sendall(FROM_WORKER.pack(kind, len(answer)))
@@ -77,9 +78,9 @@ def serve(pipe: socket.socket, tokenizer: Tokenizer) -> None:
             return
 
 
-def _answer(shop: Shop, asked: Asked, raw: bytearray, enter: Any) -> tuple[bytes, bytes]:
+def _answer(preparer: Preparer, asked: Asked, raw: bytearray, enter: Any) -> tuple[bytes, bytes]:
     try:
-        return ANSWERED, shop.answer(asked, raw, enter)
+        return ANSWERED, preparer.answer(asked, raw, enter)
     except MemoryError:
         return EXHAUSTED, b""
     except RelaylineError as error:

@@ -15,7 +15,7 @@ from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, 
 from relayline.coordinator.http.llama.settings import default_settings
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
-from relayline.coordinator.http.preparing import Prepared, unpacked
+from relayline.coordinator.http.prepared import Prepared, unpacked
 from relayline.coordinator.http.reply import run
 from relayline.coordinator.http.service import Job, Service, make_job, unpacked_prompts
 from relayline.coordinator.observe import metrics

@@ -6,154 +6,55 @@ one word of a megabyte, and strangers write a model's chat template. Its result 
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import functools
 import json
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Struct
 
-from relayline.coordinator.answers.harmony import HARMONY
-from relayline.coordinator.answers.syntax import HERMES, SYNTAXES
-from relayline.coordinator.answers.template import Conversation, ToolStyle
-from relayline.coordinator.http import shapes, validation
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http import tokenizing, validation
 from relayline.coordinator.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
 from relayline.coordinator.http.chat_form import ChatForm, chat_grammar
 from relayline.coordinator.http.embeddings import asking as embeddings_asking
 from relayline.coordinator.http.inner_form import Inner
-from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.llama import asking as llama_asking
 from relayline.coordinator.http.messages import asking as messages_asking
+from relayline.coordinator.http.plan_tokens import PlanTokens
+from relayline.coordinator.http.prepared import Asked, Phase, Prepared, Route, Setting, Style, packed, unpacked
 from relayline.coordinator.http.responses import asking as responses_asking
 from relayline.coordinator.http.structure import grammar_of
 from relayline.coordinator.http.validation import Plan
-from relayline.coordinator.images.parts import Marked, Picture, take_images
-from relayline.coordinator.text.chat import CallForm, ChatTemplate, content_text
-from relayline.coordinator.text.dry import breakers_of
+from relayline.coordinator.images.parts import Marked, take_images
+from relayline.coordinator.text.chat import ChatTemplate, content_text
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.wire.common.bounds import CTX_TOKENS_MAX, LOGIT_BIAS_MAX, SAMPLER_TOKENS_MAX
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
 
-OtherChat = Literal["responses", "messages", "counted"]
-Route = Literal[
-    "style",
-    "completions",
-    "embeddings",
-    "llama",
-    "infill",
-    "chat",
-    OtherChat,
-    "references",
-    "tokenize",
-    "detokenize",
-    "template",
-    "grammar",
-]
 # Other dialects' bodies as chats, and errors about the chat as errors about the body.
 _CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
     "responses": (responses_asking.read, responses_asking.rename),
     "messages": (messages_asking.read, messages_asking.rename),
     "counted": (messages_asking.read_counted, messages_asking.rename),
 }
-Phase = Literal["reading", "template", "tokens"]  # the activity that took too much
 
 PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
-TOKENS_PER_PART = 4_096  # of a long answer to /tokenize
 _MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
 _GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
-_SYNTAXES = {syntax.label: syntax for syntax in (*SYNTAXES, HERMES, HARMONY)}
 
 
-class Style(Struct):
-    """A ToolStyle by name."""
-
-    syntax: str
-    writes_calls: bool
-    shows_tools: bool
-    arguments_as_text: bool
-    content_is_none: bool
-    is_parallel: bool
-    fault: str = ""  # why the template cannot be used
-
-    @classmethod
-    def of(cls, style: ToolStyle, fault: str = "") -> Style:
-        """Name a style."""
-        form = style.form
-        return cls(
-            style.syntax.label,
-            style.writes_calls,
-            style.shows_tools,
-            form.arguments_as_text,
-            form.content_is_none,
-            style.is_parallel,
-            fault,
-        )
-
-    def tool_style(self) -> ToolStyle:
-        """Return the style."""
-        form = CallForm(self.arguments_as_text, self.content_is_none)
-        return ToolStyle(_SYNTAXES[self.syntax], self.writes_calls, self.shows_tools, form, self.is_parallel)
-
-
-class Setting(Struct):
-    """What all requests to one application share."""
-
-    model_id: str
-    limits: HttpLimits
-    template: str | None
-    tool_template: str | None  # where chats with tools have another
-    bos_text: str
-    eos_text: str
-    style: Style | None = None  # None until it has been found out
-    has_images: bool = False  # chats may hold some
-
-
-class Asked(Struct):
-    """A request to a worker; the body comes with it."""
-
-    route: Route
-    ctx_tokens: int = 0  # 0 while that is not known
-    seed: int = 0  # for a request that brings none
-    wants_content: bool = False  # prompts as JSON, for telemetry
-    n_context: int = 0  # bytes before the body: the context that it refers to
-
-
-class Prepared(Struct):
-    """A checked request."""
-
-    model: str
-    plan: Plan  # without what only its grammar is made of, and without the text of its prediction
-    prompts: list[bytes]  # i32 token ids, each inside the vocabulary
-    echoes: list[str]  # the prompts as text, empty without `echo`
-    prediction: bytes  # i32 token ids
-    is_thinking: bool  # the prompt of a chat has begun the model's thoughts
-    grammar_task: bytes  # for the route "grammar"; empty where there is none to be made
-    input_json: str  # what telemetry records of the prompts, where wanted
-    start_ns: int  # of tokenising; of the monotonic clock
-    end_ns: int
-    answer_options: bytes = b""  # of another dialect: msgpack of the fields that its answer repeats
-    pictures: list[Picture] = []  # of a chat; in its prompt, -1 represents the first, -2 the second
-    rows: Any = ()  # ImageRows in place of these, once the coordinator has put them in
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all prompts together, each image as one."""
-        return sum(map(len, self.prompts)) // array.array("i").itemsize
-
-
-class Shop:
-    """Does what workers are asked for, for one application."""
+class Preparer:
+    """Reads and checks bodies for one application, in a worker."""
 
     def __init__(self, setting: Setting, tokenizer: Tokenizer) -> None:
         """Nothing is done yet that could take long."""
         self._setting, self._tokenizer = setting, tokenizer
         self._made: Conversation | None = None
-        self._ends: tuple[int, ...] | None = None  # tokens that end an answer; None until they are asked for
+        self._plan_tokens = PlanTokens(tokenizer)
 
     def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
         """Return the answer to one request, in its route's form; `enter` gets the name of each activity. Raises its
@@ -171,7 +72,7 @@ class Shop:
         if asked.route == "template":
             return self._templated(raw, enter)
         if asked.route == "detokenize":
-            return self._detokenized(raw)
+            return tokenizing.detokenized(decode_body(raw, DetokenizeBody), self._tokenizer)
         if asked.route == "references":
             return responses_asking.references(raw)
         if asked.route == "embeddings":
@@ -232,7 +133,7 @@ class Shop:
     ) -> Prepared:
         tokenizer = self._tokenizer
         model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
-        plan = self._with_tokens(plan)
+        plan = self._plan_tokens.of_texts(plan)
         self._check_shape(plan)
         enter("tokens")
         start_ns = time.monotonic_ns()
@@ -247,15 +148,15 @@ class Shop:
                 prompts.append(each)
             _check_fit(list(map(len, prompts)), ctx_tokens)
         echoes = [each if isinstance(each, str) else tokenizer.decode(each) for each in sent] if plan.echo else []
-        prediction = self._prediction(plan, ctx_tokens)
+        prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
         texts = [("user", tokenizer.decode(prompt)) for prompt in prompts] if asked.wants_content else []
         task = _task(plan, None) if plan.shape else b""
         return Prepared(
             model=model,
             plan=_lean(plan),
-            prompts=[_packed(prompt) for prompt in prompts],
+            prompts=[packed(prompt) for prompt in prompts],
             echoes=echoes,
-            prediction=_packed(prediction),
+            prediction=packed(prediction),
             is_thinking=False,
             grammar_task=task,
             input_json=_messages_json(texts),
@@ -276,7 +177,7 @@ class Shop:
         return Prepared(
             model=model,
             plan=validation.NO_PLAN,
-            prompts=list(map(_packed, prompts)),
+            prompts=list(map(packed, prompts)),
             echoes=[],
             prediction=b"",
             is_thinking=False,
@@ -305,7 +206,7 @@ class Shop:
     def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
         limits, tokenizer = self._setting.limits, self._tokenizer
         model = validation.check_model(body.model, self._setting.model_id, limits)
-        plan = self._with_tokens(validation.plan_chat(body, limits, asked.seed))
+        plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, asked.seed))
         if not tokenizer.has_text:
             text = "this model has no tokenizer; send token ids to /v1/completions"
             raise InvalidRequestError(text, param="messages")
@@ -320,16 +221,16 @@ class Shop:
         prompt = self._chat_tokens(rendered, marked, ctx_tokens)
         if plan.scores_prompt and marked.pictures:
             raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images")
-        prediction = self._prediction(plan, ctx_tokens)
+        prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
         texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
         offered = plan.offered
         has_grammar = plan.shape is not None or (offered is not None and offered.needs_grammar)
         return Prepared(
             model=model,
             plan=_lean(plan),
-            prompts=[_packed(prompt)],
+            prompts=[packed(prompt)],
             echoes=[],
-            prediction=_packed(prediction),
+            prediction=packed(prediction),
             is_thinking=is_thinking,
             grammar_task=_task(plan, is_thinking) if has_grammar else b"",
             input_json=_messages_json(texts),
@@ -373,73 +274,9 @@ class Shop:
         rendered, _, marked = self._rendered(body, plan)
         return msgspec.json.encode({"prompt": marked.shown(rendered)})
 
-    def _with_tokens(self, plan: Plan) -> Plan:
-        """Return the plan with the tokens of its texts, and of its end if that is held back.
-
-        Raises InvalidRequestError.
-        """
-        if plan.dry_texts and self._tokenizer.has_text:
-            found = breakers_of(self._tokenizer, plan.dry_texts)
-            sampling = dataclasses.replace(plan.sampling, dry_breakers=found.whole, dry_sequences=found.sequences)
-            plan = dataclasses.replace(plan, sampling=sampling, dry_texts=())
-        if not (plan.min_tokens or plan.bad_words or plan.bias_texts):
-            return plan
-        n_vocab = self._tokenizer.n_vocab
-        sampling = plan.sampling
-        if plan.min_tokens and self._ends is None:
-            self._ends = tuple(token for token in range(n_vocab) if self._tokenizer.is_end(token))
-        held_back = tuple(sorted({*(self._ends or ()), *plan.stop_tokens})) if plan.min_tokens else ()
-        if len(held_back) > SAMPLER_TOKENS_MAX:
-            text = f"with min_tokens, and the model's own end tokens, at most {SAMPLER_TOKENS_MAX}"
-            raise InvalidRequestError.of_field("stop_token_ids", text)
-        biases = dict(sampling.logit_bias)
-        for text, bias in plan.bias_texts:
-            biases |= dict.fromkeys(self._plain(text, "logit_bias"), bias)
-        if len(biases) > LOGIT_BIAS_MAX:
-            raise InvalidRequestError.of_field("logit_bias", f"at most {LOGIT_BIAS_MAX} tokens, got {len(biases)}")
-        words = dict.fromkeys(
-            tuple(self._plain(before + word.lstrip(), "bad_words")) for word in plan.bad_words for before in ("", " ")
-        )
-        n_tokens = sum(map(len, words))
-        if n_tokens > SAMPLER_TOKENS_MAX:
-            text = f"their tokens are {n_tokens}, at most {SAMPLER_TOKENS_MAX}"
-            raise InvalidRequestError.of_field("bad_words", text)
-        sampling = dataclasses.replace(
-            sampling,
-            logit_bias=tuple(sorted(biases.items())),
-            held_back_tokens=held_back,
-            bad_words=tuple(word for word in words if word),
-        )
-        return dataclasses.replace(plan, sampling=sampling, bad_words=(), bias_texts=())
-
-    def _plain(self, text: str, param: str) -> list[int]:
-        return self._tokenizer.encode(
-            text, add_special=False, parse_special=False, ctx_tokens=SAMPLER_TOKENS_MAX, param=param
-        )
-
     def _check_shape(self, plan: Plan) -> None:
         if plan.shape is not None and not self._tokenizer.has_text:
             raise InvalidRequestError.of_field(plan.shape.param, "this model has no tokenizer")
-
-    def _prediction(self, plan: Plan, ctx_tokens: int) -> Sequence[int]:
-        """Return the token ids of the client's predicted output, as many as a stream may hold.
-
-        Special tokens that it spells out are text, as in an answer. Raises InvalidRequestError for text when the model
-        has no tokenizer, and for token ids outside its vocabulary.
-        """
-        text, tokenizer = plan.prediction, self._tokenizer
-        if not text:
-            return ()
-        if isinstance(text, tuple):
-            validation.check_tokens(text, tokenizer.n_vocab, "prediction")
-            return text[:ctx_tokens]
-        if not tokenizer.has_text:
-            raise InvalidRequestError.of_field("prediction", "this model has no tokenizer")
-        # Of a longer one only the beginning could be generated.
-        text = text[: ctx_tokens * tokenizer.longest_piece_bytes] if len(text) > ctx_tokens else text
-        n_max = max(ctx_tokens, len(text.encode(errors="replace")))
-        ids = tokenizer.encode(text, add_special=False, parse_special=False, ctx_tokens=n_max, param="prediction")
-        return ids[:ctx_tokens]
 
     def _grammar(self, task: bytes) -> str:
         plan, is_thinking = pickle.loads(task)  # made by `_completion` or `_chat`, in a process like this one
@@ -466,56 +303,13 @@ class Shop:
             ids = tokenizer.encode(
                 body.content or "", add_special=body.add_special, parse_special=body.parse_special, param="content"
             )
-        tokens = _joined(ids, self._with_piece if body.with_pieces else None)
-        if body.content is not None:
-            return b'{"tokens":[' + tokens + b"]}"
-        texts = b"[" + _joined(ids, self._name) + b"]" if body.return_token_strs else b"null"
-        found = shapes.encode({"count": len(ids), "max_model_len": asked.ctx_tokens or None})
-        return found[:-1] + b',"tokens":[' + tokens + b'],"token_strs":' + texts + b"}"
-
-    def _with_piece(self, token: int) -> object:
-        return {"id": token, "piece": _piece(self._tokenizer.piece(token, special=True))}
-
-    def _name(self, token: int) -> object:
-        return self._tokenizer.piece(token, special=True).decode(errors="replace")
-
-    def _detokenized(self, raw: bytes | bytearray) -> bytes:
-        body = decode_body(raw, DetokenizeBody)
-        validation.check_tokens(body.tokens, self._tokenizer.n_vocab, "tokens")
-        text = self._tokenizer.decode(body.tokens)
-        return shapes.encode({"content": text, "prompt": text})
-
-
-def setting_of(model_id: str, limits: HttpLimits, chat: ChatTemplate, *, has_images: bool = False) -> Setting:
-    """Return the setting of an application; `has_images`: its chats may hold some."""
-    tool_template = chat.for_tools.source if chat.for_tools is not chat else None
-    return Setting(model_id, limits, chat.source, tool_template, chat.bos_text, chat.eos_text, has_images=has_images)
+        return tokenizing.tokenized(body, ids, tokenizer, asked.ctx_tokens)
 
 
 def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
     """Return an error about a chat as one about the body that the chat was made from."""
     found: InvalidRequestError = _CHATS[route][1](error) if route in _CHATS else error
     return found
-
-
-def unpacked(tokens: bytes) -> tuple[int, ...]:
-    """Return token ids as a worker packed them."""
-    found = array.array("i")
-    found.frombytes(tokens)
-    return tuple(found)
-
-
-def _joined(ids: Sequence[int], shown: Callable[[int], object] | None) -> bytes:
-    """Return tokens, or the result of `shown` for each, as the inside of a JSON list; written in parts."""
-    parts: list[bytes] = []
-    for at in range(0, len(ids), TOKENS_PER_PART):
-        part: Sequence[object] = ids[at : at + TOKENS_PER_PART]
-        parts.append(shapes.encode([*map(shown, part)] if shown else part)[1:-1])  # type: ignore[arg-type]
-    return b",".join(parts)
-
-
-def _packed(tokens: Sequence[int]) -> bytes:
-    return array.array("i", tokens).tobytes()
 
 
 def _chat_template(setting: Setting) -> ChatTemplate:
@@ -577,11 +371,3 @@ def _text(message: Mapping[str, Any]) -> str:
     """Return a chat message's text; parts of other kinds have none."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
-
-
-def _piece(raw: bytes) -> str | list[int]:
-    """Return a piece as text, or as its bytes when it is only part of a character."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return list(raw)

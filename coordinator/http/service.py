@@ -22,7 +22,8 @@ from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.images import Images
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.observe import wants_content
-from relayline.coordinator.http.preparing import Asked, Prepared, as_sent, setting_of, unpacked
+from relayline.coordinator.http.prepared import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.preparing import as_sent
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer

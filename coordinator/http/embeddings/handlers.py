@@ -16,7 +16,7 @@ from relayline.coordinator.http.embeddings.vectors import llama_reply, openai_re
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.middleware import json_response
 from relayline.coordinator.http.observe import RECORD, note_prompts
-from relayline.coordinator.http.preparing import Prepared
+from relayline.coordinator.http.prepared import Prepared
 from relayline.coordinator.http.service import unpacked_prompts
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenStream
 from relayline.wire.common.errors import ContextLengthError, InternalError, OverloadedError

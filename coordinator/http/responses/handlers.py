@@ -15,7 +15,7 @@ from relayline.coordinator.http.chat_form import ChatForm
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.preparing import Asked, Prepared
+from relayline.coordinator.http.prepared import Asked, Prepared
 from relayline.coordinator.http.reply import run
 from relayline.coordinator.http.responses.asking import AnswerOptions, References
 from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect, new_id

@@ -15,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 from relayline.coordinator.http import body_pool
 from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.preparing import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.http.service import CLIENT, client_of
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer

@@ -18,8 +18,8 @@ from aiohttp import web
 from relayline.coordinator.http import reply as replies
 from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX
 from relayline.coordinator.http.dialects import CompletionDialect
-from relayline.coordinator.http.preparing import TOKENS_PER_PART
 from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.tokenizing import TOKENS_PER_PART
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,8 +16,9 @@ PREFIX = "relayline_gateway_"
 class _Backends:
     """The router's present knowledge."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, counters: Sequence[Counter]) -> None:
+        """counters: those that count by pipeline. A counter's first count is only seen if it was 0 before."""
+        self._router, self._counters = router, counters
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each figure."""
@@ -37,6 +38,8 @@ class _Backends:
             others.add_metric(label, backend.n_others)
             work.add_metric(label, backend.work())
             sent.add_metric(label, backend.n_sent)
+            for counter in self._counters:
+                counter.labels(backend.name)
         yield from (up, outstanding, others, work, sent)
 
 
@@ -44,14 +47,13 @@ class GatewayMetrics:
     """Counters of one gateway."""
 
     def __init__(self, router: Router) -> None:
+        self.retries = Counter(
+            f"{PREFIX}retries", "Requests that another replica got after this one failed", [PIPELINE], registry=None
+        )
+        self.broken = Counter(
+            f"{PREFIX}broken_answers", "Answers cut short because their pipeline was lost", [PIPELINE], registry=None
+        )
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_Backends(router))
-        self.retries = Counter(
-            f"{PREFIX}retries", "Requests that another replica got after this one failed", [PIPELINE],
-            registry=self.registry,
-        )  # fmt: skip
-        self.broken = Counter(
-            f"{PREFIX}broken_answers", "Answers cut short because their pipeline was lost", [PIPELINE],
-            registry=self.registry,
-        )  # fmt: skip
+        for collector in (_Backends(router, (self.retries, self.broken)), self.retries, self.broken):
+            self.registry.register(collector)

@@ -12,13 +12,14 @@ from prometheus_client.exposition import choose_encoder
 from relayline.wire.telemetry import names
 
 
-class _Description:
+class Described:
     """A collector over one description."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         self._described = described
 
     def collect(self) -> list[Metric]:
+        """Return every metric of the coordinator and its stages, besides those of requests."""
         return [*_pipeline(self._described), *_stages(self._described["stages"])]
 
 
@@ -28,7 +29,7 @@ def render(described: dict[str, Any], requests: CollectorRegistry | None = None,
     `accept` is the client's header of this name: a client that names OpenMetrics gets it.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Description(described))
+    registry.register(Described(described))
     if requests is not None:
         registry.register(requests)
     encode, content_type = choose_encoder(accept)
@@ -39,7 +40,7 @@ def _pipeline(described: dict[str, Any]) -> list[Metric]:
     label = {names.LABEL_MODEL: described["model"]}
     overlap = GaugeMetricFamily(
         names.METRIC_OVERLAP,
-        "Share of recent busy time in which so many stages computed at once",
+        "Share of recent busy time in which so many stages computed at once; 2+: two or more",
         labels=[names.LABEL_STAGES],
     )
     for stages, share in described["overlap"].items():
@@ -73,8 +74,8 @@ class Count(NamedTuple):
     fields: Mapping[str, str]
 
 
-# Of `coordinator.schedule.grants`. The page of metrics is made of it too.
-GRANT_COUNTS = (
+# Of `coordinator.schedule.grants`.
+_GRANT_COUNTS = (
     Count(
         names.METRIC_GRANTS,
         "Envelopes that gave grants, that extended some, and that ended some because other rows had to leave",
@@ -92,7 +93,7 @@ GRANT_COUNTS = (
 
 def _grants(grants: Mapping[str, int], label: dict[str, str]) -> list[Metric]:
     families: list[Metric] = []
-    for count in GRANT_COUNTS:
+    for count in _GRANT_COUNTS:
         family = CounterMetricFamily(count.name, count.help, labels=[*label, count.label])
         for what, field in count.fields.items():
             family.add_metric([*label.values(), what], grants.get(field, 0))
@@ -125,10 +126,20 @@ def _link(link: dict[str, int]) -> list[Metric]:
     own = {names.LABEL_STAGE: names.STAGE_COORDINATOR}
     out = own | {names.LABEL_DIRECTION: "out"}
     return [
-        _counter(names.METRIC_LINK_ENVELOPES, "Envelopes sent in this epoch", out, link["envelopes_sent"]),
-        _counter(names.METRIC_LINK_BYTES, "Payload sent in this epoch", out, link["payload_bytes_sent"]),
-        _gauge(names.METRIC_LINK_IN_FLIGHT, "Payload sent and not yet credited back", own, link["in_flight_bytes"]),
-        _gauge(names.METRIC_LINK_WINDOW, "Payload that may be in flight", own, link["window_bytes"]),
+        _counter(
+            names.METRIC_LINK_ENVELOPES,
+            "Envelopes sent since the stages were last connected",
+            out,
+            link["envelopes_sent"],
+        ),
+        _counter(
+            names.METRIC_LINK_BYTES,
+            "Payload bytes sent since the stages were last connected",
+            out,
+            link["payload_bytes_sent"],
+        ),
+        _gauge(names.METRIC_LINK_IN_FLIGHT, names.HELP_LINK_IN_FLIGHT, own, link["in_flight_bytes"]),
+        _gauge(names.METRIC_LINK_WINDOW, names.HELP_LINK_WINDOW, own, link["window_bytes"]),
     ]
 
 
@@ -153,8 +164,8 @@ _STAGE_COUNTERS = {
     "busy_ns": (names.METRIC_STAGE_BUSY, "Time inside native decode", 1e-9),
     "envelopes_in": (names.METRIC_STAGE_ENVELOPES_IN, "Envelopes received", 1),
     "envelopes_out": (names.METRIC_STAGE_ENVELOPES_OUT, "Envelopes sent", 1),
-    "payload_bytes_in": (names.METRIC_STAGE_BYTES_IN, "Payload received", 1),
-    "payload_bytes_out": (names.METRIC_STAGE_BYTES_OUT, "Payload sent", 1),
+    "payload_bytes_in": (names.METRIC_STAGE_BYTES_IN, "Payload bytes received", 1),
+    "payload_bytes_out": (names.METRIC_STAGE_BYTES_OUT, "Payload bytes sent", 1),
 }
 # Counts by a second label.
 _STAGE_COUNTS = {

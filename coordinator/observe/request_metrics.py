@@ -93,7 +93,10 @@ class RequestMetrics:
         self.replays = self._counter(names.METRIC_REPLAYS, "Sessions replayed after a fault of their own")
         self.recoveries = self._counter(names.METRIC_RECOVERIES, "Times that the stages were connected again")
         finished = Counter(
-            names.METRIC_SUCCESS, "Ended requests", [names.LABEL_MODEL, names.LABEL_FINISHED], registry=self.registry
+            names.METRIC_SUCCESS,
+            "Ended answers by reason; abort: the client went, or cancelled it",
+            [names.LABEL_MODEL, names.LABEL_FINISHED],
+            registry=self.registry,
         )
         self._finished = {reason: finished.labels(model_name, reason) for reason in FINISHED}
 

@@ -10,12 +10,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayline.coordinator.observe.metrics import GRANT_COUNTS
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
+
+from relayline.coordinator.gateway.metrics import GatewayMetrics
+from relayline.coordinator.gateway.router import Router
+from relayline.coordinator.observe.metrics import Described
+from relayline.coordinator.observe.request_metrics import RequestMetrics
 from relayline.deploy.manifest.gateway import GatewayManifest
 from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, SCHEMA_FILE, schema_text
 from relayline.stage.observe import figures
 from relayline.wire.settings.setting import Reader, Setting, entries
 from relayline.wire.settings.table import TABLES
+from relayline.wire.telemetry import names
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 PAGE, METRICS_PAGE = REFERENCE / "settings.md", REFERENCE / "metrics.md"
@@ -32,19 +39,46 @@ Each setting can be given by a flag, by an environment variable (for `relayline 
 manifest, below `spec`. A flag wins over a variable, and a variable over the manifest. A value that is not allowed is
 refused with one line, before anything is done.
 """
-METRICS_HEAD = """# Metrics of a stage
+METRICS_HEAD = """# Metrics
 
-<!-- Made by `make reference` from stage/observe/figures.py. Do not edit this page. -->
+<!-- Made by `make reference` from stage/observe/figures.py and the metrics of coordinator and gateway. Do not edit this
+page. -->
 
-`relayline stage --metrics HOST:PORT` serves these at `/metrics`, in Prometheus' form. Each has the label `stage`.
+Every process serves its own at `/metrics`, in Prometheus' form. Each also has the `process_*` of Prometheus' clients:
+processor time, memory, open files and the time of its start.
+
+## A stage
+
+At the address of `relayline stage --metrics HOST:PORT`. Each has the label `stage`, the stage's index. Beside these
+there is `relayline_batch_stage_info`, always 1, with the labels `layers`, `pipeline`, `policy` and `version`. With TLS
+there is `relayline_certificate_expires_timestamp_seconds` too.
 """
-GRANTS_HEAD = """## Grants
+COORDINATOR_HEAD = """## A coordinator
 
-The coordinator counts these at its own `/metrics`, with the label `model_name` too. They move only with
-`--grant-steps`.
+At the address of its API. `stage` is the index of a stage, or `coordinator` for the link to the first stage. The
+figures of stages are as the coordinator last heard them, for a Prometheus that reads the coordinator alone.
+`relayline_grants_total` and `relayline_grant_rows_total` move only with `--grant-steps`, and the figures of drafts only
+with drafts.
+"""
+GATEWAY_HEAD = """## A gateway
+
+At the address of its API. Those of a pipeline behind it are at `/pipelines/NAME/metrics` too.
 """
 METRICS_COLUMNS = ("name", "kind", "unit", "label", "meaning")
+UNITS = ("seconds", "bytes", "ratio")  # which names end with
 COLUMNS = ("flag", "variable", "manifest", "values", "default", "for", "meaning")
+EXAMPLE = {  # of GET /v1/pipeline: one of everything that has a metric
+    "model": "", "running": 0, "waiting": 0, "lanes": 0, "epoch": 0, "shared_requests": 0,
+    "plan": {"n_groups": 0, "group_rows": 0}, "overlap": {"1": 0.0}, "certificate_expires_unix_s": 0.0,
+    "link": {"envelopes_sent": 0, "payload_bytes_sent": 0, "in_flight_bytes": 0, "window_bytes": 0},
+    "telemetry": {"exported_spans": 0, "dropped_spans": 0, "level": 0},
+    "stages": [
+        {"index": 0, "up": True, "steps": 0, "rows": 0, "frames": 0, "padded_rows": 0, "micro_batches": 0, "busy_ns": 0,
+         "envelopes_in": 0, "envelopes_out": 0, "payload_bytes_in": 0, "payload_bytes_out": 0, "lanes_used": 0,
+         "lanes_kept": 0, "queued_rows": 0, "wait_p50_ns": 0, "wait_p95_ns": 0, "close_reasons": {"": 0},
+         "faults": {"": 0}},
+    ],
+}  # fmt: skip
 
 
 def page_text() -> str:
@@ -68,7 +102,7 @@ def _row(entry: Setting) -> tuple[str, ...]:
 
 
 def metrics_text() -> str:
-    """Return the reference page of a stage's metrics."""
+    """Return the reference page of all metrics."""
     rows = [METRICS_COLUMNS, ("---",) * len(METRICS_COLUMNS)]
     for kind, found in (
         ("histogram", figures.HISTOGRAMS),
@@ -76,10 +110,38 @@ def metrics_text() -> str:
         ("gauge", figures.GAUGES + figures.TELEMETRY_GAUGES),
     ):
         ending = "_total" if kind == "counter" else ""
-        rows += [(f"`{each.name}{ending}`", kind, each.unit, each.label, each.help) for each in found]
-    grants = [METRICS_COLUMNS, ("---",) * len(METRICS_COLUMNS)]
-    grants += [(f"`{each.name}_total`", "counter", "", each.label, each.help) for each in GRANT_COUNTS]
-    return f"{METRICS_HEAD}\n{_table(rows)}\n{GRANTS_HEAD}\n{_table(grants)}"
+        rows += [(f"`{each.name}{ending}`", kind, _unit(each.name), each.label, each.help) for each in found]
+    coordinator = _families(Described(EXAMPLE), RequestMetrics("").registry)
+    gateway = _families(GatewayMetrics(Router([""])).registry)
+    parts = (METRICS_HEAD, _table(rows), COORDINATOR_HEAD, _metrics(coordinator), GATEWAY_HEAD, _metrics(gateway))
+    return "\n".join(parts)
+
+
+def _families(*collectors: Collector | CollectorRegistry) -> list[Metric]:
+    """Return the metrics of ours that some collectors have."""
+    return [
+        family
+        for collector in collectors
+        for family in collector.collect()
+        if family.name.startswith(f"{names.SERVICE_STEM}_")
+    ]
+
+
+def _metrics(families: Sequence[Metric]) -> str:
+    rows = [METRICS_COLUMNS, ("---",) * len(METRICS_COLUMNS)]
+    for kind in ("histogram", "counter", "gauge"):
+        rows += [_metric(family) for family in families if family.type == kind]
+    return _table(rows)
+
+
+def _metric(family: Metric) -> tuple[str, ...]:
+    ending = "_total" if family.type == "counter" else ""
+    labels = dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le")
+    return f"`{family.name}{ending}`", family.type, _unit(family.name), ", ".join(labels), family.documentation
+
+
+def _unit(name: str) -> str:
+    return next((unit for unit in UNITS if name.endswith(unit)), "")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

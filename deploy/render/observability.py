@@ -24,6 +24,8 @@ OTLP_PORT = 4_317
 OTLP_ENDPOINT = f"http://jaeger:{OTLP_PORT}"
 DASHBOARDS_DIR = "dashboards"
 ALERTS = ("observability", "prometheus", "alerts.yaml")  # below relayline.deploy
+JAEGER_DIR = "/etc/jaeger"  # where the image has its configuration
+JAEGER_FILES = {"jaeger": "config.yaml", "jaeger-ui": "ui.json"}  # below relayline.deploy, observability, jaeger
 
 
 TLS_DIR = "/etc/prometheus/tls"
@@ -60,7 +62,10 @@ def services(pipelines: Sequence[Scraped]) -> dict[str, Any]:
         "jaeger": {
             "image": JAEGER_IMAGE,
             "profiles": [PROFILE],
+            "command": [f"--config={JAEGER_DIR}/{JAEGER_FILES['jaeger']}"],
+            "environment": {"JAEGER_LISTEN_HOST": "0.0.0.0"},  # of the container
             "ports": ["127.0.0.1:16686:16686"],
+            "configs": [{"source": name, "target": f"{JAEGER_DIR}/{file}"} for name, file in JAEGER_FILES.items()],
             "restart": "unless-stopped",
             "deploy": {"resources": {"limits": {"memory": "4g"}}},  # traces are held in memory
         },
@@ -145,6 +150,7 @@ def configs(pipelines: Sequence[Scraped], gateway: str = "") -> dict[str, Any]:
         "providers": [{"name": "relayline", "type": "file", "options": {"path": "/etc/relayline/dashboards"}}],
     }
     return {
+        **{name: {"content": _text("observability", "jaeger", file)} for name, file in JAEGER_FILES.items()},
         "prometheus": {"content": dump_yaml(scrape)},
         "prometheus-alerts": {"content": dump_yaml(alert_rules())},
         "grafana-datasources": {"content": dump_yaml(sources)},
@@ -168,9 +174,13 @@ def _stages_job(pipeline: Scraped) -> dict[str, Any]:
 
 def alert_rules() -> dict[str, Any]:
     """Return the groups of deploy/observability/prometheus/alerts.yaml."""
-    text = resources.files("relayline.deploy").joinpath(*ALERTS).read_text("utf-8")
-    rules: dict[str, Any] = yaml.safe_load(text)
+    rules: dict[str, Any] = yaml.safe_load(_text(*ALERTS))
     return rules
+
+
+def _text(*parts: str) -> str:
+    """Return a file below relayline.deploy."""
+    return resources.files("relayline.deploy").joinpath(*parts).read_text("utf-8")
 
 
 def volumes() -> dict[str, Any]:

@@ -70,15 +70,17 @@ GAUGES: tuple[Figure, ...] = (  # of Gauges
         label=names.LABEL_PLACE,
     ),
     Figure(names.METRIC_TIER_STATES, "Prefixes in the stored prefix cache", "tier_states"),
-    Figure(names.METRIC_LINK_IN_FLIGHT, "Payload bytes sent downstream and not yet decoded there", "in_flight_bytes"),
-    Figure(names.METRIC_LINK_WINDOW, "Payload bytes that may be in flight downstream", "window_bytes"),
+    Figure(names.METRIC_LINK_IN_FLIGHT, names.HELP_LINK_IN_FLIGHT, "in_flight_bytes"),
+    Figure(names.METRIC_LINK_WINDOW, names.HELP_LINK_WINDOW, "window_bytes"),
 )
 TELEMETRY_GAUGES: tuple[Figure, ...] = (
     Figure(names.METRIC_TELEMETRY_LEVEL, "0 off, 1 summary, 2 batches, 3 frames", "level"),
 )
 HISTOGRAMS = (  # of StageStats, each in its own form
     Figure(names.METRIC_BATCH_ROWS, "Rows of a native step, without padding", "steps_by_rows"),
-    Figure(names.METRIC_BATCH_SESSIONS, "Sessions of a native step", "steps_by_sessions"),
+    Figure(
+        names.METRIC_BATCH_SESSIONS, "Frames of a native step; nearly always one of each session", "steps_by_sessions"
+    ),
     Figure(
         names.METRIC_FRAME_WAIT, "Wait of a frame from its arrival to the start of its step", "waits_by_bucket", SECONDS
     ),

@@ -264,8 +264,12 @@ METRIC_STEP_MEASURED_SECONDS: Final = "relayline_step_measured_seconds"  # of th
 METRIC_ENCODE_SECONDS: Final = "relayline_encode_seconds"
 METRIC_LINK_BYTES: Final = "relayline_link_bytes"  # payload bytes by direction
 METRIC_LINK_ENVELOPES: Final = "relayline_link_envelopes"  # by direction
-METRIC_LINK_IN_FLIGHT: Final = "relayline_link_in_flight_bytes"  # sent, credit not yet given back
+METRIC_LINK_IN_FLIGHT: Final = "relayline_link_in_flight_bytes"
+HELP_LINK_IN_FLIGHT: Final = (  # see wire.common.bounds.CREDIT_HELD_DIVISOR
+    "Payload bytes sent to the next stage and not yet credited back; up to a quarter of the window even when idle"
+)
 METRIC_LINK_WINDOW: Final = "relayline_link_window_bytes"  # credit granted by the downstream neighbour
+HELP_LINK_WINDOW: Final = "Payload bytes that may be sent without a credit"
 METRIC_QUEUED_ROWS: Final = "relayline_queued_rows"
 METRIC_QUEUED_FRAMES: Final = "relayline_queued_frames"
 METRIC_LANES_USED: Final = "relayline_lanes_used"

@@ -395,6 +395,61 @@ def test_promtool_finds_no_fault_in_the_expositions(shown: Shown) -> None:
         assert [line for line in complaints if "no help text" in line or "error" in line] == []
 
 
+# Of each alert: a series that raises it, one that does not, and the time after which Prometheus is asked.
+ALARMS = {
+    "RelaylineNotScraped": ('up{job="relayline", role="stage", instance="a"}', "1 1 0x10", "1x12", "5m"),
+    "RelaylineStageLost": ('relayline_stage_up{stage="1", instance="a"}', "1 1 0x10", "1x12", "5m"),
+    "RelaylineRecoversOften": ('relayline_recoveries_total{instance="a"}', "0+1x10", "5x12", "8m"),
+    "RelaylineAnswersFail": (
+        'relayline_request_success_total{finished_reason="error", instance="a"}', "0 0 1x10", "1x12", "4m",
+    ),
+    "RelaylineReplicaDown": ('relayline_gateway_pipeline_up{pipeline="b", instance="a"}', "1 1 0x10", "1x12", "5m"),
+    "RelaylineFirstTokenSlow": (
+        'relayline_time_to_first_token_seconds_bucket{le="LE", instance="a"}', "0+0x40 0+5x40", "0+5x40 0+5x40", "30m",
+    ),
+    "RelaylineQueueNeverEmpty": ('relayline_num_requests_waiting{instance="a"}', "3x40", "3x9 0 3x20", "20m"),
+    "RelaylineKvCacheFull": ('relayline_kv_cache_usage_perc{instance="a"}', "0.97x40", "0.97x9 0.5 0.97x20", "20m"),
+    "RelaylineCertificateExpires": (
+        'relayline_certificate_expires_timestamp_seconds{instance="a"}', "86400x10", "2000000x10", "5m",
+    ),
+    "RelaylineSpansDropped": ('relayline_spans_dropped_total{instance="a"}', "0+9x40", "9x40", "25m"),
+}  # fmt: skip
+
+
+def alarm_test(name: str, series: str, values: str, at: str, *, fires: bool) -> dict[str, Any]:
+    """A case for `promtool test rules`: whether these values of a series raise an alert."""
+    if 'le="LE"' in series:  # a histogram: one bucket at 10 s, one at 20 s, and the whole
+        low, high = values.split(" ")
+        parts = zip(("10", "20", "+Inf"), (low, high, high), strict=True)
+        given = [{"series": series.replace("LE", le), "values": each} for le, each in parts]
+    else:
+        given = [{"series": series, "values": values}]
+    return {
+        "interval": "1m",
+        "input_series": given,
+        "promql_expr_test": [
+            {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}})', "eval_time": at,
+             "exp_samples": [{"labels": "{}", "value": 1}] if fires else []},
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.prometheus
+def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    rules = [rule["alert"] for group in yaml_of("prometheus/alerts.yaml")["groups"] for rule in group["rules"]]
+    assert rules == list(ALARMS)
+    cases = [
+        alarm_test(name, series, values, at, fires=fires)
+        for name, (series, bad, good, at) in ALARMS.items()
+        for values, fires in ((bad, True), (good, False))
+    ]
+    file = {"rule_files": [str(HERE / "prometheus" / "alerts.yaml")], "evaluation_interval": "1m", "tests": cases}
+    (tmp_path / "alarms.yaml").write_text(yaml.safe_dump(file))
+    command = [tool("promtool"), "test", "rules", tmp_path / "alarms.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 class Prometheus:
     """A running Prometheus."""
 

@@ -87,7 +87,7 @@ RULES = (
     Rule(_CHATS, '"role": "assistant", "content": "The"', "", "a last turn goes on with continue_final_message"),
     Rule(_CHATS, '"messages": (\\[\\]|.*"odd")', _REFUSED, "OpenAI refuses them"),
     Rule(_CHATS, '"top_logprobs": 0', r"/logprobs: only ours", _OPENAI),
-    Rule(_CHATS, '"(max_tokens": (0|-1)|temperature": 3)', _REFUSED, "out of OpenAI's range"),
+    Rule(_CHATS, '"(max_tokens": 0|temperature": 3)', _REFUSED, "out of OpenAI's range"),
     Rule(_CHATS, "logprobs", "/id: only theirs", "OpenAI's form has no ids; return_token_ids gives them"),
     Rule(_CHATS, "timings_per_token", "/timings: only ours", "every event has them, the first one too"),
     Rule(_CHATS, '"seed"', r"/message/content", "draws are our own"),

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +46,16 @@ _SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "conta
 # Formats of texts that llguidance holds answers to. Any other is an annotation, as JSON Schema says.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_EMPTY_CLASS = re.compile(r"\[\^?\]")  # only ECMAScript has one
+# The faults of a pattern in every dialect of regular expressions, in the words of Python's `re`.
+_BROKEN = (
+    "unterminated character set",
+    "missing )",
+    "unbalanced parenthesis",
+    "nothing to repeat",
+    "min repeat greater",
+    "bad character range",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +122,46 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
     """Yield weaker and weaker replacements for a schema that cannot be followed.
 
     Unknown formats are dropped first. If the schema is not strict, rules that llguidance lacks are dropped one kind
-    after the other, and all others stay.
+    after the other, and all others stay. A pattern that is broken is not dropped.
     """
     plain = _without(schema, lambda key, value: key == "format" and value not in _FORMATS)
     yield plain
     if is_strict or not isinstance(plain, Mapping):
         return
-    leniently = {"x-guidance": {"whitespace_pattern": JSON_BLANKS, "lenient": True}}
+    leniently = {"x-guidance": {"lenient": True}}
     yield {**plain, **leniently}
     looks = _without(plain, lambda key, value: key == "pattern" and bool(_LOOKS_AROUND.search(str(value))))
     yield {**looks, **leniently}
-    yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
+    if not has_broken_pattern(schema):
+        yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
+
+
+def has_broken_pattern(schema: Any) -> bool:
+    """Tell whether a pattern of a JSON schema that llguidance refuses is no regular expression in any dialect."""
+    patterns: list[Any] = []
+
+    def noted(part: Schema) -> Schema:
+        named = part.get("patternProperties")
+        patterns.extend([part.get("pattern"), *(named if isinstance(named, Mapping) else ())])
+        return part
+
+    _changed(schema, noted)
+    return any(_is_broken(pattern) for pattern in patterns if isinstance(pattern, str))
+
+
+def _is_broken(pattern: str) -> bool:
+    if _EMPTY_CLASS.search(pattern):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sets inside sets, which are none in other dialects either
+            re.compile(pattern)
+    except re.error as error:
+        is_range_of_classes = error.msg.startswith("bad character range \\")  # literal in ECMAScript
+        return error.msg.startswith(_BROKEN) and not is_range_of_classes
+    except (RecursionError, OverflowError):
+        return False
+    return False
 
 
 def closed(schema: Any, *, also_empty: bool = False) -> Any:
@@ -214,7 +254,10 @@ class Rules:
 
     def json(self, schema: Any) -> str:
         """Return the term of a JSON value."""
-        whole = {"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **(schema if isinstance(schema, Mapping) else {})}
+        sent = schema if isinstance(schema, Mapping) else {}
+        hints = sent.get("x-guidance")
+        hints = {"whitespace_pattern": JSON_BLANKS, **(hints if isinstance(hints, Mapping) else {})}
+        whole = {**sent, "x-guidance": hints}
         return self.add(f"json_{next(self._numbers)}: %json {json.dumps(whole)}")
 
     def whole(self, start: str) -> str:

@@ -29,6 +29,7 @@ CALLS_MAX = 1_024  # tools called in one turn
 CHOICES_MAX = 16_384  # that an answer may be one of: as many as its grammar has room for
 
 Positive = Annotated[int, Meta(ge=1)]
+TokenLimit = Annotated[int, Meta(ge=-1)]  # at least 1, or -1 for no limit, as llama-server has it
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
@@ -72,6 +73,10 @@ class StructuredOutputs(Struct, rename={"json_schema": "json"}, forbid_unknown_f
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_fallback: bool | None = None  # to another grammar engine, of which there is none
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
 
 
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=SAMPLER_TOKENS_MAX)]
@@ -90,7 +95,7 @@ class GenerationBody(_Sampler, kw_only=True):
     """The fields that both generating routes share. None means absent, as in OpenAI's own schema."""
 
     model: str | None = None
-    max_tokens: Positive | None = None
+    max_tokens: TokenLimit | None = None
     n: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -121,6 +126,9 @@ class GenerationBody(_Sampler, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None  # as SGLang has it, like the next
+    ebnf: str | None = None
     json_schema: Json = NO_JSON  # as llama-server has it, like the next
     grammar: str | None = None
     prediction: Any = None  # read by validation: any error in it concerns the whole field
@@ -138,7 +146,6 @@ class GenerationBody(_Sampler, kw_only=True):
     chat_template: Any = None
     grammar_lazy: Any = None
     lora: Any = None
-    service_tier: Any = None
     web_search_options: Any = None
     t_max_predict_ms: Any = None
     prompt_logprobs: LogprobCount | None = None  # as vLLM has it
@@ -176,7 +183,7 @@ class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=MESSAGES_MAX)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -6,7 +6,15 @@ import dataclasses
 import json
 from typing import cast
 
-from relayline.coordinator.answers.grammar import Schema, Wanted, after_thoughts, calls_grammar, lean, weaker
+from relayline.coordinator.answers.grammar import (
+    Schema,
+    Wanted,
+    after_thoughts,
+    calls_grammar,
+    has_broken_pattern,
+    lean,
+    weaker,
+)
 from relayline.coordinator.answers.harmony import HarmonyReader, harmony_answer_grammar, harmony_calls_grammar
 from relayline.coordinator.answers.reader import AnswerReader, CallReading, Reader
 from relayline.coordinator.answers.syntax import Thinking
@@ -131,7 +139,7 @@ def _followed(name: str, schema: Schema, offered: Offered) -> Schema:
         if not found:
             return cast("Schema", each)
         fault = fault or found
-    if is_strict:
+    if is_strict or has_broken_pattern(schema):
         text = f"the parameters of {name!r} are not a JSON schema that can be used: {in_a_line(fault)}"
         raise InvalidRequestError.of_field("tools", text)
     return _ANY_ARGUMENTS

@@ -1,8 +1,8 @@
 """The shape that an answer must have: from the ways in which clients ask for it to one grammar.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and the `guided_*` before it, llama-server's `json_schema` and
-`grammar`. Stages follow the grammar token by token (`stage/sampling/constraint.py`); here it is made and checked, by
-llguidance.
+`grammar`, SGLang's `regex` and `ebnf`. Stages follow the grammar token by token (`stage/sampling/constraint.py`); here
+it is made and checked, by llguidance.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Shape:
     kind: Kind
     texts: tuple[str, ...]  # the choices; of other kinds one: a JSON schema, a regular expression, GBNF or Lark
     is_strict: bool = True  # of a schema: a keyword that cannot be followed is refused, not left out
+    blanks: str = JSON_BLANKS  # of a schema: a regular expression of what may stand between tokens; "" for nothing
 
     @property
     def is_json(self) -> bool:
@@ -43,7 +44,10 @@ class Shape:
 
 
 def shape_of(body: GenerationBody) -> Shape | None:
-    """Return what shape a body asks for, None for any. Raises InvalidRequestError, also for more than one."""
+    """Return what shape a body asks for, None for any. Raises InvalidRequestError, also for more than one.
+
+    Clients that speak to old and new servers send one shape under two names.
+    """
     outputs = body.structured_outputs
     asked = [
         _response_format(body),
@@ -53,6 +57,8 @@ def shape_of(body: GenerationBody) -> Shape | None:
         _text("guided_regex", "regex", body.guided_regex),
         _choice("guided_choice", body.guided_choice),
         _text("guided_grammar", "grammar", body.guided_grammar),
+        _text("regex", "regex", body.regex),
+        _text("ebnf", "grammar", body.ebnf),
         _json("structured_outputs.json", outputs.json_schema) if outputs else None,
         _text("structured_outputs.regex", "regex", outputs.regex) if outputs else None,
         _choice("structured_outputs.choice", outputs.choice) if outputs else None,
@@ -60,10 +66,23 @@ def shape_of(body: GenerationBody) -> Shape | None:
         Shape("structured_outputs.json_object", "json", (ANY_OBJECT,)) if outputs and outputs.json_object else None,
     ]
     shapes = [shape for shape in asked if shape]
-    if len(shapes) > 1:
+    if not shapes:
+        return None
+    first = shapes[0]
+    if any((shape.kind, shape.texts) != (first.kind, first.texts) for shape in shapes):
         names = " and ".join(shape.param for shape in shapes)
         raise InvalidRequestError(f"{names}: an answer has one format; send one of them", param=shapes[1].param)
-    return shapes[0] if shapes else None
+    return dataclasses.replace(first, blanks=_blanks(body))
+
+
+def _blanks(body: GenerationBody) -> str:
+    """Return the regular expression of what may stand between the tokens of JSON."""
+    outputs = body.structured_outputs
+    if outputs and outputs.disable_any_whitespace:
+        return ""
+    asked = outputs.whitespace_pattern if outputs else None
+    asked = body.guided_whitespace_pattern if asked is None else asked
+    return JSON_BLANKS if asked is None else asked
 
 
 def grammar_of(shape: Shape) -> str:
@@ -144,7 +163,9 @@ def _grammar(shape: Shape) -> str:
     if shape.kind == "json":
         if text == "true":  # of a schema: anything
             text = "{}"
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": JSON_BLANKS})
+        if not shape.blanks:
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": shape.blanks})
     if shape.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if shape.kind == "choice":

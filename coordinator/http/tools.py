@@ -13,7 +13,8 @@ from relayline.coordinator.http.bodies import ChatBody, MessageBody
 from relayline.wire.common.errors import InvalidRequestError
 
 TOOLS_MAX = 256  # of one request; OpenAI allows 128
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")  # OpenAI's, and what servers of other protocols put in front of them
+NAME_CHARS_MAX = 128  # as Anthropic has it; OpenAI allows 64, and a name space before them
+_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{NAME_CHARS_MAX}}}")  # with what servers of other protocols put in front
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 
 
@@ -78,7 +79,7 @@ def _function(tool: Any, param: str) -> Mapping[str, Any]:
     function: Mapping[str, Any] | None = tool.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
-        text = "needs a function whose name has 1 to 64 letters, digits, and any of _ . : / -"
+        text = f"needs a function whose name has 1 to {NAME_CHARS_MAX} letters, digits, and any of _ . : / -"
         raise InvalidRequestError.of_field(param, text)
     parameters = function.get("parameters") or {}
     is_schema = isinstance(parameters, Mapping) and isinstance(parameters.get("properties", {}), Mapping)

@@ -20,6 +20,7 @@ from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
 
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
 _U64 = 1 << 64
+NO_LIMIT = -1  # as a client's limit of tokens: as many as the context has room for
 TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
 
 # Fields of other servers, and OpenAI's from before tools -> values without effect. Null, 0, false and empty ones have
@@ -37,7 +38,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "grammar_lazy": (),
     "lora": (),
-    "service_tier": ("auto", "default"),
     "t_max_predict_ms": (-1,),
 }
 # Fields whose false would change the answer.
@@ -128,7 +128,10 @@ def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) 
     n_logprobs = -1 if body.logprobs is None else body.logprobs
     if body.echo and n_logprobs >= 0 and body.stream:
         raise InvalidRequestError.of_field("stream", "not together with echo and logprobs")
-    return _plan(body, limits, n, body.max_tokens, COMPLETION_TOKENS_DEFAULT, n_logprobs, random_seed)
+    max_tokens = _limit("max_tokens", body.max_tokens)
+    is_open = NO_LIMIT in (max_tokens, body.n_predict)
+    default = None if is_open else COMPLETION_TOKENS_DEFAULT
+    return _plan(body, limits, n, max_tokens, default, n_logprobs, random_seed)
 
 
 def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
@@ -156,7 +159,8 @@ def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
         names = ", ".join(REASONING_FORMATS)
         raise InvalidRequestError.of_field("reasoning_format", f"must be one of {names}")
     check_messages(body.messages)
-    max_tokens = body.max_completion_tokens or body.max_tokens
+    max_tokens = _limit("max_completion_tokens", body.max_completion_tokens)
+    max_tokens = _limit("max_tokens", body.max_tokens) if max_tokens is None else max_tokens
     plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
     offered = offered_by(body)
     if offered and offered.is_required and plan.shape:
@@ -266,8 +270,9 @@ def _plan(
         raise _unsupported("web_search_options", "send none")
     shape = shape_of(body)
     _check_lists(body, shape.param if shape else "")
-    if max_tokens is None and body.n_predict not in (None, -1, -2, 0):
+    if max_tokens is None and body.n_predict not in (None, NO_LIMIT, -2, 0):
         max_tokens = body.n_predict
+    max_tokens = None if max_tokens == NO_LIMIT else max_tokens
     _check_together(body, shape, max_tokens)
     biases, bias_texts = _biases(body.logit_bias or {})
     n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
@@ -310,6 +315,13 @@ def _plan(
         shows_timings=bool(body.timings_per_token),
         shows_progress=bool(body.return_progress and body.stream),
     )
+
+
+def _limit(param: str, asked: int | None) -> int | None:
+    """Return a limit of tokens, NO_LIMIT for none. Raises InvalidRequestError for 0."""
+    if asked == 0:
+        raise InvalidRequestError.of_field(param, "expected int >= 1, or -1 for no limit")
+    return asked
 
 
 def _check_together(body: GenerationBody, shape: Shape | None, max_tokens: int | None) -> None:

@@ -21,7 +21,7 @@ from relayline.coordinator.http.bodies import (
 )
 from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLER_LETTERS, SAMPLERS, generation_settings
-from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.http.validation import NO_LIMIT, Plan
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, NotServedError
@@ -190,6 +190,8 @@ def _with_defaults(sent: LlamaBody) -> CompletionBody:
         fields["seed"] = -1
     if sent.n_predict is not None:  # its first name for this counts most; the first token is always picked
         fields["max_tokens"] = max(1, sent.n_predict) if sent.n_predict >= 0 else None
+    elif sent.max_tokens == NO_LIMIT:
+        fields["max_tokens"] = None
     return CompletionBody(**(fields | {"prompt": ""}))
 
 

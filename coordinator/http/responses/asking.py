@@ -59,6 +59,7 @@ class AnswerOptions(Struct):
     input_items: list[tuple[str, bytes]]  # (id, JSON)
     store: bool
     previous_response_id: str | None
+    namespaced: dict[str, tuple[str, str]]  # the name that the model sees of a tool in a name space -> both names
 
 
 REFERENCES_MAX = 4_096  # items of one body, each of which is looked up on the event loop
@@ -92,10 +93,12 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         raise InvalidRequestError.of_field("previous_response_id", "write this key without escapes")
     items = _input_items(body, context)
     try:
+        tools, namespaced = _tools(body.tools or [])
         messages = _messages(context.history, "history") + _messages(items, "input")
         if not messages:
             raise InvalidRequestError.of_field("input", "needs text, or a list with at least one item")
-        fields = {**_fields(body), "messages": with_system([body.instructions or ""], messages)}
+        chosen = _choice(body.tool_choice, namespaced)
+        fields = {**_fields(body, tools, chosen), "messages": with_system([body.instructions or ""], messages)}
         chat = chat_of(fields, read_object(raw))
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
@@ -104,6 +107,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
         body.store is not False,
         body.previous_response_id,
+        namespaced,
     )
     return Inner(chat, msgspec.msgpack.encode(options))
 
@@ -138,7 +142,7 @@ def _with_ids(items: Sequence[Fields]) -> list[Fields]:
     ]
 
 
-def _fields(body: ResponsesBody) -> Fields:
+def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Fields:
     fields: Fields = {
         "model": body.model,
         "temperature": body.temperature,
@@ -146,8 +150,8 @@ def _fields(body: ResponsesBody) -> Fields:
         "max_tokens": body.max_output_tokens,
         "stream": bool(body.stream),
         "stream_options": {"include_usage": True} if body.stream else None,  # the last event carries it
-        "tools": _tools(body.tools or []),
-        "tool_choice": body.tool_choice,
+        "tools": tools or None,
+        "tool_choice": tool_choice,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "response_format": _response_format(body.text.format if body.text else None),
@@ -157,16 +161,48 @@ def _fields(body: ResponsesBody) -> Fields:
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _tools(tools: list[Any]) -> list[Fields] | None:
-    def function(tool: Mapping[str, Any], where: str) -> Fields:
-        kind = tool.get("type")
-        if kind != "function":
-            text = f"only tools of type function are served here, not {str(kind)[:40]!r}; leave it out"
-            raise InvalidRequestError.of_field(where, text)
-        named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
-        return {"type": "function", "function": named}
+def _tools(tools: list[Any]) -> tuple[list[Fields], dict[str, tuple[str, str]]]:
+    """Return the tools of a chat, and by the names that it shows of those in name spaces: (name space, name)."""
+    found: list[Fields] = []
+    namespaced: dict[str, tuple[str, str]] = {}
 
-    return each_checked(tools, "tools", function) or None
+    def take(tool: Mapping[str, Any], where: str) -> None:
+        if tool.get("type") != "namespace":
+            found.append(_function(tool, where))
+            return
+        space, inner = text_in(tool, "name", where), tool.get("tools")
+        if not isinstance(inner, list):
+            raise InvalidRequestError.of_field(f"{where}.tools", "must be a list")
+        for function in each_checked(inner, f"{where}.tools", _function):
+            named = function["function"]
+            named["name"], name = _joined(space, text_in(named, "name", where)), named["name"]
+            namespaced[named["name"]] = (space, name)
+            found.append(function)
+
+    each_checked(tools, "tools", take)
+    return found, namespaced
+
+
+def _joined(space: str, name: str) -> str:
+    """Return the name that a model sees of a tool in a name space."""
+    return f"{space}.{name}"
+
+
+def _choice(choice: Any, namespaced: Mapping[str, tuple[str, str]]) -> Any:
+    """Return a `tool_choice` whose function has the name that the model sees: clients leave out the name space."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return choice
+    shown = [joined for joined, (_, name) in namespaced.items() if name == choice.get("name")]
+    return {**choice, "name": shown[0]} if len(shown) == 1 else choice
+
+
+def _function(tool: Mapping[str, Any], where: str) -> Fields:
+    kind = tool.get("type")
+    if kind != "function":
+        text = f"only tools of type function are served here, not {str(kind)[:40]!r}; leave it out"
+        raise InvalidRequestError.of_field(where, text)
+    named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": named}
 
 
 def _response_format(sent: Mapping[str, Any] | None) -> Fields | None:
@@ -222,7 +258,9 @@ def _turn(messages: list[Fields]) -> Fields:
 
 
 def _call(item: Mapping[str, Any], where: str) -> Fields:
-    function = {"name": text_in(item, "name", where), "arguments": text_in(item, "arguments", where, default="{}")}
+    name, space = text_in(item, "name", where), text_in(item, "namespace", where, default="")
+    name = _joined(space, name) if space else name
+    function = {"name": name, "arguments": text_in(item, "arguments", where, default="{}")}
     return {"id": text_in(item, "call_id", where), "type": "function", "function": function}
 
 
@@ -269,6 +307,10 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(each_checked(content, where, text_of))
 
 
+def _echoed(tool: Fields) -> Fields:
+    return tool if tool["type"] == "namespace" else {"strict": None, "parameters": None, **tool}
+
+
 def _echo(body: ResponsesBody) -> str:
     """Return the fields of a response that repeat the request, in the order of OpenAI's API."""
     reasoning, text = body.reasoning, body.text
@@ -292,7 +334,7 @@ def _echo(body: ResponsesBody) -> str:
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "tools": [_echoed(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",

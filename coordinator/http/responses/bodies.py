@@ -57,7 +57,6 @@ class ResponsesBody(Struct, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     truncation: Any = None
-    service_tier: Any = None
     moderation: Any = None
     context_management: Any = None
 
@@ -67,8 +66,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "background": ((False,), "answers come only while the request is open; send false"),
     "conversation": ((), "use previous_response_id, or send all items as input"),
     "prompt": ((), "stored prompts are not served here; send instructions and input"),
-    "truncation": (("disabled",), "this server never truncates an input; send disabled"),
-    "service_tier": (("auto", "default"), "send auto or default"),
+    "truncation": (("disabled", "auto"), "send disabled or auto; an input that is too long is refused either way"),
     "moderation": ((), "send none"),
     "context_management": (([],), "send none"),
 }

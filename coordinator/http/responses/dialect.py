@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,8 +31,10 @@ def new_id(prefix: str) -> str:
 class OutputItems:
     """The output of one response as it grows: items; the last one may be open. Methods return the events."""
 
-    def __init__(self, logprobs: Logprobs) -> None:
+    def __init__(self, logprobs: Logprobs, namespaced: Mapping[str, tuple[str, str]]) -> None:
+        """`namespaced`: the names that the model sees of tools in name spaces -> (name space, name)."""
         self.items: list[Item] = []
+        self._namespaced = namespaced
         self._n_events = 0
         self._logprobs = logprobs
         self._open: str = ""  # the item being built: "reasoning", "message", "function_call"
@@ -61,7 +63,7 @@ class OutputItems:
             if part.index != self._call or self._open != "function_call":
                 events += self.close("completed")
                 self._call = part.index
-                events += self._begun({"type": "function_call", "call_id": part.id, "name": part.name, "arguments": ""})
+                events += self._begun({"type": "function_call", "call_id": part.id, **self._named(part.name)})
             if part.arguments:
                 events.append(self._delta("function_call_arguments.delta", part.arguments))
         return events
@@ -94,6 +96,13 @@ class OutputItems:
             self.event("content_part.done", **at, content_index=0, part=part),
             self._item_done(),
         ]
+
+    def _named(self, name: str) -> Item:
+        """Return the fields of a call of a tool without arguments yet."""
+        if name not in self._namespaced:
+            return {"name": name, "arguments": ""}
+        space, name = self._namespaced[name]
+        return {"namespace": space, "name": name, "arguments": ""}
 
     def _opened(self, kind: str) -> list[bytes]:
         if self._open == kind:
@@ -145,7 +154,7 @@ class ResponsesDialect:
         """
         self._header, self._speller, self._n_top, self._clock_s = header, speller, n_top, clock_s
         self._echo, self._keep = options.echo, keep
-        self._output = OutputItems(self._logprobs)
+        self._output = OutputItems(self._logprobs, options.namespaced)
         self._reason: FinishReason = "stop"
 
     def frame(self, event: bytes) -> bytes:

@@ -105,7 +105,7 @@ NEUTRAL = {
     "user": "u",
     "metadata": {"a": "b"},
     "store": True,
-    "service_tier": "auto",
+    "service_tier": "priority",
     "safety_identifier": "s",
     "prompt_cache_key": "k",
     "verbosity": "low",
@@ -128,7 +128,6 @@ NEUTRAL = {
     "bad_words": [],
     "skip_special_tokens": True,
     "length_penalty": 1.0,
-    "n_predict": -1,
     "grammar": "",
     "guided_json": None,
     "prediction": {"type": "content", "content": ""},
@@ -505,6 +504,21 @@ def test_forms_of_logit_bias() -> None:
     assert listed.bias_texts == (("no", -2),)
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "n_predict"])
+def test_a_limit_of_minus_one_is_the_context(field: str) -> None:
+    for plan in (completion_plan(**{field: -1}), chat_plan(**{field: -1})):
+        assert (plan.max_tokens, plan.max_tokens_default) == (None, None)
+    assert chat_plan(max_completion_tokens=-1, max_tokens=3).max_tokens is None
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("limit", [0, -2])
+def test_other_limits_below_one_are_refused(field: str, limit: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field}: expected int >= ") as caught:
+        chat_plan(**{field: limit})
+    assert caught.value.param == field
+
+
 def test_a_seed_of_minus_one_is_random() -> None:
     body = decode_body(b'{"prompt": "x", "seed": -1}', CompletionBody)
     assert [validation.plan_completion(body, LIMITS, seed).sampling.seed for seed in (4, 5)] == [4, 5]
@@ -529,7 +543,6 @@ def test_held_back_tokens_are_banned_up_to_a_position() -> None:
     ("fields", "param"),
     [
         ({"web_search_options": {}}, "web_search_options"),
-        ({"service_tier": "flex"}, "service_tier"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [USER, {"role": "system", "content": None}]}, "messages[1].content"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import resource
@@ -88,6 +89,11 @@ GBNF = 'root ::= "a"* end\nend ::= "b"'
         ({"grammar": GBNF}, "grammar", LETTERS),
         ({"guided_grammar": 'start: "a"* "b"'}, "guided_grammar", LETTERS),
         ({"structured_outputs": {"grammar": GBNF}}, "structured_outputs.grammar", LETTERS),
+        ({"regex": "[0-9]{3}-[0-9]{4}"}, "regex", DIGITS),  # as SGLang has it, and Outlines sends it
+        ({"ebnf": GBNF}, "ebnf", LETTERS),
+        # As guidance sends it, for old and new servers of vLLM.
+        ({"guided_grammar": GBNF, "structured_outputs": {"grammar": GBNF}}, "guided_grammar", LETTERS),
+        ({"structured_outputs": {"json": PERSON, "disable_fallback": True}}, "structured_outputs.json", PEOPLE),
     ],
 )
 def test_each_way_of_asking_makes_its_grammar(
@@ -234,6 +240,44 @@ def test_blanks_in_json_are_bounded(vocabulary: LLTokenizer) -> None:
         assert fits(vocabulary, grammar, text), text
     for text in ("[   ]", "[\n\n]", "[\n" + " " * 17 + "]", "[1   ,2]", '{"a":   1}'):
         assert not fits(vocabulary, grammar, text), text
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}, (True, False, False)),
+        ({"structured_outputs": {"json": PERSON, "whitespace_pattern": " ?"}}, (True, True, False)),
+        ({"guided_json": PERSON, "guided_whitespace_pattern": " {0,9}"}, (True, True, True)),
+        ({"guided_json": {**PERSON, "not": {"const": 1}}}, (True, True, False)),
+    ],
+)
+def test_the_blanks_that_a_client_asks_for(
+    vocabulary: LLTokenizer, fields: dict[str, Any], is_kept: tuple[bool, ...]
+) -> None:
+    shape = asked(**fields)
+    assert shape is not None
+    grammar = grammar_of(dataclasses.replace(shape, is_strict=False))
+    texts = ('{"name":"Ada","age":36}', '{"name": "Ada", "age": 36}', '{"name":     "Ada","age":36}')
+    assert tuple(fits(vocabulary, grammar, text) for text in texts) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_taken"),
+    [
+        *((broken, False) for broken in ("[a-z", "(a", "a)", "*a", "a{2,1}", "[z-a]")),
+        *((foreign, True) for foreign in (r"\h", "[^]", r"\cA", "(?>a)", r"[\w-.]", "^(?!x)[a-z]+$", "[[a]", r"\p{L}")),
+    ],
+)
+@pytest.mark.parametrize("place", ["pattern", "patternProperties"])
+def test_a_pattern_is_left_out_only_where_some_dialect_has_it(place: str, pattern: str, is_taken: bool) -> None:
+    part = {"type": "string", "pattern": pattern} if place == "pattern" else {place: {pattern: {}}}
+    shape = Shape("response_format", "json", (json.dumps({"properties": {"n": part}}),), is_strict=False)
+    if is_taken:
+        assert grammar_of(shape)
+        return
+    with pytest.raises(InvalidRequestError, match=r"not a JSON schema that can be used: .*regex parse error") as caught:
+        grammar_of(shape)
+    assert "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize(

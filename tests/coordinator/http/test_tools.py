@@ -111,7 +111,7 @@ def test_nothing_is_offered(fields: dict[str, Any]) -> None:
         ({"tools": [{"type": "function", "function": "x"}]}, "tools[0]"),
         ({"tools": [tool("")]}, "tools[0]"),
         ({"tools": [tool("a b")]}, "tools[0]"),
-        ({"tools": [tool("x" * 65)]}, "tools[0]"),
+        ({"tools": [tool("x" * 129)]}, "tools[0]"),
         ({"tools": [tool(parameters=[5])]}, "tools[0]"),
         ({"tools": [tool(parameters={"properties": []})]}, "tools[0]"),
         ({"tools": [tool(parameters={"required": [5]})]}, "tools[0]"),

@@ -152,6 +152,34 @@ async def test_a_result_goes_back_with_its_call(tokenizer: Tokenizer) -> None:
     assert '<tool_call>\n{"name": "get_weather"' in prompt
 
 
+SPACED = {"type": "namespace", "name": "agents", "description": "of agents", "tools": [TOOL]}
+SPACED_CALL = CALL.replace(b"get_weather", b"agents.get_weather")
+
+
+async def test_a_tool_in_a_name_space_is_called_by_both_names(tokenizer: Tokenizer) -> None:
+    """Codex has such tools: it finds them by `namespace` and `name`, and sends the call back with both."""
+    async with client_of(tokenizer, FakeGenerator(says(SPACED_CALL)), TEMPLATE) as (client, served):
+        async with client.responses.stream(model=MODEL, input="hi", tools=[SPACED]) as stream:
+            added = [event.item async for event in stream if event.type == "response.output_item.added"]
+            reply = await stream.get_final_response()
+        (call,) = reply.output
+        assert isinstance(call, openai.types.responses.ResponseFunctionToolCall)
+        assert (call.namespace, call.name, call.arguments) == ("agents", "get_weather", '{"city": "Paris"}')
+        assert [(item.namespace, item.name) for item in added] == [("agents", "get_weather")]
+        assert "parameters" not in reply.tools[0].model_dump(exclude_unset=True), "as it was sent"
+        assert '"agents.get_weather"' in prompt_of(tokenizer, served)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 C"}
+        await client.responses.create(model=MODEL, input=[{"role": "user", "content": "hi"}, call, result])
+        assert '"name": "agents.get_weather"' in prompt_of(tokenizer, served)
+
+
+async def test_a_tool_in_a_name_space_is_chosen_by_its_name(tokenizer: Tokenizer) -> None:
+    async with client_of(tokenizer, FakeGenerator(says(SPACED_CALL)), TEMPLATE) as (client, served):
+        choice = {"type": "function", "name": "get_weather"}
+        await client.responses.create(model=MODEL, input="hi", tools=[SPACED], tool_choice=choice)
+        assert "agents.get_weather" in served.generator.requests[-1].sampling.grammar
+
+
 async def test_max_output_tokens_leaves_a_response_incomplete(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, _):
         whole = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
@@ -239,8 +267,13 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
         ({"background": True}, "background", "send false"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
-        ({"truncation": "auto"}, "truncation", "send disabled"),
-        ({"service_tier": "flex"}, "service_tier", "send auto or default"),
+        ({"truncation": "middle"}, "truncation", "send disabled or auto"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+            "tools[0].tools[0]",
+            "'custom'",
+        ),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'; leave it out"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' are not served"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "'input_file'"),

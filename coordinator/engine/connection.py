@@ -172,9 +172,9 @@ class Connection:
         self._keep(refresh_costs(self, audiences, update))
         self._keep(self.heartbeat.keep(audiences))
 
-    async def statuses(self, *, with_recent: bool = False) -> list[pb.StatusResponse | None]:
-        """Ask every stage for its counters and its latest steps (with_recent: and waits); None: no answer."""
-        asking = (stage.status(with_recent=with_recent, with_steps=True) for stage in self.stages)
+    async def statuses(self) -> list[pb.StatusResponse | None]:
+        """Ask every stage for its counters and its latest steps; None: no answer."""
+        asking = (stage.status(with_recent=False, with_steps=True) for stage in self.stages)
         return list(await asyncio.gather(*asking))
 
     def keep_watch(

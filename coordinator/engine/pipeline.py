@@ -73,12 +73,11 @@ class Pipeline:
             self.conductor, self._roster.names() or names, file.n_layers, file.cuts, self._roster.holders
         )
         self.planned: dict[str, Any] | None = None
-        """Who got which layers and why, for `describe`; None: nobody has said."""
+        """Who got which layers and why, for `describe`; None: not known."""
         self.on_settling: Callable[[], None] = lambda: None
         """Called after each answer while in-flight frames are to settle, see `moves`."""
         self.describe_hosts: Callable[[int], dict[str, dict[str, object]]] = lambda now_ns: {}
         """Returns facts of places by name, as of hosts that come and go, see coordinator.joining.hosts."""
-        self._trying: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -227,7 +226,6 @@ class Pipeline:
 
     def try_lanes(self) -> None:
         """Ask again for lanes that another coordinator had."""
-        self._trying = None
         self.carry(self.conductor.try_lanes(time.monotonic_ns()))
 
     def carry(self, instructions: Iterable[Instruction]) -> None:
@@ -272,7 +270,7 @@ class Pipeline:
             case Lose(error):
                 self.epochs.lose(error)
             case TryLanes(after_s):
-                self._trying = loop.call_later(after_s, self.try_lanes)
+                loop.call_later(after_s, self.try_lanes)
             case Log(level, text, fields, bug):
                 log.log(level, "%s", text, extra={"fields": dict(fields)} if fields else None, exc_info=bug)
             case Started() | Replayed() | Ended():

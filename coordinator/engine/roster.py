@@ -117,7 +117,7 @@ class StaticRoster:
 
 
 class JoinedRoster:
-    """The members of the moment. `coordinator.joining.service` carries the stages' reports here."""
+    """The members of the moment. `coordinator.joining.members` carries the stages' reports here."""
 
     joins = True
 

@@ -11,7 +11,8 @@ from relayline.coordinator.engine.membership import Membership, Place
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.config import JoinConfig
 from relayline.coordinator.joining.enrol import serve_enrolment
-from relayline.coordinator.joining.service import SERVICE, JoinService, MemberService
+from relayline.coordinator.joining.members import SERVICE, MemberService
+from relayline.coordinator.joining.service import JoinService
 from relayline.coordinator.joining.survey import SurveyService
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.wire.common.versions import version_of

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from relayline.coordinator.engine.membership import Introduction
 from relayline.coordinator.engine.roster import JoinedRoster
 from relayline.coordinator.joining.config import JoinConfig, engine_message
-from relayline.coordinator.joining.service import Context, MemberService, OpenMembership
+from relayline.coordinator.joining.members import Context, MemberService, OpenMembership
 from relayline.coordinator.planner.instance import Link
 from relayline.coordinator.planner.speed import Sample
 from relayline.wire.common import bounds

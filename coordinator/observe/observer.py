@@ -243,9 +243,10 @@ class Observer:
             session = self._sessions.get(summary.session_id)
             if session is None:
                 continue
-            _add_summary(session, summary)
+            stage = session.stage(summary.stage_index)
+            stage.add(summary)
             if session.ended_ns:
-                session.stage(summary.stage_index).has_seen_end = True
+                stage.has_seen_end = True
                 if sum(stage.has_seen_end for stage in session.stages.values()) >= self._n_stages:
                     self._finalize(session)
 
@@ -297,19 +298,3 @@ class Observer:
     def _finalize_all(self) -> None:
         for session_id in list(self._awaited):
             self._finalize(self._sessions[session_id])
-
-
-def _add_summary(session: SessionRecord, summary: pb.SessionSummary) -> None:
-    stage = session.stage(summary.stage_index)
-    stage.n_prefill_steps += summary.n_prefill_steps
-    stage.n_decode_steps += summary.n_decode_steps
-    stage.prefill_wait_ns += summary.prefill_wait_ns
-    stage.decode_wait_ns += summary.decode_wait_ns
-    stage.wait_max_ns = max(stage.wait_max_ns, summary.wait_max_ns)
-    stage.batch_rows_sum += summary.batch_rows_sum
-    stage.batch_rows_max = max(stage.batch_rows_max, summary.batch_rows_max)
-    stage.decode_ns += summary.decode_ns
-    stage.prefill_decode_ns += summary.prefill_decode_ns
-    stage.handle_ns += summary.handle_ns
-    stage.hop_ns += summary.hop_ns
-    stage.n_hops += summary.n_hops

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from relayline.wire.envelopes.frames import TRACE_BYTES
+from relayline.wire.telemetry.session_sums import SessionSums
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -81,21 +82,9 @@ class EventRecord:
 
 
 @dataclasses.dataclass(slots=True)
-class StageRecord:
-    """The figures of one stage for a session; sums if a replay made the stage report more than once."""
+class StageRecord(SessionSums):
+    """The sums of one stage for a session, of all its summaries."""
 
-    n_prefill_steps: int = 0
-    n_decode_steps: int = 0
-    prefill_wait_ns: int = 0
-    decode_wait_ns: int = 0
-    wait_max_ns: int = 0
-    batch_rows_sum: int = 0
-    batch_rows_max: int = 0
-    decode_ns: int = 0
-    prefill_decode_ns: int = 0  # of decode_ns
-    handle_ns: int = 0  # of its decode steps: placing rows, and encoding or sampling them
-    hop_ns: int = 0  # of n_hops decode frames: arrival on the stage's clock less departure on the sender's
-    n_hops: int = 0
     has_seen_end: bool = False  # it has summed up since the session ended
 
     @property

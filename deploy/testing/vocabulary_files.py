@@ -12,7 +12,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIALS = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
-BOS, EOS, IM_START, IM_END = range(256, 260)
+BOS, EOS, _, IM_END = range(256, 260)
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld"]
 _FIRST_MERGE = 260
 N_VOCAB = _FIRST_MERGE + len(MERGES)

@@ -5,37 +5,18 @@ Bounded by lanes: only frames of open sessions decode, and a close or the end of
 
 from __future__ import annotations
 
-import dataclasses
-
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
-
-
-@dataclasses.dataclass(slots=True)
-class Totals:
-    """Sums over one session's frames; fields as in pb.SessionSummary."""
-
-    n_prefill_steps: int = 0
-    n_decode_steps: int = 0
-    prefill_wait_ns: int = 0
-    decode_wait_ns: int = 0
-    wait_max_ns: int = 0
-    batch_rows_sum: int = 0
-    batch_rows_max: int = 0
-    decode_ns: int = 0
-    prefill_decode_ns: int = 0
-    handle_ns: int = 0
-    hop_ns: int = 0
-    n_hops: int = 0
+from relayline.wire.telemetry.session_sums import SessionSums
 
 
 class Summaries:
-    """Totals of every session that has decoded here, by QueuedFrame.session_key."""
+    """Sums of every session that has decoded here, by QueuedFrame.session_key."""
 
     def __init__(self, stage_index: int) -> None:
         self._stage_index = stage_index
-        self._totals: dict[tuple[int, int], Totals] = {}
+        self._totals: dict[tuple[int, int], SessionSums] = {}
 
     def __len__(self) -> int:
         return len(self._totals)
@@ -51,7 +32,7 @@ class Summaries:
         for frame in result.members:  # the only work per frame and step at level summary, hence no call in it
             totals = self._totals.get(frame.session_key)
             if totals is None:
-                totals = self._totals[frame.session_key] = Totals()
+                totals = self._totals[frame.session_key] = SessionSums()
             wait_ns = taken_ns - frame.arrived_ns
             if frame.is_prefill:
                 totals.n_prefill_steps += 1
@@ -77,20 +58,5 @@ class Summaries:
         self._totals = {} if route_id is None else {k: v for k, v in self._totals.items() if k[0] != route_id}
 
     def _end(self, close: QueuedFrame) -> pb.SessionSummary:
-        totals = self._totals.pop(close.session_key, None) or Totals()
-        return pb.SessionSummary(
-            session_id=close.session_id,
-            stage_index=self._stage_index,
-            n_prefill_steps=totals.n_prefill_steps,
-            n_decode_steps=totals.n_decode_steps,
-            prefill_wait_ns=totals.prefill_wait_ns,
-            decode_wait_ns=totals.decode_wait_ns,
-            wait_max_ns=totals.wait_max_ns,
-            batch_rows_sum=totals.batch_rows_sum,
-            batch_rows_max=totals.batch_rows_max,
-            decode_ns=totals.decode_ns,
-            prefill_decode_ns=totals.prefill_decode_ns,
-            handle_ns=totals.handle_ns,
-            hop_ns=totals.hop_ns,
-            n_hops=totals.n_hops,
-        )
+        totals = self._totals.pop(close.session_key, None) or SessionSums()
+        return totals.message(close.session_id, self._stage_index)

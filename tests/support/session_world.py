@@ -241,7 +241,7 @@ class World:
         assert len(running) <= self.stages.n_lanes
         admission = self.pipeline.conductor.admission
         assert not admission.waiting or admission.running or admission.is_short, "no event will bring them a lane"
-        assert not admission.is_short or self.pipeline._trying, "nothing is tried for them"
+        assert not admission.is_short or self.pipeline.conductor._is_trying, "nothing is tried for them"
         if not any(fault.label == "no_lane" for message in self.stages.said for fault in message.faults):
             assert not admission.waiting or len(admission.running) >= admission.n_lanes, "a lane is free and some wait"
 
@@ -254,8 +254,7 @@ class World:
 
     def try_lanes(self) -> None:
         """Advance to the time when a pipeline asks again for lanes of another coordinator."""
-        if self.pipeline._trying is not None:
-            self.pipeline._trying.cancel()
+        if self.pipeline.conductor._is_trying:
             self.pipeline.try_lanes()
             self.pipeline.dispatch()
 

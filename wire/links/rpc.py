@@ -170,11 +170,11 @@ def serialize(message: Any) -> bytes:
     return encoded
 
 
-def parser(message_type: type[Any], bytes_max: int = bounds.UNARY_BYTES_MAX) -> Callable[[bytes], Any]:
+def parser(message_type: type[Any]) -> Callable[[bytes], Any]:
     """Return a deserializer for gRPC that raises ProtocolError; behind a `Listener` callers get the error."""
 
     def parse(data: bytes) -> Any:
-        return messages.read(message_type, data, message_type.DESCRIPTOR.name, bytes_max=bytes_max)
+        return messages.read(message_type, data, message_type.DESCRIPTOR.name, bytes_max=bounds.UNARY_BYTES_MAX)
 
     return parse
 

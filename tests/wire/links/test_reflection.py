@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection_pb2 as pb
 
-from relayline.coordinator.joining.service import SERVICE as JOINING
+from relayline.coordinator.joining.members import SERVICE as JOINING
 from relayline.deploy.testing.engines import stage_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline
 from relayline.stage.process import serve

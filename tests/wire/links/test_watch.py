@@ -348,7 +348,7 @@ async def test_a_coordinator_that_hangs_ends_the_membership(tmp_path: Any, monke
     async def says_nothing(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("relayline.coordinator.joining.service.beat", says_nothing)
+    monkeypatch.setattr("relayline.coordinator.joining.members.beat", says_nothing)
     async with join_port(tmp_path) as port:
         member = await port.join()
         async with asyncio.timeout(WAIT_S):

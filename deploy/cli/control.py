@@ -88,9 +88,17 @@ def _status_text(facts: dict[str, Any]) -> str:
         lines += [f"  {line}" for line in gateway_lines(facts["pipelines"])]
     lines += [f"  {line}" for line in _process_table(facts["processes"])]
     for entry in facts["processes"]:
-        if entry["command"] and entry["state"] in (HostState.WAITING, HostState.LOST):
-            lines += [f"  on {entry['host']}, run:", f"    {entry['command']}"]
+        if entry["state"] in (HostState.WAITING, HostState.LOST) and entry["host"] != "localhost":
+            lines += [f"  {line}" for line in _joining_lines(facts["name"], entry)]
     return "\n".join(lines)
+
+
+def _joining_lines(pipeline: str, entry: dict[str, Any]) -> list[str]:
+    """Return what to run so that a stage of another host joins. The line of one that was added later is not kept."""
+    if entry["command"]:
+        return [f"on {entry['host']}, run:", f"  {entry['command']}"]
+    fresh = f"relayline invite {entry['name']} --pipeline {pipeline}"
+    return [f"on {entry['host']}, run the line that `up` printed for {entry['name']}; a new one:", f"  {fresh}"]
 
 
 def _head_line(facts: dict[str, Any]) -> str:
@@ -135,7 +143,9 @@ def _plan_lines(facts: dict[str, Any]) -> list[str]:
 
 def _process_table(processes: list[dict[str, Any]]) -> list[str]:
     """Return a heading, and a line for each process, in columns of equal width."""
-    rows = [("process", "state", "layers", "pid", "up", "restarts", "heard", "address", "")]
+    is_spread = any(entry["host"] != "localhost" for entry in processes)
+    where = "pid or host" if is_spread else "pid"
+    rows = [("process", "state", "layers", where, "up", "restarts", "heard", "address", "")]
     for entry in processes:
         layers = layer_range(*entry["layers"]) if entry["layers"] else ""
         pid = str(entry["pid"] or ("-" if entry["host"] == "localhost" else entry["host"]))

@@ -18,7 +18,7 @@ import msgspec
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.plan_file import read_plan
 from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
-from relayline.deploy.launch.state import LaunchState, ProcessRecord, StateDir, find_running, state_root
+from relayline.deploy.launch.state import NOT_SEEN, LaunchState, ProcessRecord, StateDir, find_running, state_root
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
@@ -137,8 +137,20 @@ def describe(pipeline: Launched) -> dict[str, Any]:
         "prefixes": _prefixes(live) if live is not None else None,
         "problem": problem,
         "pipelines": live.get("pipelines") if live is not None else None,
-        "processes": [_process(record, stages.get(record.name), is_supervised=running) for record in state.processes],
+        "processes": [
+            _process(_with_host(pipeline, record), stages.get(record.name), is_supervised=running)
+            for record in state.processes
+        ],
     }
+
+
+def _with_host(pipeline: Launched, record: ProcessRecord) -> ProcessRecord:
+    """Return a record with the host that its stage was invited from, if it was added while serving and never came."""
+    if record.host != NOT_SEEN:
+        return record
+    from relayline.deploy.launch.inviting import added_host
+
+    return msgspec.structs.replace(record, host=added_host(pipeline, record.name) or NOT_SEEN)
 
 
 def _prefixes(live: dict[str, Any]) -> dict[str, int] | None:

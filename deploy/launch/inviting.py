@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from relayline.deploy.launch.invitations import can_sign, invite, invited_host
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import RelaylineError, UsageError
 from relayline.wire.links.enrolment import JoinToken
 
 if TYPE_CHECKING:
@@ -25,6 +25,15 @@ def authority_of(manifest: Manifest) -> Path | None:
         return None
     authority = manifest.resolve(directory).parent
     return authority if can_sign(authority) else None
+
+
+def added_host(launched: Launched, name: str) -> str:
+    """Return the host that a stage was invited from which was added while the pipeline serves; "" if none is known."""
+    try:
+        authority = authority_of(load_manifest(launched.directory.manifest))
+    except RelaylineError:
+        return ""
+    return invited_host(authority, name) if authority is not None else ""
 
 
 def join_line(address: str, token: JoinToken) -> str:

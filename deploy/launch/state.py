@@ -46,6 +46,7 @@ MORE_FILE = "more.json"
 RESTART_FILE = "restart.json"
 MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that such a file exists
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
+NOT_SEEN = "another host"  # the host of a stage that was added while serving, until it joins
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 
 

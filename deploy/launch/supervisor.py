@@ -24,7 +24,7 @@ from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteSt
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.mend import Mend, nothing_to_mend
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.state import ProcessRecord, StateDir
+from relayline.deploy.launch.state import NOT_SEEN, ProcessRecord, StateDir
 from relayline.deploy.launch.waiting import IDLE, Waiting
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
@@ -37,7 +37,6 @@ log = logging.getLogger("relayline.up")
 STAGE_STOP_TIMEOUT_S = 10.0
 COORDINATOR_STOP_TIMEOUT_S = bounds.DRAIN_TIMEOUT_S + STAGE_STOP_TIMEOUT_S
 COORDINATOR = "coordinator"
-ELSEWHERE = "elsewhere"  # the host of a stage that is not known yet
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -265,7 +264,7 @@ class Supervisor:
             self._emit(event)
         elif event["event"] == "stage":
             if not self.board.has(event["name"]):  # it was invited while the pipeline served
-                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or ELSEWHERE, HostState.WAITING))
+                self.board.add(ProcessRecord(event["name"], "stage", event["host"] or NOT_SEEN, HostState.WAITING))
             self._on_stage_event(event)
             for found in self._waiting.events_for(event, time.monotonic()):
                 self._emit(found)
@@ -288,10 +287,11 @@ class Supervisor:
         details = {
             HostState.READY: "",
             **dict.fromkeys(IDLE, ""),
+            HostState.WAITING: "has not joined yet",
             HostState.LOST: "start it there again if it has ended",
         }
         changes = {"state": known, "address": address, "detail": details.get(known, known.value)}
-        if address and self.board[name].host == ELSEWHERE:  # its host was unknown until now
+        if address and self.board[name].host == NOT_SEEN:  # its host was unknown until now
             changes["host"] = host_of(address)
         n_restarts = self.board[name].n_restarts + self._is_new_process(name, event.get("process") or "")
         self.board.set_process(name, **changes, n_restarts=n_restarts)

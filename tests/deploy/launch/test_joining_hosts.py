@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 
+from relayline.deploy.cli.control import _status_text
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
-from relayline.deploy.launch.control import Launched
+from relayline.deploy.launch.control import Launched, describe
 from relayline.deploy.launch.here import addresses_of, at_home, facing, is_this_machine
 from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
+from relayline.deploy.launch.state import NOT_SEEN, STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.launch.tell import line_of
 from relayline.deploy.launch.waiting import FETCH_LINE_EVERY_S, Waiting, time_text
 from relayline.deploy.manifest import Manifest, parse_manifest
 from relayline.wire.common.errors import UsageError
-from relayline.wire.common.phase import Phase
+from relayline.wire.common.phase import HostState, Phase
 from relayline.wire.links.enrolment import read_token
 
 GB = 1_000_000_000
@@ -134,7 +135,8 @@ def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(tmp_path: Pat
         fresh_line(Launched(directory, state), "old")
 
 
-def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
+def launched_four(tmp_path: Path, *processes: ProcessRecord) -> Launched:
+    """Return a pipeline with a CA that runs as far as its state says: this process counts as its supervisor."""
     manifest = manifest_of(tmp_path, "host: 10.0.0.9")
     material = make_own_tls(manifest, tmp_path / "tls")
     directory = StateDir(tmp_path)
@@ -143,8 +145,35 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
     me = identify(os.getpid())
     assert me is not None
     state = LaunchState(
-        STATE_VERSION, "four", "four.yaml", Phase.LOADING, me.pid, me.start_ticks, enrol="10.0.0.9:50049"
+        STATE_VERSION,
+        "four",
+        "four.yaml",
+        Phase.LOADING,
+        me.pid,
+        me.start_ticks,
+        enrol="10.0.0.9:50049",
+        processes=processes,
     )
+    return Launched(directory, state)
+
+
+def test_status_names_the_host_of_a_stage_that_was_added_while_serving_and_what_to_run_there(tmp_path: Path) -> None:
+    records = [ProcessRecord(name, "stage", NOT_SEEN, HostState.WAITING) for name in ("later", "stranger")]
+    known = ProcessRecord("server", "stage", "10.0.0.2", HostState.WAITING, command="relayline join X Y")
+    four = launched_four(tmp_path, *records, known)
+    fresh_line(four, "later", "10.0.0.7")
+    facts = describe(four)
+    assert [entry["host"] for entry in facts["processes"]] == ["10.0.0.7", NOT_SEEN, "10.0.0.2"]
+    text = _status_text(facts)
+    assert "pid or host" in text
+    line = "  on {}, run the line that `up` printed for {}; a new one:\n    relayline invite {} --pipeline four"
+    assert line.format("10.0.0.7", "later", "later") in text
+    assert line.format(NOT_SEEN, "stranger", "stranger") in text
+    assert "  on 10.0.0.2, run:\n    relayline join X Y" in text
+
+
+def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp_path: Path) -> None:
+    directory, state = (four := launched_four(tmp_path)).directory, four.state
     words = fresh_line(Launched(directory, state), "old").split()
     assert words[:3] == ["relayline", "join", "10.0.0.9:50049"]
     assert read_token(words[3]).name == "old"
@@ -157,7 +186,9 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
     again = fresh_line(Launched(directory, state), "later").split()[3]
     assert read_token(again).name == "later", "its host is known since it was invited"
     assert again != later
-    ended = LaunchState(STATE_VERSION, "four", "four.yaml", Phase.STOPPED, me.pid, me.start_ticks - 1)
+    ended = LaunchState(
+        STATE_VERSION, "four", "four.yaml", Phase.STOPPED, state.supervisor_pid, state.supervisor_start_ticks - 1
+    )
     with pytest.raises(UsageError, match="four does not run"):
         fresh_line(Launched(directory, ended), "old")
 

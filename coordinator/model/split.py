@@ -39,6 +39,7 @@ from relayline.coordinator.model.pipeline_file import (
 from relayline.coordinator.model.slices import PlannedArtifact, SplitPlan, plan_split
 from relayline.wire.common.errors import ArtifactError, ModelFileError, UnsupportedArchitectureError, UsageError
 from relayline.wire.common.file_hash import remember_sha256, sha256_of
+from relayline.wire.common.places import moving_cache
 from relayline.wire.common.texts import named_layers
 from relayline.wire.model_files.gguf_header import Tensor
 
@@ -96,7 +97,9 @@ def split_model(
             asked = (None, trial) if facts.supported else (probe, None)  # a probe does the work of a trial, and more
             return _Writer(model, facts, out_dir, progress, *asked).write(plan)
         except OSError as error:
-            raise ArtifactError(f"{out_dir}: cannot write the split: {error.strerror or error}") from error
+            raise ArtifactError(
+                f"{out_dir}: cannot write the split: {error.strerror or error}{moving_cache(out_dir)}"
+            ) from error
 
 
 def write_stages(source: Path, out_dir: Path, cuts: tuple[int, ...], indexes: Sequence[int]) -> tuple[Path, ...]:
@@ -158,7 +161,8 @@ def _directory_lock(out_dir: Path) -> Iterator[None]:
         out_dir.mkdir(parents=True, exist_ok=True)
         handle = os.open(out_dir, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ArtifactError(f"{out_dir}: cannot be used as output directory: {error.strerror}") from error
+        reason = f"cannot be used as output directory: {error.strerror}{moving_cache(out_dir)}"
+        raise ArtifactError(f"{out_dir}: {reason}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -253,7 +257,7 @@ class _Writer:
         if free_bytes < self.total_bytes + DISK_MARGIN_BYTES:
             raise ArtifactError(
                 f"{self.out_dir}: the split needs {self.total_bytes:,} bytes and {DISK_MARGIN_BYTES:,} to spare, but"
-                f" only {free_bytes:,} are free there"
+                f" only {free_bytes:,} are free there{moving_cache(self.out_dir)}"
             )
 
     def write_artifact(self, artifact: PlannedArtifact) -> str:

@@ -13,7 +13,7 @@ from relayline.deploy.cli.stage import on_stage_idle, on_stage_ready
 from relayline.deploy.cli.supervised import watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.places import joined_dir
 from relayline.wire.links.enrolment import read_token
 from relayline.wire.links.roles import Role
@@ -62,7 +62,12 @@ def join_command(**given: Any) -> None:
     from relayline.stage.joining.join import run_joined
 
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
-    joined = _joined(given, given["state"] or joined_dir())
+    root = given["state"] or joined_dir()
+    try:
+        joined = _joined(given, root)
+    except OSError as error:
+        remedy = "XDG_STATE_HOME=DIRECTORY keeps all state elsewhere, --state that of this command"
+        raise StartError(f"{root}: credentials cannot be kept here: {error.strerror}; {remedy}") from error
     if given["enrol_only"]:
         click.echo(f"this host can now join as {joined.file.name}: relayline join {joined.file.enrol}")
         return

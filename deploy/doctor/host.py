@@ -105,9 +105,10 @@ def judge_disk(path: Path, free_bytes: int, needed_bytes: int) -> Finding:
 
 def look_disk(path: Path, needed_bytes: int) -> list[Finding]:
     """Check the disk of `path`, which may not exist yet."""
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not os.access(there, os.W_OK):
-        return [failure("disk", f"{there} cannot be written", "choose another place with XDG_CACHE_HOME")]
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    why = "is no directory" if not there.is_dir() else "cannot be written" if not os.access(there, os.W_OK) else ""
+    if why:
+        return [failure("disk", f"{there} {why}", "choose another place with XDG_CACHE_HOME")]
     return [judge_disk(path, shutil.disk_usage(there).free, needed_bytes)]
 
 

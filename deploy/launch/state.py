@@ -46,6 +46,7 @@ MORE_FILE = "more.json"
 RESTART_FILE = "restart.json"
 MORE_SIGNAL = signal.SIGUSR1  # tells a supervisor that such a file exists
 ELSEWHERE = ".elsewhere"  # no pipeline can have this name
+ANOTHER = "XDG_STATE_HOME=DIRECTORY keeps all state elsewhere, --state-dir that of one pipeline"
 NOT_SEEN = "another host"  # the host of a stage that was added while serving, until it joins
 ENTRY_CHARS = 16  # of the name of a note, from the hash of the path that it holds
 
@@ -159,7 +160,7 @@ class StateDir:
             self.logs.mkdir(exist_ok=True)
             handle = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise StartError(f"{self.path}: cannot keep state here: {error.strerror}; choose --state-dir") from error
+            raise StartError(f"{self.path}: cannot keep state here: {error.strerror}; {ANOTHER}") from error
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

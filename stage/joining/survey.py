@@ -65,7 +65,7 @@ async def survey(member: Member, cache: Path, own_settings: Mapping[str, Any]) -
         report.failure.label, report.failure.message = error.label, error.message[: bounds.ERROR_TEXT_BYTES_MAX]
     except OSError as error:
         report.failure.label = StartError.label
-        report.failure.message = f"{cache}: cannot be written: {error.strerror or error}"
+        report.failure.message = f"{cache}: cannot be written: {error.strerror or error}; give another with --cache"
     if order.link_bytes:  # again: the other hosts measured their links at the same time as this one
         round_trips.append(await _round_trip_ns(member, order.link_bytes))
         report.round_trip_ns = min(round_trips)

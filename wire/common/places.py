@@ -29,6 +29,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "relayline"
 
 
+def moving_cache(path: Path) -> str:
+    """Return what to add to an error about a path in the cache: how to keep the cache elsewhere. Empty for others."""
+    is_inside = path.absolute().is_relative_to(cache_dir().absolute())
+    return "; XDG_CACHE_HOME=DIRECTORY keeps the cache elsewhere" if is_inside else ""
+
+
 def artifacts_dir() -> Path:
     """Return where fetched artifacts are kept: `artifacts` in the cache directory."""
     return cache_dir() / "artifacts"

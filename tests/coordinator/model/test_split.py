@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from relayline.wire.common.errors import (
     UnsupportedArchitectureError,
     UsageError,
 )
+from relayline.wire.common.places import cache_dir
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES
 from relayline.wire.model_files.model_check import PRODUCT_TYPES
 from tests.support.shards import shard
@@ -298,9 +300,21 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert calls == sorted(calls)
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
+def test_a_cache_that_cannot_hold_a_split_names_the_variable_that_moves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ArtifactError, match=r"Not a directory; XDG_CACHE_HOME=DIRECTORY keeps the cache elsewhere$"):
+        split_model(model, cache_dir() / "splits" / "m", n_stages=2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ArtifactError, match=r"are free there; XDG_CACHE_HOME=DIRECTORY keeps the cache elsewhere$"):
+        split_model(model, cache_dir() / "splits" / "m", n_stages=2)
 
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(ArtifactError, match=r"and 16,777,216 to spare, but only 1,000 are free"):
         split_model(make_tiny("llama", tmp_path / "m.gguf"), tmp_path / "out", n_stages=2)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from relayline.deploy.cli.join import chosen, join_command
 from relayline.stage.joining.enrol import JOINED_FILE, JoinedFile
-from relayline.wire.common.errors import UsageError
+from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.enrolment import new_token
 
 
@@ -34,6 +34,13 @@ def test_a_token_is_for_the_stage_that_it_names(tmp_path: Path) -> None:
     assert message == "the token is for stage old, not for server; leave out --name"
     assert "not one of a join line" in refusal("127.0.0.1:1", "nonsense", "--state", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_holds_no_credentials_names_the_variable_that_moves_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["127.0.0.1:1", str(new_token("old", b"a CA")), "--state", str(tmp_path / "file" / "x")]
+    with pytest.raises(StartError, match="credentials cannot be kept here: Not a directory; XDG_STATE_HOME=DIRECTORY"):
+        CliRunner().invoke(join_command, arguments, catch_exceptions=False)
 
 
 def test_without_a_token_one_membership_has_to_be_meant(tmp_path: Path) -> None:

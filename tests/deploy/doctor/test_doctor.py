@@ -117,6 +117,9 @@ def test_disk(tmp_path: Path) -> None:
     assert host.judge_disk(tmp_path, GIB, 2 * GIB).outcome is FAILURE
     assert one(host.look_disk(tmp_path / "not" / "there" / "yet", 0)).outcome is not FAILURE
     assert one(host.look_disk(tmp_path, 1 << 60)).outcome is FAILURE
+    (tmp_path / "file").touch()
+    found = one(host.look_disk(tmp_path / "file" / "relayline", 0))
+    assert (found.outcome, found.found) == (FAILURE, f"{tmp_path / 'file'} is no directory")
 
 
 def test_clock() -> None:

@@ -21,6 +21,7 @@ from relayline.deploy.testing.reference import ReferenceModel
 from relayline.stage.sending_back import SendingBack
 from tests.support.fleet import (
     GREEDY,
+    LOGIT_MOVE,
     Artifacts,
     Fleet,
     answers_over_losses,
@@ -181,7 +182,7 @@ async def test_log_probabilities_come_with_tokens_under_a_grant(artifacts: Artif
             [(event.token, event.logprob, tuple(token for token, _ in event.top_logprobs)) for event in events]
         )
     assert [token for token, _, _ in found[0]] == [token for token, _, _ in found[1]]
-    assert all(before[1] == pytest.approx(after[1], abs=1e-3) for before, after in zip(*found, strict=True))
+    assert all(before[1] == pytest.approx(after[1], abs=LOGIT_MOVE) for before, after in zip(*found, strict=True))
     assert all(before[2] == after[2] for before, after in zip(*found, strict=True))
 
 

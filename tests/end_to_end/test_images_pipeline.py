@@ -27,7 +27,7 @@ from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from tests.end_to_end.test_going_on import cut
 from tests.end_to_end.test_prefix_lanes import rows_of, until_kept
-from tests.support.fleet import CTX, NEAR_TIE, Fleet, fleet
+from tests.support.fleet import CTX, Fleet, fleet
 from tests.support.tiny_models import CHAT_TEMPLATE, TOKENS, make_tiny
 from tests.support.tiny_projectors import make_projector, picture
 from tests.support.whole_with_images import MARKER, WholeWithImages, needs_library
@@ -39,6 +39,7 @@ KINDS = {"mlp": ("llama", (2,)), "pixtral": ("mistral3", ()), "internvl": ("qwen
 
 
 MAX_TOKENS = {"gemma4v": 24}  # of an image; without it, small ones have 70
+NEAR_TIE = 1e-3  # of logits, over few tokens; another image moves some logit by 0.25 and more
 one_kind = pytest.mark.parametrize("model", ["mlp"], indirect=True)
 # Rows of gemma3 see each other. Those of the others except mlp have positions in a grid; the last has a recurrent state
 # too.

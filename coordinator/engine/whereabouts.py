@@ -6,8 +6,6 @@ has got another one. Its membership comes from the new one, so it can probably b
 
 from __future__ import annotations
 
-import asyncio
-
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.links import rpc
@@ -31,9 +29,11 @@ async def whereabouts(
     own, other = address_of(reported, port), address_of(peer, port)
     if is_loopback(peer) and not is_loopback(reported):  # this very host, where neighbours on others would not find it
         return own, ""
-    own_trouble, other_trouble = await asyncio.gather(_trouble(own, security, who), _trouble(other, security, who))
+    own_trouble = await _trouble(own, security, who)
     if not own_trouble:
         return own, ""
+    # Only now: a certificate for a name does not hold for the address, and the stage would warn of a caller who left.
+    other_trouble = await _trouble(other, security, who)
     if not other_trouble:
         line = f"stage {name} reports the address {own}, but it is not there ({own_trouble})"
         remedy = f"If it stays there, start it with --advertise {peer}"

@@ -39,6 +39,19 @@ async def test_a_stages_own_address_is_used_where_it_is_right() -> None:
         assert await whereabouts("laptop", "localhost", ELSEWHERE, port, PLAINTEXT) == (f"localhost:{port}", "")
 
 
+async def test_a_stage_that_is_where_it_says_is_asked_nowhere_else() -> None:
+    """No certificate for a name holds for the address: the stage would warn of a caller who left without a call."""
+    async with served() as stage:
+        port = int(stage.address.rpartition(":")[2])
+        with socket.socket() as other:
+            other.bind((ELSEWHERE, port))
+            other.listen()
+            other.setblocking(False)
+            assert await whereabouts("laptop", "127.0.0.1", ELSEWHERE, port, PLAINTEXT) == (stage.address, "")
+            with pytest.raises(BlockingIOError):
+                other.accept()
+
+
 async def test_a_stage_that_has_moved_is_reached_where_it_joins_from() -> None:
     async with served() as stage:
         port = int(stage.address.rpartition(":")[2])

@@ -4,6 +4,25 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import NamedTuple
+
+CGROUPS = Path("/sys/fs/cgroup")  # in a container, its own
+
+
+class _Files(NamedTuple):
+    """Where one version of cgroups says what a container may use and uses."""
+
+    limit: str
+    used: str
+    stat: str
+    inactive: str
+    """Line of `stat`: bytes of the page cache that the kernel drops first."""
+
+
+_VERSIONS = (
+    _Files("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    _Files("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 
 
 def resident_bytes() -> int | None:
@@ -37,12 +56,27 @@ def _meminfo(key: str) -> int | None:
 
 
 def _cgroup_limit() -> int | None:
-    return _number(Path("/sys/fs/cgroup/memory.max"))
+    limits = (_number(CGROUPS / version.limit) for version in _VERSIONS)
+    return next((limit for limit in limits if limit is not None), None)
 
 
 def _cgroup_left() -> int | None:
-    limit, used = _cgroup_limit(), _number(Path("/sys/fs/cgroup/memory.current"))
-    return None if limit is None or used is None else max(0, limit - used)
+    """Return what a container may still take. Fetched files that are only cached do not count as used: a stage's layers
+    would fill its container twice otherwise.
+    """
+    for version in _VERSIONS:
+        limit, used = _number(CGROUPS / version.limit), _number(CGROUPS / version.used)
+        if limit is not None and used is not None:
+            return max(0, limit - max(0, used - _inactive(version)))
+    return None
+
+
+def _inactive(version: _Files) -> int:
+    try:
+        lines = (CGROUPS / version.stat).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{version.inactive} ")), 0)
 
 
 def _number(path: Path) -> int | None:

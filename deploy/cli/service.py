@@ -17,7 +17,7 @@ from relayline.deploy.machine.service import Unit, launchd_unit, systemd_unit
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.common.files import write_file
-from relayline.wire.common.places import home, joined_dir
+from relayline.wire.common.places import expanded, home, joined_dir, joined_dir_of
 
 if TYPE_CHECKING:
     from relayline.stage.joining.enrol import Joined
@@ -58,8 +58,8 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
     """
     if name.startswith("-"):  # NAME was left away
         name, join_flags = "", (name, *join_flags)
-    joined = _of(name, state)
-    unit = _unit(joined, is_system=is_system, state=state, join_flags=join_flags)
+    joined = _of(name, state, is_system=is_system)
+    unit = _unit(joined, is_system=is_system, join_flags=join_flags)
     if dry_run:
         click.echo(f"# {unit.path}\n{unit.text}")
         for command in unit.enable:
@@ -67,6 +67,9 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
         return
     _check_flags(join_flags)
     is_new = not unit.path.exists()
+    if not is_new:  # one that runs would go on with its old flags
+        for command in unit.disable:
+            _started(command)
     try:
         unit.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(unit.path, unit.text.encode(), _READABLE)
@@ -93,7 +96,7 @@ def install_command(name: str, is_system: bool, state: Path | None, dry_run: boo
 @click.option("--dry-run", is_flag=True, help="Print the commands, and change nothing.")
 def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: bool) -> None:
     """Stop the service and remove it. The host keeps its certificate, so `relayline join` still works by hand."""
-    unit = _unit(_of(name, state), is_system=is_system, state=state)
+    unit = _unit(_of(name, state, is_system=is_system), is_system=is_system)
     if dry_run:
         click.echo("\n".join([*(" ".join(command) for command in unit.disable), f"rm {unit.path}"]))
         return
@@ -112,7 +115,7 @@ def uninstall_command(name: str, is_system: bool, state: Path | None, dry_run: b
 @click.pass_context
 def status_command(ctx: click.Context, name: str, is_system: bool, state: Path | None) -> None:
     """Show whether the service is installed and its state; exit code 1 if it does not run."""
-    unit = _unit(_of(name, state), is_system=is_system, state=state)
+    unit = _unit(_of(name, state, is_system=is_system), is_system=is_system)
     if not unit.path.exists():
         click.echo(f"not installed: {unit.path}")
         ctx.exit(1)
@@ -122,20 +125,29 @@ def status_command(ctx: click.Context, name: str, is_system: bool, state: Path |
     ctx.exit(1 if done.returncode else 0)
 
 
-def _of(name: str, state: Path | None) -> Joined:
-    return chosen(state or joined_dir(), name)
+def _of(name: str, state: Path | None, *, is_system: bool) -> Joined:
+    """Return the membership that is meant. Raises UsageError.
+
+    Under sudo it may be that of the user who called sudo: a service of the system needs root, joining does not.
+    """
+    from relayline.stage.joining.enrol import memberships
+
+    root, caller = state or joined_dir(), os.environ.get("SUDO_USER", "")
+    if state is None and is_system and caller and not memberships(root):
+        root = joined_dir_of(caller)
+    return chosen(root, name)
 
 
-def _unit(joined: Joined, *, is_system: bool, state: Path | None, join_flags: tuple[str, ...] = ()) -> Unit:
+def _unit(joined: Joined, *, is_system: bool, join_flags: tuple[str, ...] = ()) -> Unit:
     """Return the service of a membership. Raises UsageError on a system that has neither systemd nor launchd."""
     command = [
         *module_command("relayline.deploy.cli", "join", joined.file.enrol, "--name", joined.file.name),
         "--state", str(joined.directory.parent.absolute()), *join_flags,
     ]  # fmt: skip
-    user = os.environ.get("SUDO_USER", "") if is_system else ""
-    user = user or getpass.getuser()
+    user = _owner(joined.directory) if is_system else getpass.getuser()
     if sys.platform == "darwin":
-        return launchd_unit(joined.file.name, command, home(), is_system=is_system, user=user, user_id=os.getuid())
+        own = expanded(f"~{user}") if is_system else home()
+        return launchd_unit(joined.file.name, command, own, is_system=is_system, user=user, user_id=os.getuid())
     if shutil.which("systemctl") is None:
         raise UsageError(
             "this system has no systemctl; let your service manager run `relayline join`, with the command "
@@ -143,6 +155,14 @@ def _unit(joined: Joined, *, is_system: bool, state: Path | None, join_flags: tu
         )
     text = f"relayline stage {joined.file.name} of the pipeline at {joined.file.coordinator}"
     return systemd_unit(joined.file.name, command, text, home(), is_system=is_system, user=user)
+
+
+def _owner(path: Path) -> str:
+    """Return the user whose key this is: only that user's service can read it."""
+    try:
+        return path.owner()
+    except KeyError:  # an id without a name
+        return getpass.getuser()
 
 
 def _check_flags(join_flags: tuple[str, ...]) -> None:

@@ -13,6 +13,13 @@ from pathlib import Path
 RESTART_S = 5  # between an end and the next start; a stage that cannot start is not tried without a pause
 STARTS_MAX, STARTS_S = 20, 600  # a stage that fails so often in that time is left alone, and `status` says so
 
+# What a stage never needs. Not here: devices, of which GPUs are some, and memory that is executable, as CUDA wants it.
+_CONFINED = (
+    "NoNewPrivileges=true", "CapabilityBoundingSet=", "PrivateTmp=true", "ProtectSystem=full",
+    "ProtectKernelTunables=true", "ProtectKernelModules=true", "ProtectKernelLogs=true", "ProtectControlGroups=true",
+    "RestrictSUIDSGID=true", "RestrictNamespaces=true", "LockPersonality=true", "SystemCallArchitectures=native",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
@@ -60,7 +67,7 @@ def systemd_unit(
         "TimeoutStopSec=45",
     ]
     if is_system:
-        lines += [f"User={user}", "NoNewPrivileges=true", "PrivateTmp=true"]
+        lines += [f"User={user}", *_CONFINED]
     lines += ["", "[Install]", f"WantedBy={'multi-user' if is_system else 'default'}.target", ""]
     scope = () if is_system else ("--user",)
     control = ("systemctl", *scope)

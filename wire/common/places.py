@@ -13,6 +13,9 @@ from pathlib import Path
 
 from relayline.wire.common.errors import UsageError
 
+_STATE = Path(".local", "state", "relayline")  # below a home directory
+_JOINED = ".joined"
+
 
 def home() -> Path:
     """Return the home directory or its replacement. Raises UsageError if there is neither."""
@@ -42,12 +45,17 @@ def artifacts_dir() -> Path:
 
 def state_dir() -> Path:
     """Return where state is kept: $XDG_STATE_HOME/relayline, ~/.local/state/relayline without. Raises UsageError."""
-    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "relayline"
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / _STATE.parent) / _STATE.name
 
 
 def joined_dir() -> Path:
     """Return where this host keeps the credentials of its memberships: `.joined` in the state directory."""
-    return state_dir() / ".joined"
+    return state_dir() / _JOINED
+
+
+def joined_dir_of(user: str) -> Path:
+    """Return where another user keeps them; that user's XDG variables are not known. Raises UsageError."""
+    return expanded(f"~{user}") / _STATE / _JOINED
 
 
 def expanded(path: str) -> Path:

@@ -38,6 +38,8 @@ def test_a_systems_unit_runs_as_the_user() -> None:
     unit = systemd_unit("old", COMMAND, "50 % of it", Path("/home/ann"), is_system=True, user="ann")
     assert unit.path == Path("/etc/systemd/system/relayline-old.service")
     assert {"User=ann", "WantedBy=multi-user.target", "Description=50 %% of it"} <= {*unit.text.splitlines()}
+    assert {"CapabilityBoundingSet=", "ProtectSystem=full", "RestrictNamespaces=true"} <= {*unit.text.splitlines()}
+    assert not any(line.startswith(("PrivateDevices", "MemoryDenyWriteExecute")) for line in unit.text.splitlines())
     assert unit.enable == (("systemctl", "daemon-reload"),
                            ("systemctl", "enable", "--now", "relayline-old.service"))  # fmt: skip
 
@@ -118,6 +120,32 @@ def test_install_status_and_uninstall(asked: Path) -> None:
     assert asked.read_text().splitlines()[-1] == "--user disable --now relayline-old.service"
     with pytest.raises(UsageError, match="is not installed"):
         service("uninstall")
+
+
+def test_an_installed_service_ends_before_it_starts_with_other_flags(asked: Path) -> None:
+    service("install", "--", "--threads", "4")
+    n_calls = len(asked.read_text().splitlines())
+    service("install", "--", "--threads", "2")
+    again = asked.read_text().splitlines()[n_calls:]
+    assert again == [
+        "--user disable --now relayline-old.service",
+        "--user daemon-reload",
+        "--user enable --now relayline-old.service",
+    ]
+
+
+def test_sudo_finds_what_its_caller_joined(asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = tmp_path / "home" / ".local" / "state" / "relayline" / ".joined"
+    monkeypatch.setattr("relayline.deploy.cli.service.joined_dir_of", lambda user: {"ann": joined}[user])
+    monkeypatch.setenv("HOME", str(tmp_path / "home-of-root"))
+    with pytest.raises(UsageError, match="joined nothing yet"):
+        service("install", "--system", "--dry-run")
+    monkeypatch.setenv("SUDO_USER", "ann")
+    with pytest.raises(UsageError, match="joined nothing yet"):
+        service("install", "--dry-run")
+    text = service("install", "--system", "--dry-run").output
+    assert f"--state {joined}" in text
+    assert f"User={joined.owner()}" in text, "the one who can read the key"
 
 
 def test_status_names_the_pipeline_that_this_host_has_joined(asked: Path) -> None:

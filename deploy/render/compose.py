@@ -119,16 +119,26 @@ def explanation(pipelines: Sequence[Inside], more: Sequence[str] = ()) -> str:
         if pipeline.uses_api_keys:
             lines.append(f"  put one API key per line into ./{pipeline.keys_file}")
     lines += more
-    n_shared = sum(stage.threads == 0 for _, _, stage in _stages(pipelines))
-    if n_shared:
-        lines.append(f"  export RELAYLINE_THREADS=$(( $(nproc) / {n_shared} ))   # of each stage without threads")
     lines += [
+        *threads_lines([stage for _, _, stage in _stages(pipelines)]),
         "  export RELAYLINE_UID=$(id -u) RELAYLINE_GID=$(id -g)   # so that containers may read these files",
         "Then:  docker compose up -d",
         f"With traces and boards:  OTEL_EXPORTER_OTLP_ENDPOINT={observability.OTLP_ENDPOINT} \\",
         f"                         docker compose --profile {observability.PROFILE} up -d",
     ]
     return "\n".join(lines)
+
+
+def threads_lines(stages: Sequence[Stage]) -> list[str]:
+    """Return how the stages of one host without threads share the cores that the others leave, at least one each.
+    Nothing where one stage has the host alone.
+    """
+    n_shared, n_given = sum(stage.threads == 0 for stage in stages), sum(stage.threads for stage in stages)
+    if not n_shared or len(stages) == 1:
+        return []
+    left = f"($(nproc) - {n_given})" if n_given else "$(nproc)"
+    each = f"{left} / {n_shared}" if n_shared > 1 else left
+    return [f"  n=$(( {each} )); export RELAYLINE_THREADS=$(( n > 1 ? n : 1 ))   # of each stage without threads"]
 
 
 def _monitor_source(pipeline: Inside) -> str:

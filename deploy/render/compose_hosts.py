@@ -23,6 +23,7 @@ from relayline.deploy.render.compose import (
     escape_configs,
     gpu_ids,
     stage_service,
+    threads_lines,
 )
 from relayline.deploy.render.document import Mapping, yaml_file
 from relayline.deploy.render.inside import Inside, Ports, check_names
@@ -195,7 +196,7 @@ def _head_explanation(pipeline: Inside, stages: list[Stage]) -> str:
         lines.append(f"  relayline certs issue {TLS_SOURCE} prometheus --monitor && chmod -R a+rX {MONITOR_SOURCE}")
     if pipeline.uses_api_keys:
         lines.append(f"  put one API key per line into {API_KEYS_SOURCE}")
-    lines += [*_threads_line(stages), _READER_LINE, f"Then:  docker compose -f {file_name(head)} up -d", ""]
+    lines += [*threads_lines(stages), _READER_LINE, f"Then:  docker compose -f {file_name(head)} up -d", ""]
     if pipeline.enrol_port:
         lines.append("A token for each stage elsewhere, good for one host and one day; its host's file says what for:")
         lines += [f"  relayline certs invite {TLS_SOURCE} {stage.host} --stage {stage.name}" for stage in others]
@@ -225,12 +226,4 @@ def _host_explanation(pipeline: Inside, host: str, stages: list[Stage]) -> str:
         lines.append(f"Once, beside this file: the directories that the head of {head} makes.")
         lines += [f"  {TLS_SOURCE}/{stage.name}" for stage in stages]
         lines.append(_READER_LINE)
-    return "\n".join([*lines, *_threads_line(stages), f"Then:  docker compose -f {file_name(host)} up -d"])
-
-
-def _threads_line(stages: list[Stage]) -> list[str]:
-    """Return how stages without threads share a host, nothing where one has it alone."""
-    n_shared = sum(stage.threads == 0 for stage in stages)
-    if n_shared < 2:
-        return []
-    return [f"  export RELAYLINE_THREADS=$(( $(nproc) / {n_shared} ))   # of each stage without threads"]
+    return "\n".join([*lines, *threads_lines(stages), f"Then:  docker compose -f {file_name(host)} up -d"])

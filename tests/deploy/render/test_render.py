@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,32 @@ def check_kubernetes(files: dict[str, str]) -> int:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
             n_checked += 1
     return n_checked
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threads", "n_cores", "expected"),
+    [([0, 0, 0], 2, "1"), ([0, 0], 8, "4"), ([4, 0, 0], 16, "6"), ([4, 0], 16, "12"), ([6, 0], 4, "1")],
+)
+def test_stages_without_threads_share_the_cores_that_others_leave(
+    threads: list[int], n_cores: int, expected: str
+) -> None:
+    text = render(with_threads(threads), "compose")["compose.yaml"]
+    (line,) = (line.removeprefix("#") for line in text.splitlines() if "export RELAYLINE_THREADS" in line)
+    script = f"nproc() {{ echo {n_cores}; }}\n{line}\necho $RELAYLINE_THREADS"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("threads", [[0], [4], [4, 4]])
+def test_nobody_has_to_share_out_what_is_given(threads: list[int]) -> None:
+    assert "export RELAYLINE_THREADS" not in render(with_threads(threads), "compose")["compose.yaml"]
+
+
+def with_threads(threads: list[int]) -> Manifest:
+    return parsed(with_stages(*(f"name: s{index}, threads: {count}" for index, count in enumerate(threads))))
 
 
 # --- golden renders ---------------------------------------------------------------------------------------------------

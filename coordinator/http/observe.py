@@ -97,18 +97,13 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
     if record.span is None:
         return
     attributes: dict[str, AttributeValue] = {
-        names.GEN_AI_OPERATION_NAME: OPERATIONS[record.route],
-        names.GEN_AI_PROVIDER_NAME: names.GEN_AI_PROVIDER,
-        names.GEN_AI_REQUEST_MODEL: model,
-        names.GEN_AI_RESPONSE_MODEL: model,
+        **_operation(request, record),
         names.GEN_AI_REQUEST_TEMPERATURE: plan.sampling.temperature,
         names.GEN_AI_REQUEST_TOP_P: plan.sampling.top_p,
         names.GEN_AI_REQUEST_TOP_K: plan.sampling.top_k,
         names.GEN_AI_REQUEST_STREAM: plan.stream,
         names.GEN_AI_REQUEST_CHOICE_COUNT: plan.n,
         names.GEN_AI_OUTPUT_TYPE: "json" if plan.shape and plan.shape.is_json else "text",
-        names.URL_SCHEME: request.scheme,
-        **_addresses(request),
     }
     if plan.sampling.is_penalised:
         attributes[names.GEN_AI_REQUEST_FREQUENCY_PENALTY] = plan.sampling.frequency_penalty
@@ -120,11 +115,36 @@ def note_plan(observer: Observer, request: web.Request, plan: Plan, model: str, 
     observer.tracing.describe(record, attributes)
 
 
+def note_embeddings(observer: Observer, request: web.Request, model: str, completion_id: str) -> None:
+    """Record what a request for embeddings is, once its body has been checked."""
+    record = request[RECORD]
+    record.completion_id, record.model = completion_id, model
+    observer.tracing.describe(record, _operation(request, record))
+
+
+def _operation(request: web.Request, record: RequestRecord) -> dict[str, AttributeValue]:
+    return {
+        names.GEN_AI_OPERATION_NAME: OPERATIONS[record.route],
+        names.GEN_AI_PROVIDER_NAME: names.GEN_AI_PROVIDER,
+        names.GEN_AI_REQUEST_MODEL: record.model,
+        names.GEN_AI_RESPONSE_MODEL: record.model,
+        names.URL_SCHEME: request.scheme,
+        **_addresses(request),
+    }
+
+
 def note_prompts(request: web.Request, start_ns: int, end_ns: int, prompt_lengths: Sequence[int]) -> None:
     """Say when the prompts were tokenised (of the monotonic clock), and how long each is in tokens."""
     record = request[RECORD]
     record.tokenize_start_ns, record.tokenize_end_ns = start_ns, end_ns
     record.n_prompt = sum(prompt_lengths)
+
+
+def note_grammar(request: web.Request, start_ns: int, end_ns: int) -> None:
+    """Say when the grammar of the answer was made (of the monotonic clock)."""
+    record = request.get(RECORD)
+    if record is not None:
+        record.grammar_start_ns, record.grammar_end_ns = start_ns, end_ns
 
 
 def wants_content(observer: Observer, request: web.Request) -> bool:

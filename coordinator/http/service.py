@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import ipaddress
 import secrets
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Literal
@@ -21,7 +22,7 @@ from relayline.coordinator.http.choice import ChoiceState, Ending, Prompt, Spell
 from relayline.coordinator.http.dialects import Header
 from relayline.coordinator.http.images import Images
 from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.observe import wants_content
+from relayline.coordinator.http.observe import note_grammar, wants_content
 from relayline.coordinator.http.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.http.preparing import as_sent
 from relayline.coordinator.http.validation import Plan, check_tokens, fit_tokens
@@ -130,7 +131,9 @@ class Service:
         plan = prepared.plan
         if not prepared.grammar_task:
             return plan
+        start_ns = time.monotonic_ns()
         grammar = (await self.pool.ask(client_of(request), Asked("grammar"), prepared.grammar_task)).decode()
+        note_grammar(request, start_ns, time.monotonic_ns())
         return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, grammar=grammar))
 
 

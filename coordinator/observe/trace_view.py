@@ -41,6 +41,7 @@ def view(
         "received_unix_ms": round((record.received_ns + record.unix_offset_ns) * MS),
         "duration_ms": _ms((record.ended_ns or now_ns) - record.received_ns),
         "tokenize_ms": _ms(record.tokenize_end_ns - record.tokenize_start_ns),
+        "grammar_ms": _ms(record.grammar_end_ns - record.grammar_start_ns),
         "prompt_tokens": record.n_prompt,
         "streams": [_stream(record, stream, responses, owners, now_ns, known) for stream in record.streams],
     }

@@ -2,6 +2,7 @@
 
     POST /v1/completions       SERVER, continues the caller's trace; the only one with gen_ai.*
       tokenize
+      grammar                  of an answer with a shape or tools
       queue                    per choice, from admission to a lane
       prefill                  per choice, to the first token; links to the seconds of passes that it was in
         prefill chunk          levels batches and frames
@@ -50,6 +51,8 @@ BAGGAGE_ENTRIES_MAX = 16
 _BAGGAGE_KEY = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token, as W3C has it
 S = 1e9  # nanoseconds in a second
 OffsetsOf = Callable[[], Sequence[int | None]]
+CANCELLED = "cancelled"  # error.type of a session that nobody waits for any more
+CANCELLED_TEXT = "the client closed the connection, or cancelled the request"
 CLIENT_GONE = "client_gone"  # error.type of a request whose client closed the connection
 
 
@@ -104,20 +107,22 @@ class Tracing:
             return
         if record.tokenize_end_ns:
             self._child(record, names.SPAN_TOKENIZE, record.tokenize_start_ns, record.tokenize_end_ns)
+        if record.grammar_end_ns:
+            self._child(record, names.SPAN_GRAMMAR, record.grammar_start_ns, record.grammar_end_ns)
         outcomes = [stream.outcome() for stream in record.streams]
         first_ns = [stream.session.first_token_ns for stream in record.streams if stream.session.first_token_ns]
-        attributes: dict[str, AttributeValue] = {
-            names.GEN_AI_USAGE_INPUT_TOKENS: record.n_prompt,
-            names.GEN_AI_USAGE_OUTPUT_TOKENS: sum(stream.n_tokens for stream in record.streams),
-            names.GEN_AI_RESPONSE_FINISH_REASONS: [reason or "abort" for reason, _ in outcomes],
-        }
+        attributes: dict[str, AttributeValue] = {names.GEN_AI_USAGE_INPUT_TOKENS: record.n_prompt}
+        is_embedding = any(stream.session.is_embedding for stream in record.streams)
+        if not is_embedding:
+            attributes[names.GEN_AI_USAGE_OUTPUT_TOKENS] = sum(stream.n_tokens for stream in record.streams)
+            attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = [reason or "abort" for reason, _ in outcomes]
         if n_thought := sum(stream.n_thought for stream in record.streams):
             attributes[names.GEN_AI_USAGE_REASONING_TOKENS] = n_thought
         if record.status:
             attributes[names.HTTP_RESPONSE_STATUS_CODE] = record.status
         if record.completion_id:
             attributes[names.GEN_AI_RESPONSE_ID] = attributes[names.ATTR_REQUEST_ID] = record.completion_id
-        if first_ns:
+        if first_ns and not is_embedding:
             first_chunk_ns = max(0, min(first_ns) - record.received_ns)
             attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = first_chunk_ns / 1e9
         span.set_attributes(attributes)
@@ -155,7 +160,7 @@ class Tracing:
     def first_token(self, session: SessionRecord) -> None:
         """The span of the decode phase begins; frames carry its context from here on."""
         record = _request_of(session)
-        if record is None or session.trace.prefill_span is None:
+        if record is None or session.trace.prefill_span is None or session.is_embedding:
             return
         identity = _identity(record, session)
         session.trace.decode_span = self._child(record, names.SPAN_DECODE, session.first_token_ns, 0, identity)
@@ -366,16 +371,17 @@ def _link_passes(span: Span, roots: Sequence[bytes]) -> None:
 def _say_failure(span: Span, session: SessionRecord, record: RequestRecord) -> None:
     origin = session.origin
     reason = (origin.finish_reason if origin is not None else "") or session.finish_reason
-    error = "" if reason else session.error or "cancelled"
+    error = "" if reason else session.error or CANCELLED
     span.set_attribute(names.ATTR_FINISH_REASON, reason or ("error" if session.error else "abort"))
+    cause = CANCELLED_TEXT if error == CANCELLED else error
     if error:
-        _fail(span, error, session.error_text or record.error_text or error, session.ended_ns + record.unix_offset_ns)
+        _fail(span, error, session.error_text or record.error_text or cause, session.ended_ns + record.unix_offset_ns)
 
 
 def _fail(span: Span, error: str, cause: str, at_ns: int) -> None:
     """Say that a session failed or was cancelled, and why."""
     span.set_attribute(names.ERROR_TYPE, error)
-    what = "cancelled" if error == "cancelled" else "failed"
+    what = "cancelled" if error == CANCELLED else "failed"
     span.add_event(what, {names.EVENT_ATTR_CAUSE: cause}, timestamp=at_ns)
     span.set_status(Status(StatusCode.ERROR, cause))
 

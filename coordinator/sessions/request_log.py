@@ -255,6 +255,8 @@ class RequestRecord:
     n_prompt: int = 0
     tokenize_start_ns: int = 0
     tokenize_end_ns: int = 0
+    grammar_start_ns: int = 0  # asked for; 0 where the request needs none
+    grammar_end_ns: int = 0
     ended_ns: int = 0
     trace_id: str = ""  # 32 hexadecimal digits; empty when it is not traced
     streams: list[StreamRecord] = dataclasses.field(default_factory=list)

@@ -86,8 +86,13 @@ def _show_stream(console: Console, stream: dict[str, Any], found: dict[str, Any]
     console.print(f"\n[bold]{escape(stream['id'])}[/bold]  {stream['tokens']} tokens, {how}{error}")
     if stream["shared_with"]:
         console.print(f"  shares the session of {escape(stream['shared_with'])}: the same request, computed once")
-    phases = [("tokenise", found["tokenize_ms"]), ("queue", stream["queue_ms"]), ("prefill", stream["prefill_ms"]),
-              ("decode", stream["decode_ms"])]  # fmt: skip
+    phases = [
+        ("tokenise", found["tokenize_ms"]),
+        ("grammar", found.get("grammar_ms") or None),
+        ("queue", stream["queue_ms"]),
+        ("prefill", stream["prefill_ms"]),
+        ("decode", stream["decode_ms"]),
+    ]
     console.print("  " + "  ".join(f"{name} {in_ms(value)}" for name, value in phases if value is not None))
     gaps = stream["itl_ms"]
     if stream["ttft_ms"] is not None:

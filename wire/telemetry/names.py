@@ -29,6 +29,7 @@ SCOPE: Final = "relayline"  # instrumentation scope of every span
 
 # The HTTP server span is named by convention: "{method} {route}".
 SPAN_TOKENIZE: Final = "tokenize"
+SPAN_GRAMMAR: Final = "grammar"  # made of the shape or the tools that the answer must fit
 SPAN_QUEUE: Final = "queue"  # waiting for a lane
 SPAN_PREFILL: Final = "prefill"
 SPAN_PREFILL_CHUNK: Final = "prefill chunk"

@@ -15,7 +15,7 @@ from relayline.coordinator.http.embeddings.asking import AnswerOptions
 from relayline.coordinator.http.embeddings.vectors import llama_reply, openai_reply
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.observe import RECORD, note_prompts
+from relayline.coordinator.http.observe import RECORD, note_embeddings, note_prompts
 from relayline.coordinator.http.prepared import Prepared
 from relayline.coordinator.http.service import unpacked_prompts
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenStream
@@ -46,8 +46,8 @@ class EmbeddingHandlers(Handlers):
         prepared = await service.read_in("embeddings", request, await request.read())
         options = msgspec.msgpack.decode(prepared.answer_options, type=AnswerOptions)
         prompts = [prompt.tokens for prompt in await unpacked_prompts(prepared)]
-        record = request[RECORD]
-        record.model, record.completion_id = prepared.model, f"embd-{secrets.token_hex(16)}"
+        name = f"embd-{secrets.token_hex(16)}"
+        note_embeddings(service.observer, request, prepared.model, name)
         note_prompts(request, prepared.start_ns, prepared.end_ns, list(map(len, prompts)))
         service.generator.check_ready()
         ctx_tokens = service.generator.ctx_tokens
@@ -57,7 +57,6 @@ class EmbeddingHandlers(Handlers):
         pooling = self._pooling()
         sampling = SamplingParams(0.0, numbers=(("pooling", float(pooling)),))
         may_copy = pooling == POOLINGS["last"]  # else rows that are copied would be missing in the pool
-        name = record.completion_id
         wanted = [
             GenerationRequest(f"{name}-{at}", tokens, 1, sampling, ignore_eos=True, cache_prompt=may_copy)
             for at, tokens in enumerate(prompts)

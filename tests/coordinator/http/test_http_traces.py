@@ -117,6 +117,31 @@ async def test_a_request_has_one_server_span_by_convention(
     assert set(served.generator.records) == {world.observer.log.find("mine")}
 
 
+async def test_making_a_grammar_is_a_span(tokenizer: Tokenizer) -> None:
+    world = World(Kept())
+    async with session_of(tokenizer, world) as (session, _):
+        for more in ({}, {"response_format": {"type": "json_object"}}):
+            async with session.post("/v1/completions", json={"prompt": "x"} | more) as reply:
+                assert reply.status == 200
+    grammar, roots = world.kept.one(names.SPAN_GRAMMAR), world.kept.spans("POST /v1/completions")
+    assert grammar.parent is not None
+    assert grammar.parent.span_id == roots[1].context.span_id
+    assert grammar.start_time < grammar.end_time
+
+
+async def test_a_request_for_embeddings_says_what_it_is(tokenizer: Tokenizer) -> None:
+    world = World(Kept())
+    async with (
+        session_of(tokenizer, world) as (session, _),
+        session.post("/v1/embeddings", json={"input": "x"}) as reply,
+    ):
+        await reply.read()
+    attributes = attributes_of(world.kept.one("POST /v1/embeddings"))
+    assert attributes[names.GEN_AI_OPERATION_NAME] == "embeddings"
+    assert attributes[names.GEN_AI_REQUEST_MODEL] == attributes[names.GEN_AI_RESPONSE_MODEL] == "org/tiny"
+    assert attributes[names.SERVER_ADDRESS] == "127.0.0.1"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("content", [False, True])
 async def test_prompts_and_answers_are_exported_only_on_request(

@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
 from relayline.coordinator.observe.observer import SUMMARY_WAIT_S, Observer
-from relayline.coordinator.observe.tracing import BAGGAGE_ENTRIES_MAX
+from relayline.coordinator.observe.tracing import BAGGAGE_ENTRIES_MAX, CANCELLED_TEXT
 from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.request_log import (
@@ -128,12 +128,24 @@ def test_an_embedding_is_no_generated_token() -> None:
     counts = world.observer.figures()
     assert (counts["generated_tokens"], counts["prompt_tokens"]) == (0, 3)
     assert record.streams[0].n_tokens == 0
+    world.observer.answered(record, 3_500)
+    world.observer.close()
+    spans = {span.name: span for span in world.kept.spans()}
+    assert names.SPAN_DECODE not in spans
+    assert attributes_of(spans[names.SPAN_PREFILL])[names.ATTR_PROMPT_TOKENS] == 3
+    of_answers = {
+        names.GEN_AI_USAGE_OUTPUT_TOKENS,
+        names.GEN_AI_RESPONSE_FINISH_REASONS,
+        names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK,
+    }
+    assert of_answers & set(attributes_of(spans["POST /v1/completions"])) == set()
 
 
 def test_one_request_is_one_trace_with_its_phases() -> None:
     world = World()
     record = world.receive()
     record.n_prompt, record.tokenize_start_ns, record.tokenize_end_ns = 3, 1_100, 1_200
+    record.grammar_start_ns, record.grammar_end_ns = 1_300, 1_900
     session = world.open(record)
     world.run(session)
     world.summary(session, 0)
@@ -150,10 +162,11 @@ def test_one_request_is_one_trace_with_its_phases() -> None:
     assert record.trace_id == f"{root.context.trace_id:032x}"
     assert times_of(root) == (1_000, 3_500)
     assert times_of(spans[names.SPAN_TOKENIZE]) == (1_100, 1_200)
+    assert times_of(spans[names.SPAN_GRAMMAR]) == (1_300, 1_900)
     assert times_of(spans[names.SPAN_QUEUE]) == (2_000, 3_000)
     assert times_of(spans[names.SPAN_PREFILL]) == (3_000, 3_100)
     assert times_of(spans[names.SPAN_DECODE]) == (3_100, 3_300)
-    for name in (names.SPAN_TOKENIZE, names.SPAN_QUEUE, names.SPAN_PREFILL, names.SPAN_DECODE):
+    for name in (names.SPAN_TOKENIZE, names.SPAN_GRAMMAR, names.SPAN_QUEUE, names.SPAN_PREFILL, names.SPAN_DECODE):
         assert spans[name].parent is not None
         assert spans[name].parent.span_id == root.context.span_id
     recorded = attributes_of(root)
@@ -412,6 +425,7 @@ def test_a_cancelled_session_says_so() -> None:
     assert times_of(prefill) == (3_000, 3_500)
     assert prefill.status.status_code is StatusCode.ERROR
     assert attributes_of(prefill)[names.ERROR_TYPE] == "cancelled"
+    assert prefill.status.description == CANCELLED_TEXT
     assert [event.name for event in prefill.events] == ["cancelled"]
     assert world.figures()["relayline_request_success_total", "abort"] == 1
 

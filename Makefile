@@ -52,10 +52,12 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install relayline with its development tools; LATEST=1 for the newest versions
 
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c wire/*/_*.h deploy/build/*.cmake $(addprefix deploy/kernels/*.,cmake cpp h patch) $(BUILT_WITH)) $(REBUILD)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) stage/engine/_capture.c $(wildcard wire/*/_*.c wire/*/_*.h deploy/build/headers/*.h deploy/build/*.cmake $(addprefix deploy/kernels/*.,cmake cpp h patch) $(BUILT_WITH)) $(REBUILD)
 	@echo "[1/3] environment in $(VENV)"
+	@command -v $(firstword $(PYTHON)) > /dev/null || { echo "relayline needs Python 3.11 or newer, and there is no $(firstword $(PYTHON)) in PATH; name one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("relayline needs Python 3.11 or newer; name one with PYTHON=...")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) deploy/build/needs.py $(VENV)
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@echo "[2/3] llama.cpp (compiled once, a few minutes$(if $(LLAMA_ARGS),,; the wheel is cached for next time))"
 	@$(if $(filter rebuild,$(MAKECMDGOALS)),$(BIN)/python -m pip cache remove --quiet llama_cpp_python || true)

@@ -1,7 +1,11 @@
-"""How the C extensions that pyproject.toml lists are compiled: hardened, by whatever of it the compiler knows."""
+"""How the C extensions that pyproject.toml lists are compiled: hardened, by whatever of it the compiler knows, and also
+where the interpreter came without its headers.
+"""
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,8 @@ HARDENING = (
     ("-fstack-protector-strong",),
     ("-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"),
 )
+# Looked in last: the interpreter's own Python.h comes first if there is one.
+HEADERS = ("-idirafter", str(Path(__file__).resolve().parent / "deploy" / "build" / "headers"))
 
 
 class HardenedBuild(build_ext):
@@ -23,10 +29,16 @@ class HardenedBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Ask the compiler which flags it knows, then compile everything with them."""
+        headers = HEADERS if has_stable_abi() else ()
         known = [flag for flags in HARDENING if knows(self.compiler, flags) for flag in flags]
         for extension in self.extensions:
-            extension.extra_compile_args = [*known, *extension.extra_compile_args]
+            extension.extra_compile_args = [*known, *headers, *extension.extra_compile_args]
         super().build_extensions()
+
+
+def has_stable_abi() -> bool:
+    """Return whether the header of HEADERS is true of this interpreter: free-threaded ones have another layout."""
+    return sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def knows(compiler: Any, flags: tuple[str, ...]) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "native"
+HEADERS = ROOT / "deploy" / "build" / "headers"
 FLAGS = ("-g", "-O1", "-fPIC", "-shared", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TESTS = (
@@ -53,9 +54,9 @@ def built_path(name: str) -> Path:
 def build() -> None:
     """Compile every extension."""
     BUILT.mkdir(parents=True, exist_ok=True)
-    include = f"-I{sysconfig.get_path('include')}"
+    include = (f"-I{sysconfig.get_path('include')}", "-idirafter", str(HEADERS))
     for name, sources in extensions().items():
-        command = [*compiler(), *FLAGS, *SANITIZERS, include, *map(str, sources), "-o", str(built_path(name))]
+        command = [*compiler(), *FLAGS, *SANITIZERS, *include, *map(str, sources), "-o", str(built_path(name))]
         if subprocess.run(command, check=False).returncode != 0:
             sys.exit(f"{name} does not compile with sanitizers; see above")
 

@@ -154,7 +154,11 @@ static int put_value(struct out * out, unsigned field, PyObject * value) {
     } else if (PyList_Check(value) || PyTuple_Check(value)) {
         failed = put_items(out, value);
     } else {
-        PyErr_Format(PyExc_TypeError, "an attribute of type %s", Py_TYPE(value)->tp_name);
+        PyObject * name = PyType_GetName(Py_TYPE(value));
+        if (name != NULL) {
+            PyErr_Format(PyExc_TypeError, "an attribute of type %U", name);
+            Py_DECREF(name);
+        }
         failed = -1;
     }
     return failed ? -1 : end(out, at);

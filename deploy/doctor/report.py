@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -102,7 +103,7 @@ async def examine(probes: Sequence[Probe]) -> list[Finding]:
 async def _examine(probe: Probe) -> list[Finding]:
     try:
         async with asyncio.timeout(probe.timeout_s):
-            if asyncio.iscoroutinefunction(probe.look):
+            if inspect.iscoroutinefunction(probe.look):
                 findings: list[Finding] = await probe.look()
                 return findings
             return await in_daemon(probe.look)  # type: ignore[arg-type]

@@ -44,9 +44,10 @@ class OneFlight:
 
     def __init__(self) -> None:
         self._contests: dict[int, _Contest] = {}
-        self._n_streams = 0  # that the window is of; 0: none
-        self._n_tokens = 0  # that have come since rows began to go this way
-        self._settled: tuple[int, int] = (0, 0)  # tokens by then, and the time, once flights had settled
+        self._n_streams: int  # that the window is of; 0: none
+        self._n_tokens: int  # that have come since rows began to go this way
+        self._settled: tuple[int, int]  # tokens by then, and the time, once flights had settled
+        self._begin(0)
 
     def is_chosen(self, n_streams: int) -> bool:
         """Return whether the rows of n_streams go as one flight now."""

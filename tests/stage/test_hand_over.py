@@ -285,6 +285,18 @@ async def test_lanes_that_cannot_change_hands_are_asked_of_nobody() -> None:
         assert await takes((0, 3, "127.0.0.1:1")).take(new.side, PLAINTEXT) == 0
 
 
+def test_a_lane_whose_cells_end_elsewhere_is_not_given() -> None:
+    """As one with images, whose positions are not those of its rows."""
+    old = OneEngine(range(3))
+    old.hold(1, 5)
+    given = old.handing.give((ROUTE, 1), 0, 3)
+    assert given is not None
+    assert (given.n_tokens, len(given.layers)) == (5, 3)
+    assert old.handing.give((ROUTE, 1), 3, 3) is None, "none of the layers"
+    next(lane for lane in old.lanes if lane.session_id == 1).next_position = 4
+    assert old.handing.give((ROUTE, 1), 0, 3) is None
+
+
 def test_a_lane_is_taken_once_and_only_where_there_is_room() -> None:
     new = OneEngine(range(3))
     assert new.handing.take(lane_of(1))

@@ -361,6 +361,8 @@ def test_raw_turns_come_back_clean(conversation: Conversation) -> None:
     assert "Think." not in rendered  # of a finished turn
     found = cleaned(chat[1])
     assert (found["content"], found["reasoning_content"]) == ("Rome.", "Think.")
+    assert cleaned({**chat[1], "reasoning_content": "Mine."})["reasoning_content"] == "Mine."
+    assert "reasoning_content" not in cleaned({"role": "assistant", "content": f"{FINAL}Rome."})
     call = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
     (tool_call,) = cleaned({"role": "assistant", "content": call})["tool_calls"]
     assert tool_call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}

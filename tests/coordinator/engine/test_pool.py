@@ -111,6 +111,7 @@ def test_a_failed_change_is_retried_later_or_when_something_changes(event: str) 
     assert one.wanted(ABC, N_LAYERS, round(RETRY_FIRST_S * S)) == (0, 3, 2)
     one.failed(100 * S)
     assert one.wanted(ABC, N_LAYERS, (100 + round(RETRY_FIRST_S)) * S) == (), "twice as long"
+    assert one.wanted(ABC, N_LAYERS, (100 + 2 * round(RETRY_FIRST_S)) * S) == (0, 3, 2)
     if event == "came":
         one.came(4, 101 * S)
     else:

@@ -71,6 +71,30 @@ def test_the_least_loaded_replica_is_chosen_by_all_requests_there() -> None:
     assert router.choose(chat("hello")) is a
 
 
+def test_a_report_counts_this_gateways_own_requests_once() -> None:
+    router = router_of(a=READY)
+    (a,) = router.backends
+    for key in range(2):
+        a.sent(key, Asked())
+    for n_reported, n_others in ((5, 3), (2, 0), (1, 0)):  # a report may be older than the latest requests
+        a.heard(Heard(("chat",), True, n_requests=n_reported, n_lanes=4, started_unix_s=1), 2)
+        assert a.n_others == n_others
+    a.failed("gone")
+    assert a.n_others == 0
+
+
+def test_a_removed_pipeline_is_gone_and_the_others_stay() -> None:
+    router = router_of(a=READY, b=READY, c=READY)
+    _, b, c = router.backends
+    router.learn("of b", b)
+    router.learn("of c", c)
+    router.remove(b)
+    assert [backend.name for backend in router.backends] == ["a", "c"]
+    assert (router.holder("of b"), router.holder("of c")) == (None, c)
+    router.arrange(["c", "x", "a"])
+    assert [backend.name for backend in router.backends] == ["c", "a"]
+
+
 def test_models_choose_the_pipeline_and_errors_say_which_there_are() -> None:
     router = router_of(a=READY, b=Heard(("small", "tiny"), True))
     assert router.choose(Asked("tiny")).name == "b"

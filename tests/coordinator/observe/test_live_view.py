@@ -169,6 +169,17 @@ def test_a_request_shows_its_state_and_progress() -> None:
     assert (found["cmpl-6"]["ttft_ms"], found["cmpl-6"]["tokens_per_s"], found["cmpl-6"]["tokens"]) == (1.0, 500.0, 2)
 
 
+def test_the_line_of_an_ended_request_is_kept_and_a_running_ones_is_not() -> None:
+    view, ended, running = new_view(), record_of(1, ended_ns=9 * MS), record_of(2)
+    log = log_of(ended, running)
+    view.update(seen(), log, 10 * MS)
+    ended.error = running.error = "changed later"
+    for at_ns in (20 * MS, 30 * MS):
+        view.update(seen(), log, at_ns)
+        found = {each["id"]: each.get("error") for each in page_of(view)["state"]["requests"]}
+        assert (found["cmpl-1"], found["cmpl-2"]) == (None, "changed later")
+
+
 def test_a_loss_is_shown_with_the_stage() -> None:
     view = new_view()
     view.update(seen(loss=(1, "it is gone"), is_recording=False), RequestLog(), S)

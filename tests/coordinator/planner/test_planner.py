@@ -252,6 +252,16 @@ def test_stages_that_share_too_few_cores_gain_nothing_from_each_other() -> None:
     assert rates[4] == SAME(rates[2], rel=0.15)  # two stages on two cores leave them gaps
 
 
+def test_chunks_of_a_prompt_wait_for_cores_that_stages_share() -> None:
+    """With one thread each on one core, all of three stages' work for a chunk is in the way of the next chunk."""
+    edges = ((0, 5), (5, 11), (11, 16))
+    apart, together = plain(3, cores=1), plain(3, cores=1, own_machines=False)
+    ways = {name: predict(instance, edges) for name, instance in (("apart", apart), ("together", together))}
+    steps_ns = [Costs(apart).prefill_ns(stage, *edge, 64) for stage, edge in enumerate(edges)]
+    assert max(steps_ns) < 0.5 * sum(steps_ns)
+    assert ways["together"].ttft_ns > 1.5 * ways["apart"].ttft_ns
+
+
 def test_a_slow_link_is_named() -> None:
     instance = plain(2)
     narrow = dataclasses.replace(instance.hosts[0], link=Link(0, 1e4))

@@ -109,6 +109,18 @@ def test_a_new_epoch_replays_prompt_and_tokens_as_prefill() -> None:
     assert event is not None
 
 
+def test_a_replay_is_told_from_a_first_prefill_and_from_one_within_an_epoch() -> None:
+    session = new_session(3, 5)
+    prefilled(session)
+    assert not session.is_replay
+    session.sampled(3, 50)
+    assert not session.is_replay, "it decodes"
+    session.start()
+    assert session.is_replay
+    session.replays = 1
+    assert not session.is_replay
+
+
 def test_cancel_closes_once() -> None:
     session = new_session(3, 5)
     session.start()

@@ -108,6 +108,10 @@ def test_with_a_recurrent_state_checkpoints_and_the_end_will_do() -> None:
     part = session_of(3, [*run_of(0, 44), 7, 7])
     assert controls_of(made.start(part))[1:] == [("restore", 3, 36)]
     assert part.checkpoints == [36]
+    whole = session_of(4, [*run_of(0, 50), 7])
+    whole.stops = [36, 50]
+    made.start(whole)
+    assert whole.stops == [], "no step ends where its rows are there already"
 
 
 def test_a_restore_slower_than_prefill_is_not_made() -> None:

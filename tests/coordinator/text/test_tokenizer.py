@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing import vocabulary_files as support
 from relayline.wire.common.errors import InvalidRequestError, ModelFileError
+from tests.support.tiny_models import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,13 @@ def test_facts_of_the_file(tokenizer: Tokenizer) -> None:
     assert (tokenizer.name, tokenizer.chat_template) == ("tiny", support.CHATML)
     assert tokenizer.has_text
     assert not tokenizer.adds_bos
+
+
+def test_a_begin_token_that_the_file_does_not_name_counts_only_if_it_is_a_mark(tmp_path: Path) -> None:
+    """llama.cpp takes token 11 for such vocabularies."""
+    unnamed = Tokenizer.load(make_tiny("llama", tmp_path / "model.gguf", n_layers=1, tokenizer=True))
+    assert unnamed.bos == 11
+    assert (unnamed.bos_text, unnamed.eos_text) == ("", "<|end|>")
 
 
 def test_merges_are_applied(tokenizer: Tokenizer) -> None:

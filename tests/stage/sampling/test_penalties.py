@@ -13,7 +13,7 @@ from relayline.coordinator.engine.token_sender import _options
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.deploy.testing.reference import ReferenceModel
-from relayline.stage.sampling.penalties import Penalties, biases_of
+from relayline.stage.sampling.penalties import Penalties, Repetition, biases_of
 from relayline.stage.sampling.sampler import SamplingOptions, SessionSampler
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import InternalError, ProtocolError
@@ -209,3 +209,10 @@ async def test_penalised_streams_are_the_unsplit_models_also_after_a_loss(
         assert_penalised(whole, prompt, tokens)
         assert 9 not in tokens
         assert len(set(tokens)) > len(set(unpenalised)), "they repeat themselves less"
+
+
+@pytest.mark.parametrize(
+    ("repetition", "is_neutral"), [(Repetition(), True), (Repetition(1.5), False), (Repetition(1.5, n_latest=0), True)]
+)
+def test_a_repetition_penalty_over_no_tokens_changes_nothing(repetition: Repetition, is_neutral: bool) -> None:
+    assert repetition.is_neutral == is_neutral

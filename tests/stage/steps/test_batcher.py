@@ -438,3 +438,12 @@ def test_a_session_closed_and_opened_again_waits_for_each_copy_in_its_place() ->
     (step,) = take_all(batcher)
     assert step.controls == frames
     assert (batcher._copies, batcher._closes) == ({}, {})
+
+
+def test_a_control_takes_no_credit_and_rows_take_their_bytes() -> None:
+    given: list[int] = []
+    for frame in (control(1, Flag.OPEN), rows_frame(1, 0, 3)):
+        frame.on_consumed = given.append
+        frame.give_credit()
+        assert frame.rows_bytes == (frame.payload.nbytes if frame.payload is not None else 0)
+    assert len(given) == 1

@@ -78,6 +78,12 @@ async def test_frames_pushed_during_a_decode_form_the_next_batch() -> None:
         assert [len(step) for step in h.engine.steps] == [1, 32]
 
 
+async def test_only_the_decode_thread_gets_its_large_stack() -> None:
+    before_bytes = threading.stack_size()
+    async with harness():
+        assert threading.stack_size() == before_bytes
+
+
 async def test_a_look_is_a_value_of_one_moment() -> None:
     """Lanes as of the latest whole step, whatever the decode thread is changing; the queue as of now."""
     async with harness() as h:

@@ -140,3 +140,18 @@ def test_prompt_rows_take_the_place_of_padding_and_decode_rows_pay_for_the_head(
     assert mixed_cost_ns(layers, layers, 4, 4) == 50
     assert mixed_cost_ns(with_head, layers, 4, 4) == 50 + 14
     assert mixed_cost_ns(with_head, CostCurve(), 4, 4) == 0
+
+
+@pytest.mark.parametrize(
+    ("points", "is_flat"),
+    [
+        ([], False),
+        ([(1, 1_000)], False),
+        ([(1, 1_000), (8, 9_000), (64, 1_000)], True),
+        ([(1, 1_000), (8, 1_000), (64, 64_000)], False),
+    ],
+)
+def test_a_curve_is_flat_if_its_most_rows_cost_no_more_than_its_fewest(
+    points: list[tuple[int, int]], is_flat: bool
+) -> None:
+    assert CostCurve(points).is_flat == is_flat

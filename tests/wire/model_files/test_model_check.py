@@ -22,7 +22,7 @@ from relayline.deploy.launch.trial import try_artifacts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.wire.common.errors import ArtifactError, ModelFileError
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header
-from relayline.wire.model_files.model_check import PRODUCT_TYPES, check_header
+from relayline.wire.model_files.model_check import PRODUCT_TYPES, _expert_problems, check_header
 from tests.support.mutated_models import Draft, read_draft
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_models import make_tiny
@@ -136,6 +136,27 @@ def rewritten(source: Path, change: Callable[[Draft], None], path: Path) -> Path
     change(draft)
     path.write_bytes(draft.encoded())
     return path
+
+
+EXPERTS = {"expert_count": 8, "expert_used_count": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "n_problems"),
+    [
+        (EXPERTS, 0),
+        (EXPERTS | {"expert_group_count": 1, "expert_group_used_count": 1}, 0),  # as DeepSeek's files say it
+        (EXPERTS | {"expert_group_count": 4, "expert_group_used_count": 2}, 0),
+        (EXPERTS | {"expert_group_count": 4, "expert_group_used_count": 4}, 1),
+        (EXPERTS | {"expert_group_count": 4}, 1),
+        (EXPERTS | {"expert_group_count": 3, "expert_group_used_count": 1}, 1),
+        (EXPERTS | {"expert_group_count": 8, "expert_group_used_count": 1}, 1),
+        (EXPERTS | {"expert_used_count": 9}, 1),
+        ({"expert_count": 8}, 1),
+    ],
+)
+def test_groups_of_experts_divide_them(values: dict[str, int], n_problems: int) -> None:
+    assert len(list(_expert_problems("", values))) == n_problems
 
 
 @pytest.mark.parametrize(("change", "words"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])

@@ -226,6 +226,12 @@ def test_links_survive_far_beyond_the_sdk_s_own_limit(monkeypatch: pytest.Monkey
     assert links_kept(6) == 5
 
 
+def test_the_number_of_events_is_ours_unless_the_variable_says_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert telemetry_export._limits().max_events == telemetry_export.EVENTS_PER_SPAN_MAX
+    monkeypatch.setenv("OTEL_SPAN_EVENT_COUNT_LIMIT", "5")
+    assert telemetry_export._limits().max_events == 5
+
+
 @pytest.mark.parametrize(
     ("sampler", "argument", "expected"),
     [("parentbased_always_off", "", False), ("traceidratio", "0.0", False), ("parentbased_always_on", "", True)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from relayline.wire.common.texts import layer_range
 if TYPE_CHECKING:
     from relayline.deploy.launch.control import Launched
 
+_PID, _UP, _RESTARTS, _HEARD, _DETAIL = 3, 4, 5, 6, 8  # columns of `status`
+INDENT = "  "  # of what belongs to a pipeline
 DOWN_TIMEOUT_S = 60.0  # a drain, and the stages' end after it
 
 state_dir_option = click.option(
@@ -54,7 +57,8 @@ def status_command(ctx: click.Context, name: str | None, as_json: bool, state_di
     if as_json:
         click.echo(json.dumps(described, indent=2))
     else:
-        click.echo("\n\n".join(map(_status_text, described)) or _nothing_here())
+        width = shutil.get_terminal_size().columns - len(INDENT) if sys.stdout.isatty() else None
+        click.echo("\n\n".join(_status_text(facts, width) for facts in described) or _nothing_here())
     if (name is not None or state_dir is not None) and not any(pipeline.is_running for pipeline in found):
         ctx.exit(1)
 
@@ -80,16 +84,19 @@ def _prefixes_line(facts: dict[str, int]) -> str:
     return f"prefixes: {known}; {facts['restored']} restored so far"
 
 
-def _status_text(facts: dict[str, Any]) -> str:
-    """Return a pipeline's or gateway's facts as lines: its state, its work, its plan, its processes."""
+def _status_text(facts: dict[str, Any], width: int | None = None) -> str:
+    """Return a pipeline's or gateway's facts as lines: its state, its work, its plan, its processes.
+
+    `width`: of the terminal, None for no bound.
+    """
     lines = [_head_line(facts)]
-    lines += [f"  {line}" for line in (*_work_lines(facts), *_plan_lines(facts))]
+    lines += [f"{INDENT}{line}" for line in (*_work_lines(facts), *_plan_lines(facts))]
     if facts["pipelines"]:
-        lines += [f"  {line}" for line in gateway_lines(facts["pipelines"])]
-    lines += [f"  {line}" for line in _process_table(facts["processes"])]
+        lines += [f"{INDENT}{line}" for line in gateway_lines(facts["pipelines"])]
+    lines += [f"{INDENT}{line}" for line in _process_table(facts["processes"], width)]
     for entry in facts["processes"]:
         if entry["state"] in (HostState.WAITING, HostState.LOST) and entry["host"] != "localhost":
-            lines += [f"  {line}" for line in _joining_lines(facts["name"], entry)]
+            lines += [f"{INDENT}{line}" for line in _joining_lines(facts["name"], entry)]
     return "\n".join(lines)
 
 
@@ -141,8 +148,12 @@ def _plan_lines(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _process_table(processes: list[dict[str, Any]]) -> list[str]:
-    """Return a heading, and a line for each process, in columns of equal width."""
+def _process_table(processes: list[dict[str, Any]], width: int | None = None) -> list[str]:
+    """Return a heading, and a line for each process, in columns of equal width.
+
+    `width`: of the terminal in characters, None for no bound. Columns that say least are left out until lines fit it,
+    but for the details at their end.
+    """
     is_spread = any(entry["host"] != "localhost" for entry in processes)
     where = "pid or host" if is_spread else "pid"
     rows = [("process", "state", "layers", where, "up", "restarts", "heard", "address", "")]
@@ -155,8 +166,13 @@ def _process_table(processes: list[dict[str, Any]]) -> list[str]:
         rows.append(
             (entry["name"], entry["state"], layers, pid, up, restarts, heard, entry["address"], entry["detail"])
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    has_restarted = any(entry["n_restarts"] for entry in processes)
+    dispensable = [*(() if has_restarted else (_RESTARTS,)), _HEARD, *(() if is_spread else (_PID,)), _UP]
+    columns = dict(enumerate(zip(*rows, strict=True)))
+    widths = {at: max(map(len, cells)) for at, cells in columns.items()}
+    while dispensable and width is not None and sum(widths.values()) - widths[_DETAIL] + 2 * (len(widths) - 1) > width:
+        del widths[dispensable.pop(0)]
+    return ["  ".join(row[at].ljust(cells) for at, cells in widths.items()).rstrip() for row in rows]
 
 
 def _duration(seconds: float) -> str:

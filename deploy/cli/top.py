@@ -38,6 +38,9 @@ NAME_CELLS_NARROW = 17
 COLUMNS = ("layers", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes")
 # Of GET /v1/pipeline: what else answers there has none of them.
 SHOWN = ("model", "now_ns", "generated_tokens", "lanes", "plan", "stages")
+TINY_CELLS = 68  # below this width padding and the wait's p95 are left out too
+UNSEEN_IF_TINY = ("pad", "p95")
+NAME_CELLS_TINY = 12
 SMALL_CELLS = 92  # below this width layers are left out too, and bars are shorter
 
 
@@ -242,14 +245,14 @@ def _difference(new: dict[str, int], old: dict[str, int]) -> dict[str, int]:
 
 
 def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: int = WIDE_CELLS) -> Group:
-    """Return one picture of the pipeline for a terminal of this width; from 80 columns on no figure is cut."""
+    """Return one picture of the pipeline for a terminal of this width; from 60 columns on no figure is cut."""
     is_wide, is_small = width >= WIDE_CELLS, width < SMALL_CELLS
     plan = described["plan"]
     two = figures["overlap"].get("2+")
     overlap = f"{two:.0%} of busy time with two or more stages at work" if two is not None else "not yet known"
     cells = BAR_CELLS // 2 if is_small else BAR_CELLS
     head = Text.from_markup(
-        f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {_phase(described)}, epoch {described['epoch']}\n"
+        f"[bold]{escape(described['model'])}[/bold]  {escape(url)}  {_phase(described)}\n"
         f"[bold]{figures['tokens_per_s']:g} tok/s[/bold]  {figures['running']} running, {figures['waiting']} waiting, "
         f"lanes {_bar(figures['running'], figures['lanes'], cells)} {figures['running']}/{figures['lanes']}  "
         f"KV {_bar(figures['kv_share'], 1, cells)} {figures['kv_share']:.1%}\n"
@@ -258,17 +261,20 @@ def frame(url: str, described: dict[str, Any], figures: dict[str, Any], width: i
         f"row{'s' * (plan['group_rows'] != 1)}\n"
     )
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    names = NAME_CELLS if is_wide else NAME_CELLS_NARROW
+    is_tiny = width < TINY_CELLS
+    names = NAME_CELLS if is_wide else NAME_CELLS_TINY if is_tiny else NAME_CELLS_NARROW
     table.add_column("stage", no_wrap=True, max_width=names, overflow="ellipsis")
-    for name in COLUMNS[is_small:]:
-        table.add_column(name, justify="right", no_wrap=True)
+    unseen = UNSEEN_IF_TINY if is_tiny else ()
+    shown = [at for at, name in enumerate(COLUMNS) if name not in unseen and not (is_small and name == "layers")]
+    for at in shown:
+        table.add_column(COLUMNS[at], justify="right", no_wrap=True)
     if is_wide:
         table.add_column("closed by", overflow="fold")
     lines = (grants_line(figures), unequal_line(described), idle_line(described))
     below = Text("".join(f"\n{line}" for line in lines if line))
     for stage, row in zip(described["stages"], figures["stages"], strict=True):
-        name, layers, *middle, reasons = _row(stage, row)
-        table.add_row(name, *(() if is_small else (layers,)), *middle, *((reasons,) if is_wide else ()))
+        name, *middle, reasons = _row(stage, row)
+        table.add_row(name, *(middle[at] for at in shown), *((reasons,) if is_wide else ()))
         if not is_wide and reasons:
             below.append(f"\nstage {stage['index']} closed by: {reasons}")
     return Group(head, table, below) if below else Group(head, table)

@@ -6,29 +6,38 @@ import contextlib
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from relayline.coordinator.model.split import Progress as ProgressCallback
 
 
+def error_console() -> Console:
+    """Return the console on stderr, which may be a terminal."""
+    return Console(stderr=True)
+
+
 @contextlib.contextmanager
-def progress_bar() -> Iterator[tuple[ProgressCallback, list[bool]]]:
-    """Yield a callback that draws a bar if stderr is a terminal, and a list that is empty until it is called."""
+def progress_bar(what: str = "") -> Iterator[tuple[ProgressCallback, list[bool]]]:
+    """Yield a callback that draws a bar if stderr is a terminal, and a list that is empty until it is called.
+
+    `what` is named before the bar. Nothing is drawn before the first call.
+    """
     was_used: list[bool] = []
-    console = Console(stderr=True)
+    console = error_console()
     columns = (
-        TextColumn("splitting"),
+        TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("split", total=None)
+        task = bar.add_task(f"splitting {escape(what)}".rstrip(), total=None, visible=False)
 
         def update(done_bytes: int, total_bytes: int) -> None:
             if not was_used:
                 was_used.append(True)
-            bar.update(task, completed=done_bytes, total=total_bytes)
+            bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
         yield update, was_used

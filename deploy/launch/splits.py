@@ -8,9 +8,10 @@ from pathlib import Path
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import content_key, inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.launch.progress import progress_bar
+from relayline.deploy.launch.progress import error_console, progress_bar
 from relayline.deploy.launch.trial import try_artifacts
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.places import cache_dir
 
 log = logging.getLogger("relayline.up")
@@ -41,11 +42,12 @@ def split_for(model: Path, n_stages: int | None, cuts: tuple[int, ...] | None, s
         n_stages = n_stages or 2
     if split_dir is None:
         split_dir = split_place(model, n_stages, cuts)
-    with progress_bar() as (update, was_used):
+    seen = PRINTED if error_console().is_terminal else {}  # the bar says it there, and a line would break into the bar
+    with progress_bar(model.name) as (update, was_used):
 
         def tell(done_bytes: int, total_bytes: int) -> None:
             if not was_used:
-                log.info("splitting %s", model.name, extra={"fields": {"bytes": total_bytes, "into": split_dir}})
+                log.info("splitting %s", model.name, extra=seen | {"fields": {"bytes": total_bytes, "into": split_dir}})
             update(done_bytes, total_bytes)
 
         split_model(model, split_dir, n_stages=n_stages, cuts=cuts, progress=tell, trial=try_artifacts)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import logging
 import os
 import pty
 import subprocess
@@ -10,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import compute_bytes, kv_cells
 from relayline.deploy.cli.model import inspect_command, split_command
+from relayline.deploy.launch import progress, splits
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError
@@ -173,4 +177,21 @@ def test_progress_bar_only_on_a_terminal(tmp_path: Path) -> None:
         pass  # Linux reports the closed other end so
     os.close(controller)
     assert b"splitting" in drawn
+    assert b"0/? bytes" not in drawn, "nothing is drawn before the size is known"
     assert b"splitting" not in ended.stdout
+
+
+def test_no_log_line_breaks_into_the_bar_of_a_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bar says on a terminal that the model is split; a file gets the line."""
+    model = make_tiny("llama", tmp_path / "m.gguf")
+    caplog.set_level(logging.INFO)
+    for at, is_terminal in enumerate((True, False)):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal)
+        monkeypatch.setattr(progress, "error_console", lambda console=console: console)
+        monkeypatch.setattr(splits, "error_console", lambda console=console: console)
+        caplog.clear()
+        splits.split_for(model, 2, None, tmp_path / str(at))
+        (record,) = (each for each in caplog.records if each.message.startswith("splitting"))
+        assert getattr(record, "is_printed", False) is is_terminal

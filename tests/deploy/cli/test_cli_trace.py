@@ -232,7 +232,7 @@ def test_grants_are_a_line_where_they_are_given() -> None:
         assert (line in out.getvalue()) if line else ("grants" not in out.getvalue())
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
 def test_one_frame_fits_a_terminal(width: int) -> None:
     after = described(10**9, 30, tokens=90)
     busy = {"index": 1, "address": "192.168.100.200:50051", "queued_rows": 12_345, "lanes_used": 128,
@@ -242,12 +242,13 @@ def test_one_frame_fits_a_terminal(width: int) -> None:
     figures = rates(described(0, 0), after)
     Console(file=out, width=width, highlight=False).print(frame("http://h", after, figures, width))
     text = out.getvalue()
+    unseen = {"pad", "p95", "123.45 ms"} if width == 60 else set[str]()
     for head in ("stage", "steps/s", "rows/step", "pad", "busy", "wait p50", "p95", "queued", "lanes", "closed by"):
-        assert head in text, f"{head} is cut"
+        assert (head in text) is (head not in unseen), f"{head} is cut"
     for figure in ("12.34 ms", "123.45 ms", "12345", "128/256"):
-        assert figure in text, f"{figure} is cut"
+        assert (figure in text) is (figure not in unseen), f"{figure} is cut"
     assert "90 tok/s" in text
-    assert "60% of busy time with two or more stages at work" in text
+    assert "60% of busy time with two or more stages at work" in " ".join(text.split())
     assert "steps/s" in text
     assert "row_cap 30" in text
     assert all(len(line.rstrip()) <= width for line in text.splitlines())

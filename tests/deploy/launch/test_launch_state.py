@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from relayline.deploy.cli.control import _status_text
+from relayline.deploy.cli.control import _process_table, _status_text
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
@@ -382,6 +382,24 @@ def test_status_shows_the_state_for_clients(tmp_path: Path, coordinator: str, ph
         assert row.endswith("has not answered for 12 s")
     else:
         assert "an API key is needed" in text
+
+
+def test_status_fits_a_narrow_terminal_and_keeps_what_says_most() -> None:
+    entry = {"host": "localhost", "layers": [0, 40], "pid": 12_345, "uptime_s": 80.0, "n_restarts": 0,
+             "last_heard_s": 0.4, "address": "127.0.0.1:43773", "detail": "d" * 90}  # fmt: skip
+    processes = [entry | {"name": name, "state": "ready"} for name in ("stage-0", "stage-1")]
+
+    def heading(width: int | None, **changes: Any) -> list[str]:
+        lines = _process_table([each | changes for each in processes], width)
+        assert width is None or all(len(line) - 92 <= width for line in lines[1:]), "details may be longer"
+        return lines[0].split()
+
+    assert heading(None) == ["process", "state", "layers", "pid", "up", "restarts", "heard", "address"]
+    assert heading(78) == ["process", "state", "layers", "pid", "up", "heard", "address"]
+    assert heading(66) == ["process", "state", "layers", "pid", "up", "address"]
+    assert heading(48) == ["process", "state", "layers", "address"]
+    assert "restarts" in heading(66, n_restarts=2)
+    assert heading(56, host="10.0.0.2", pid=None)[3:6] == ["pid", "or", "host"]
 
 
 def test_status_shows_the_layers_that_run_and_no_plan_of_before(tmp_path: Path, coordinator: str) -> None:

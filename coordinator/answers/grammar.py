@@ -45,6 +45,12 @@ _SCHEMAS = {"items", "additionalProperties", "not", "if", "then", "else", "conta
 
 # Formats of texts that llguidance holds answers to. Any other is an annotation, as JSON Schema says.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+# llguidance's own rules for times have no end: a small model writes digits of a fraction until its tokens are used up.
+_ZONE = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]{{1,9}})?{_ZONE}"
+_LONG_MONTHS = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+_DAY = rf"(?:{_LONG_MONTHS}|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-9]))"
+_TIMES = {"time": f"^{_TIME}$", "date-time": f"^[0-9]{{4}}-{_DAY}[tT]{_TIME}$"}  # formats -> patterns
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _EMPTY_CLASS = re.compile(r"\[\^?\]")  # only ECMAScript has one
 # The faults of a pattern in every dialect of regular expressions, in the words of Python's `re`.
@@ -115,7 +121,19 @@ def lean(schema: Any) -> Any:
 
     A tool that names no arguments has none.
     """
-    return closed(_without(schema, lambda key, _value: key in _ANNOTATIONS), also_empty=True)
+    return closed(short_times(_without(schema, lambda key, _value: key in _ANNOTATIONS)), also_empty=True)
+
+
+def short_times(schema: Any) -> Any:
+    """Return a JSON schema whose times have fractions of at most nine digits."""
+    return _changed(schema, _short_time)
+
+
+def _short_time(part: Schema) -> Schema:
+    kind = part.get("format")
+    if not isinstance(kind, str) or kind not in _TIMES or "pattern" in part:
+        return part
+    return {**{key: value for key, value in part.items() if key != "format"}, "pattern": _TIMES[kind]}
 
 
 def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
@@ -133,7 +151,12 @@ def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:
     looks = _without(plain, lambda key, value: key == "pattern" and bool(_LOOKS_AROUND.search(str(value))))
     yield {**looks, **leniently}
     if not has_broken_pattern(schema):
-        yield {**_without(looks, lambda key, _value: key in ("pattern", "patternProperties")), **leniently}
+        yield {**_without(looks, _is_foreign), **leniently}
+
+
+def _is_foreign(key: str, value: Any) -> bool:
+    """Tell whether a keyword has a pattern of the client's."""
+    return key == "patternProperties" or (key == "pattern" and value not in _TIMES.values())
 
 
 def has_broken_pattern(schema: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from llguidance import LLMatcher
 
-from relayline.coordinator.answers.grammar import JSON_BLANKS, closed, weaker
+from relayline.coordinator.answers.grammar import JSON_BLANKS, closed, short_times, weaker
 from relayline.coordinator.http.bodies import GenerationBody, Json
 from relayline.coordinator.text.grammar_check import checker
 from relayline.wire.common.bounds import GRAMMAR_BYTES_MAX
@@ -130,7 +130,7 @@ def _ways(shape: Shape) -> Iterator[Shape]:
     try:
         schema = json.loads(shape.texts[0])
         if len(shape.texts[0]) <= CLOSED_CHARS_MAX:
-            schema = closed(schema)
+            schema = closed(short_times(schema))
     except (ValueError, RecursionError):  # `_checked` says so
         yield shape
         return

@@ -261,6 +261,21 @@ def test_the_blanks_that_a_client_asks_for(
     assert tuple(fits(vocabulary, grammar, text) for text in texts) == is_kept
 
 
+@pytest.mark.parametrize("kind", ["date-time", "time"])
+@pytest.mark.parametrize("other", [{}, {"type": "string", "pattern": r"\h"}], ids=["alone", "beside a foreign pattern"])
+def test_a_time_has_nine_digits_of_a_second_at_most(vocabulary: LLTokenizer, kind: str, other: dict[str, Any]) -> None:
+    """llguidance's own rule has no end: a small model fills an answer with them."""
+    schema = {"properties": {"at": {"type": "string", "format": kind}, "other": other}, "required": ["at"]}
+    grammar = grammar_of(Shape("response_format", "json", (json.dumps(schema),), is_strict=False))
+    date = "" if kind == "time" else "2024-02-29T"
+    for text in ("23:59:60Z", "00:00:00.123456789+14:00", "12:30:05.5z"):
+        assert fits(vocabulary, grammar, json.dumps({"at": date + text})), text
+    for text in ("24:00:00Z", "00:00:00.1234567890Z", "00:00:00", "00:00:00.Z"):
+        assert not fits(vocabulary, grammar, json.dumps({"at": date + text})), text
+    if date:
+        assert not fits(vocabulary, grammar, '{"at": "2024-02-30T00:00:00Z"}')
+
+
 @pytest.mark.parametrize(
     ("pattern", "is_taken"),
     [

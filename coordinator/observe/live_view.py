@@ -26,7 +26,8 @@ RECENT_NS = 20_000_000_000  # since its end, in which a request may be in the st
 LOOK_GAP_NS = 5_000_000_000  # between two looks: over a longer time the rate would not be current
 MS = 1e-6
 _FIELDS = ("model", "architecture", "pipeline_id", "phase", "phase_s", "epoch", "ctx_tokens", "lanes", "running",
-         "waiting", "kv_tokens", "shared_requests", "prefixes", "generated_tokens", "prompt_tokens", "copied_tokens",
+         "waiting", "kv_tokens", "shared_requests", "prefixes", "stored_prefixes", "generated_tokens", "prompt_tokens",
+         "copied_tokens",
          "drafted_tokens", "accepted_tokens", "plan", "grants", "imbalance", "link", "missing",
          "idle")  # fmt: skip
 _STAGE_FIELDS = ("index", "name", "address", "layers", "artifact_bytes", "up", "state", "silent", "last_heard_s",

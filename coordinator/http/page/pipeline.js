@@ -183,7 +183,7 @@ function showMachine(row, stage, state) {
 }
 
 function memoryText(stage) {
-  const tier = stage.tier && stage.tier.memory_bytes ? ` with ${bytes(stage.tier.memory_bytes)} of prefixes` : "";
+  const tier = stage.tier && stage.tier.memory_bytes ? ` (${bytes(stage.tier.memory_bytes)} of it stored prefixes)` : "";
   const own = stage.resident_bytes ? bytes(stage.resident_bytes) + tier : `${bytes(stage.artifact_bytes)} of weights`;
   return stage.memory_free_bytes ? `${own}, ${bytes(stage.memory_free_bytes)} free of ${bytes(stage.memory_bytes)}` : own;
 }
@@ -265,6 +265,7 @@ export function pipelineView() {
     (row, item) => (item.stage ? showMachine(row, item.stage, feed.state) : showLink(row, item.from, item.to)),
   );
   const entry = h("p");
+  const stored = h("p", { title: "KV cells of prompts whose lane another stream has taken. Who comes back to one reads only what is new." });
   const requests = requestRows((id) => {
     location.hash = `#/requests/${encodeURIComponent(id)}`;
   });
@@ -279,7 +280,7 @@ export function pipelineView() {
           pause)),
       h(".panel.time", null, lanes, canvas, inspect)),
     h("section", { "aria-label": "Machines and links" },
-      h(".head", null, h("h2", null, "Machines and links"), entry),
+      h(".head", null, h("h2", null, "Machines and links"), entry, stored),
       h(".panel.scroll", { tabindex: "0", role: "region", "aria-label": "Table of machines" }, h("table", null, head, body))),
     h("section", { "aria-label": "Requests" },
       h(".head", null, h("h2", null, "Requests"), h("p", null, h("a", { href: "#/requests" }, "all of them"))),
@@ -304,11 +305,24 @@ export function pipelineView() {
       const items = state.stages.flatMap((stage, at) => [{ stage }, { from: stage, to: state.stages[at + 1] }]);
       machines.show(items, (item) => (item.stage ? `s${item.stage.index}` : `l${item.from.index}`));
       say(entry, linkText(state));
+      say(stored, storedText(state));
       requests.update(state.requests, 12);
       canvas.setAttribute("aria-label", `Time line of native steps: ${state.stages.length} stages, ${state.running} running streams, overlap ${percent(latest(5, 10))}`);
     },
   };
   return view;
+}
+
+// Return what the stages have stored of prompts, bytes of all of them together; empty where they store none.
+function storedText(state) {
+  const { prefixes, tokens, restored } = state.stored_prefixes || {};
+  if (!prefixes && !restored) return "";
+  const held = [["memory_bytes", "in memory"], ["disk_bytes", "on disk"]]
+    .map(([key, place]) => [state.stages.reduce((sum, stage) => sum + ((stage.tier || {})[key] || 0), 0), place])
+    .filter(([size]) => size)
+    .map(([size, place]) => `${bytes(size)} ${place}`);
+  const size = held.length ? `: ${held.join(", ")}` : "";
+  return `${count(prefixes)} stored ${prefixes === 1 ? "prefix" : "prefixes"} of ${count(tokens)} tokens${size} · ${count(restored)} restored so far`;
 }
 
 function linkText(state) {

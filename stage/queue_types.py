@@ -1,4 +1,4 @@
-"""What moves between the gRPC handlers, the batcher and the decode thread: queued frames and steps."""
+"""Queued frames and steps, which move between the gRPC handlers, the batcher and the decode thread."""
 
 from __future__ import annotations
 

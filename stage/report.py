@@ -1,4 +1,4 @@
-"""What a stage says about itself while it serves: its description, its live counters, its gauges. Event loop only."""
+"""A stage's reports about itself while it serves: its description, its live counters, its gauges. Event loop only."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Served:
 
     @property
     def service(self) -> StageService:
-        """Who takes a call that begins now."""
+        """The engine for a call that begins now."""
         return self._serving.service
 
     def start(self, facts: StageFacts, executor: StepExecutor, telemetry: Telemetry) -> None:

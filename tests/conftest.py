@@ -72,7 +72,7 @@ def no_stray_threads() -> Iterator[None]:
     yield
     stray = [thread for thread in threading.enumerate() if thread not in before and thread.name in THREADS_OF_OURS]
     for thread in stray:
-        thread.join(1)  # a thread that was asked to stop may still be on its way out
+        thread.join(20)  # a thread that was asked to stop may still be on its way out
     left = [thread.name for thread in stray if thread.is_alive()]
     assert not left, f"threads outlived the test: {left}"
 

@@ -23,7 +23,7 @@ _BEGUN_KEY = re.compile(r'\s*(?:\{\s*(?:"[^"\\]*(?:"\s*)?)?)?')
 
 
 class NotACallError(Exception):
-    """What looked like a call is none."""
+    """The text looked like a call and is none."""
 
 
 class CallReader(Protocol):

@@ -67,7 +67,7 @@ class Pool:
         self._retry_at_once()
 
     def failed(self, now_ns: int) -> None:
-        """What `wanted` said could not be done."""
+        """The change that `wanted` returned could not be made."""
         self._tries_ns = now_ns + round(min(RETRY_FIRST_S * 2**self._n_failed, RETRY_MAX_S) * 1e9)
         self._n_failed += 1
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageCurves:
-    """What native steps of one stage cost with the layers that it has."""
+    """The cost of one stage's native steps with the layers that it has."""
 
     name: str
     layers: tuple[int, int]

@@ -59,7 +59,7 @@ class BodyRoom:
 
 
 class Link(Protocol):
-    """What reading a body needs of its connection and its server."""
+    """The parts of a connection and a server that reading a body needs."""
 
     limits: HttpLimits
     room: BodyRoom

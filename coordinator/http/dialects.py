@@ -36,7 +36,7 @@ class Header:
 
 
 class SoFar(NamedTuple):
-    """What each event says of the whole answer up to it."""
+    """The figures of the whole answer so far, which each event carries."""
 
     usage: Usage | None = None
     timings: Timings | UnsetType = UNSET

@@ -16,7 +16,7 @@ STAGES_PATH = "/v1/pipeline/stages"
 
 
 class LayerControl(Protocol):
-    """Who moves layers."""
+    """The one that moves layers."""
 
     def move(self, cuts: tuple[int, ...]) -> None:
         """Begin a change. Raises InvalidRequestError, NotReadyError."""

@@ -68,7 +68,7 @@ class Style(Struct):
 
 
 class Setting(Struct):
-    """What all requests to one application share."""
+    """The facts that all requests to one application share."""
 
     model_id: str
     limits: HttpLimits

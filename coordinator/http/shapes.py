@@ -20,7 +20,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """What completion tokens were."""
+    """Completion tokens by kind."""
 
     reasoning_tokens: int  # reasoning, where it is shown separately
     accepted_prediction_tokens: int = 0  # tokens that the client's prediction had right

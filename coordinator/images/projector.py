@@ -167,7 +167,7 @@ class Projector:
 def pixels_of(data: bytes) -> npt.NDArray[np.uint8]:
     """Return the pixels of a file as they are looked at: u8 [height, width, 3]; of a moving image the first.
 
-    What shows through is white. Raises InvalidRequestError for a file that is no image, or too large a one.
+    Transparent pixels are white. Raises InvalidRequestError for a file that is no image, or too large a one.
     """
     try:
         with warnings.catch_warnings():

@@ -29,7 +29,7 @@ ReadShape = Callable[[], ModelShape]
 
 
 class Layers(Protocol):
-    """Who moves layers."""
+    """The one that moves layers."""
 
     @property
     def moves(self) -> Moves:

@@ -128,7 +128,7 @@ def inspect_model(path: Path) -> ModelFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Header:
-    """What a model's facts are derived from, read and checked."""
+    """The checked sources of a model's facts."""
 
     model: GgufModel
     architecture: str

@@ -114,7 +114,7 @@ class TokenTime:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Known:
-    """What the coordinator itself remembers."""
+    """The coordinator's own records."""
 
     sessions: Mapping[int, SessionRecord] = dataclasses.field(default_factory=dict)
     """The mates' records, by session id."""

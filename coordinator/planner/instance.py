@@ -138,7 +138,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offload:
-    """What of a stage goes to a GPU, as llama.cpp shares it out. Per-layer tuples are of the whole model."""
+    """The part of a stage that goes to a GPU, as llama.cpp shares it out. Per-layer tuples are of the whole model."""
 
     gpu: Gpu
     gpu_layers: int = -1

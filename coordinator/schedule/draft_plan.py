@@ -39,7 +39,7 @@ CHANCE_STEPS = 20  # the resolution of the chances of other streams' drafts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What else is on its way."""
+    """The other rows that are on their way."""
 
     n_flights: int
     """Decode flights under way, the one that is asked about included."""

@@ -50,7 +50,7 @@ class Rates:
 
 
 class Acceptance(Rates):
-    """What all streams of a pipeline have seen."""
+    """The statistics over all streams of a pipeline."""
 
     def __init__(self) -> None:
         super().__init__(FORGETTING_SHARED)

@@ -161,7 +161,7 @@ class Session:
 
     @property
     def reader(self) -> Session:
-        """Who reads the rows it waits for: itself, or the last leader in its chain."""
+        """The session that reads the rows it waits for: itself, or the last leader in its chain."""
         found = self
         while found.leader is not None:
             found = found.leader

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CertifyConfig:
-    """What to certify."""
+    """The model, the cuts and the workload to certify."""
 
     model: Path
     """GGUF file, or the first of its shards."""

@@ -1,4 +1,4 @@
-"""What `certify` feeds to both sides: seeded prompts of ordinary tokens, alone and several at once. Pure."""
+"""The input of `certify` for both sides: seeded prompts of ordinary tokens, alone and several at once. Pure."""
 
 from __future__ import annotations
 

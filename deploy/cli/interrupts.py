@@ -1,4 +1,4 @@
-"""What Ctrl-C does where Python's KeyboardInterrupt is of no use: while modules are imported its traceback would be
+"""Ctrl-C where Python's KeyboardInterrupt is of no use: while modules are imported its traceback would be
 printed, and in a callback that llama.cpp calls it would be lost.
 
 It imports only what Python itself has loaded when it starts, or nearly.

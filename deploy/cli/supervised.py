@@ -1,4 +1,4 @@
-"""What a supervised process has to do with its supervisor: its ready line, and its end with the supervisor's."""
+"""A supervised process and its supervisor: its ready line, and its end with the supervisor's."""
 
 from __future__ import annotations
 

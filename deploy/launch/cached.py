@@ -1,4 +1,4 @@
-"""What relayline keeps on this machine's disk: splits, artifacts that stages fetched, models of the hub."""
+"""The files that relayline keeps on this machine's disk: splits, artifacts that stages fetched, models of the hub."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Started:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """What `up` starts for a gateway."""
+    """The pipelines that `up` starts for a gateway."""
 
     source: Path
     config: GatewayConfig

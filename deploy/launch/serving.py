@@ -131,7 +131,7 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedSplit:
-    """What `serve` serves, and how that can change while it does."""
+    """The split that `serve` serves, and its changes while it does."""
 
     directory: Path
     n_stages: int

@@ -1,4 +1,4 @@
-"""What `relayline up TARGET` is given: a manifest or a model. Nothing is loaded from the network here."""
+"""The TARGET of `relayline up`: a manifest or a model. Nothing is loaded from the network here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `relayline up` prints of its supervisor's events: one line each, as text or as JSON."""
+"""The lines that `relayline up` prints for its supervisor's events, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LABEL = re.compile(r"[a-z][a-z0-9-]{0,61}[a-z0-9]")  # no address, which begins
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageFlags:
-    """What flags say of all stages of this machine."""
+    """The values of flags for all stages of this machine."""
 
     n_stages: int | None = None
     cuts: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""What of each stage of a manifest goes to a GPU's memory. Pure: devices are given as facts.
+"""The part of each stage of a manifest that goes to a GPU's memory. Pure: devices are given as facts.
 
 The rules are llama.cpp's: the last layers of a stage go to the GPU, with the KV cells and states of these layers, and
 the head if all do. The embedding table stays in the host's memory, as does what --override-tensor and --n-cpu-moe keep

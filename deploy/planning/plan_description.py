@@ -1,4 +1,4 @@
-"""Who got which layers, and why: a plan as a few lines for people, and as JSON-ready values. Pure."""
+"""A plan as a few lines for people and as JSON-ready values: the layers of each stage, and why. Pure."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LOG_EVERY_S = 5.0  # progress on stderr
 
 
 class Source(Protocol):
-    """Who wants an artifact and can fetch it: a membership, or one that is to have other layers."""
+    """The one that needs an artifact and can fetch it: a membership, or one that is to have other layers."""
 
     peer: str
     lost: asyncio.Future[RelaylineError]

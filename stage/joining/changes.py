@@ -23,7 +23,7 @@ log = logging.getLogger("relayline.stage")
 
 
 class NextSlice:
-    """What `obtain` needs of a member, for the order that holds after the change."""
+    """The facts about a member that `obtain` needs, for the order that holds after the change."""
 
     def __init__(self, member: Member, order: pb.JoinResponse) -> None:
         self._member, self.order = member, order

@@ -39,7 +39,7 @@ class _Costs(msgspec.Struct, frozen=True):
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What `host_probe` prints."""
+    """The output of `host_probe`."""
 
     slices: list[_Costs]
     in_service: float

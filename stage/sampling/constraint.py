@@ -38,7 +38,7 @@ def read_vocabulary(vocab: Any, n_vocab: int) -> LLTokenizer | None:
 
 
 class _Pieces:
-    """What llguidance asks of a vocabulary."""
+    """A vocabulary in the form that llguidance asks for."""
 
     def __init__(self, vocab: Any, n_vocab: int, end: int) -> None:
         self._vocab = vocab

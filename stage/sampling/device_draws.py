@@ -27,7 +27,7 @@ Gather = Callable[[Places, Places], Logits]  # rows, by their places among those
 
 
 class Device(Protocol):
-    """What a device tells about rows of logits that stay there; see stage.engine.device_greedy.DeviceGreedy."""
+    """Questions to a device about rows of logits that stay there; see stage.engine.device_greedy.DeviceGreedy."""
 
     gives_parts: bool
 

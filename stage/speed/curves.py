@@ -1,4 +1,4 @@
-"""What a stage knows of its own speed: the cost of a step by its decode rows, its prompt rows and their context. Pure.
+"""A stage's knowledge of its own speed: the cost of a step by its decode rows, its prompt rows and their context. Pure.
 
 A step takes
 

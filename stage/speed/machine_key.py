@@ -1,4 +1,4 @@
-"""What a measured time is valid for: this machine's processor, and this build of llama.cpp. For the keys of caches."""
+"""The part of a cache's key that a measured time depends on: this machine's processor, and this build of llama.cpp."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class LaneStates:
 
     @property
     def saver(self) -> Saver | None:
-        """What takes lanes' states out of the engine and puts them back."""
+        """The part of an engine that copies lanes' states out and back."""
         return self._saver
 
     def _pieces(self, lane: int) -> Pieces | None:

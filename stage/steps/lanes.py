@@ -169,7 +169,7 @@ class LaneTable:
     def trim(self, session_id: int, route_id: int, length: int) -> Placement:
         """Decide how to shorten the session to `length` positions. Raises SessionError, PositionGapError.
 
-        Who shortens it moves the lane's next position then.
+        The caller then shortens it and moves the lane's next position.
         """
         lane = self._owned(session_id, route_id)
         if length > lane.next_position:
@@ -181,7 +181,7 @@ class LaneTable:
     def prefix(self, source_id: int, target_id: int, route_id: int, length: int) -> tuple[Lane, Lane]:
         """Return (source, target) for copying `length` positions. The target must be empty. Raises as `trim`.
 
-        Who copies moves the target's next position then.
+        The caller then copies and moves the target's next position.
         """
         source, target = self._owned(source_id, route_id), self._owned(target_id, route_id)
         if length > source.next_position:

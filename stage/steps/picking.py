@@ -45,7 +45,7 @@ def is_guessed_wrong(frame: QueuedFrame, sampler: SessionSampler | None) -> bool
 
 
 class Picking:
-    """What a step says about a computed frame: its samples so far, and the row that waits for the next one.
+    """The result of a step for a computed frame: its samples so far, and the row that waits for the next one.
 
     A frame wants a token behind its last row, or behind each accepted draft row. Rows of a prompt may be scored first.
     """

@@ -2,8 +2,8 @@
 
 A state may be on the disk alone, or still on its way into the tier: then everything of the session waits in its order
 behind the frame that wants it. Or a long lane is filled in pieces, from the tier or from another lane: then that frame
-continues, and what comes behind it waits. Who copies from such a session waits too. Others go on. A close ends the
-wait.
+continues, and what comes behind it waits. A session that copies from such a one waits too. Others go on. A close ends
+the wait.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Fields go in `extra={"fields": {...}}`; both formats print them. Logs go to stderr: stdout belongs to results.
 
-Whatever the source of its text, one record is one line of bounded length (except a traceback of ours), and a terminal
-obeys nothing in it.
+One record is one line of bounded length, except for a traceback of ours. A terminal obeys nothing in it.
 """
 
 from __future__ import annotations

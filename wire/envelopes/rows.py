@@ -7,9 +7,9 @@ row. Rows that fit (nearly all) travel as they are.
 NaN and infinity never travel. The sender finds them in the same pass that converts and ends those sessions; the
 receiver refuses rows that hold them all the same, before they reach a native cache.
 
-The loops are native (`_rows.c`). That saves 120 of 124 us for 8 rows of 4,096 values, measured by
-`python -m benches.tricks`: numpy converts f16 element by element on most machines. numpy also releases the GIL around
-every call, which can cost a switch interval (5 ms).
+The loops are native (`_rows.c`). This saves 120 of 124 us for 8 rows of 4,096 values (`python -m benches.tricks`),
+since numpy converts f16 element by element on most machines. numpy also releases the GIL around every call, which can
+cost a switch interval (5 ms).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Exponents = npt.NDArray[np.int8]
 
 
 class Encoded(NamedTuple):
-    """What `RowEncoder.encode` found on its way."""
+    """The facts that `RowEncoder.encode` finds on its way."""
 
     exponents: Exponents | None  # i8 (n_rows,): row = f16 * 2^exponent; None when all are zero
     all_finite: bool  # False: some row holds NaN or infinity, the output must not travel; `measure` says which

@@ -20,7 +20,7 @@ NOTE_PREFIX = "/relayline.v1.Refused/"
 
 
 class Reason(enum.Enum):
-    """What kept two ends apart. "Server" is the end that listens, "client" the one that connected."""
+    """The reason that kept two ends apart. "Server" is the end that listens, "client" the one that connected."""
 
     SERVER_CA = "server-ca"
     SERVER_EXPIRED = "server-expired"

@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def help(self) -> str:
-        """What `--help` says, in one line."""
+        """The text of `--help`, in one line."""
         return " ".join((self.flag_doc or self.doc).split())
 
     @property

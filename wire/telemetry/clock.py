@@ -40,7 +40,7 @@ class _RoundTrip:
 
 
 class OffsetEstimate:
-    """What to add to a peer's monotonic clock to get ours, from the round trips of one link. Times in nanoseconds."""
+    """The difference between a peer's monotonic clock and ours, by one link's round trips. In nanoseconds."""
 
     def __init__(self) -> None:
         self._kept: collections.deque[_RoundTrip] = collections.deque(maxlen=ROUND_TRIPS_KEPT)

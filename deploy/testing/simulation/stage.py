@@ -40,7 +40,7 @@ class Violation(AssertionError):
 
 @dataclasses.dataclass(slots=True)
 class StageCounts:
-    """What one stage has done so far."""
+    """One stage's work so far."""
 
     n_steps: int = 0
     n_rows: int = 0

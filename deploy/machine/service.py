@@ -63,6 +63,7 @@ def systemd_unit(
         f"RestartSec={RESTART_S}",
         "# A usage error is not cured by another start.",
         "RestartPreventExitStatus=2",
+        "SyslogIdentifier=%N",
         "LimitNOFILE=65536",
         "TimeoutStopSec=45",
     ]

@@ -57,7 +57,7 @@ class Front:
 
     def command(self) -> list[str]:
         """Return the arguments after the image's entry point."""
-        return ["gateway", "--manifest", MANIFEST_FILE, "--log-json"]
+        return ["gateway", "--manifest", MANIFEST_FILE, *inside.OUTPUT_FLAGS]
 
     def manifest_text(self) -> str:
         """Return the manifest that the gateway reads in its container."""

@@ -34,6 +34,7 @@ COORDINATOR_GRACE_S = 60  # drain, and time to tell the stages
 STAGE_GRACE_S = 75  # stages outlive the coordinator's drain
 START_BUDGET_S = 7_200  # a model of hundreds of GB is fetched and split, or an artifact fetched over a slow link
 PROBE_PERIOD_S = 10
+OUTPUT_FLAGS = ("--log-json", "--json")  # one JSON object per line: the log, and what people read elsewhere
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,18 +113,18 @@ class Inside:
         enrol = ("--enrol-listen", f"0.0.0.0:{self.enrol_port}", "--authority", AUTHORITY_DIR)
         return ["serve", "--manifest", MANIFEST_FILE, "--join-listen", f"0.0.0.0:{self.join_port}",
                 *(enrol if self.enrol_port else ()), "--http", f"0.0.0.0:{HTTP_PORT}", *self._link_flags(),
-                "--log-json"]  # fmt: skip
+                *OUTPUT_FLAGS]  # fmt: skip
 
     def stage_command(self, *, join: str, name: str, advertise: str, ports: Ports = Ports()) -> list[str]:
         """Return the arguments after the image's entry point, of the stage that joins as `name`."""
         return ["stage", "--join", address_of(join, self.join_port), *_stage_flags(name, advertise, ports),
-                *self._link_flags(), "--log-json"]  # fmt: skip
+                *self._link_flags(), *OUTPUT_FLAGS]  # fmt: skip
 
     def enrolling_command(self, stage: Stage, token: str) -> list[str]:
         """Return the arguments of a stage that gets its certificate by a token, and keeps it among its state."""
         return ["join", address_of(self.coordinator_host, self.enrol_port), token,
                 *_stage_flags(stage.name, self.stage_host(stage), self.ports_of(stage)),
-                "--state", f"{STATE_DIR}/joined", "--log-json"]  # fmt: skip
+                "--state", f"{STATE_DIR}/joined", *OUTPUT_FLAGS]  # fmt: skip
 
     def _link_flags(self) -> tuple[str, ...]:
         return ("--tls", TLS_DIR) if self.uses_tls else ("--insecure", "--token-file", TOKEN_FILE)

@@ -129,7 +129,8 @@ def stage_spec(
         "name": STAGE,
         "image": pipeline.image(on_gpu=need.on_gpu),
         "args": list(args),
-        "env": [_field("POD_NAME", "metadata.name"), _field("POD_NAMESPACE", "metadata.namespace")],
+        # In a shared template the arguments say by these where the stage is reached.
+        "env": [_field("POD_NAME", "metadata.name"), _field("POD_NAMESPACE", "metadata.namespace")] if workers else [],
         "ports": [{"name": "grpc", "containerPort": STAGE_PORT}, {"name": "metrics", "containerPort": METRICS_PORT}],
         "startupProbe": startup_probe(check),
         "readinessProbe": probe(check, failures=2),

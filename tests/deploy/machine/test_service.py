@@ -24,8 +24,8 @@ def test_a_users_unit_starts_with_the_network_and_not_after_a_usage_error() -> N
     unit = systemd_unit("old", COMMAND, "stage old", Path("/home/ann"), is_system=False, user="ann")
     assert unit.path == Path("/home/ann/.config/systemd/user/relayline-old.service")
     lines = unit.text.splitlines()
-    for line in ("After=network-online.target", "Restart=on-failure", "RestartPreventExitStatus=2",
-                 "WantedBy=default.target"):  # fmt: skip
+    for line in ("After=network-online.target", "Restart=on-failure", "SyslogIdentifier=%N",
+                 "RestartPreventExitStatus=2", "WantedBy=default.target"):  # fmt: skip
         assert line in lines
     (start,) = (line for line in lines if line.startswith("ExecStart="))
     assert shlex.split(start.removeprefix("ExecStart=")) == list(COMMAND)

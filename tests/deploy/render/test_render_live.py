@@ -79,7 +79,7 @@ class Machine:
         ]
         if "--advertise" in moved:
             moved[moved.index("--advertise") + 1] = "localhost"  # also in every certificate
-        return [part.replace("${RELAYLINE_THREADS:-0}", "1") for part in moved] + ["--json"]
+        return [part.replace("${RELAYLINE_THREADS:-0}", "1") for part in moved]
 
     def _mount(self, name: str, target: str, source: Path) -> None:
         for path in source.rglob("*") if source.is_dir() else (source,):

@@ -202,14 +202,24 @@ class Tracing:
             }
         )
         if self.telemetry.records(Level.BATCHES):
-            parent = span.get_span_context()
-            for chunk in session.prompt.chunks:
-                rows = {names.ATTR_CHUNK_POSITION: chunk.position, names.ATTR_CHUNK_ROWS: chunk.n_rows}
-                until_ns = chunk.answered_ns or session.ended_ns
-                self._child(record, names.SPAN_PREFILL_CHUNK, chunk.sent_ns, until_ns, rows, parent)
+            self._chunks(record, session, span)
         if session.trace.decode_span is not None:
             _link_passes(span, session.trace.prefill_passes)
             span.end(end_ns + record.unix_offset_ns)
+
+    def _chunks(self, record: RequestRecord, session: SessionRecord, prefill: Span) -> None:
+        """Make a span of each chunk. After a loss in the decode phase, prompt and answer are read again: in that phase.
+
+        What was under way at a loss ends there.
+        """
+        again = session.trace.decode_span
+        losses_ns = [event.at_ns for event in session.events if event.name == names.EVENT_PAUSED]
+        for chunk in session.prompt.chunks:
+            phase = prefill if again is None or chunk.sent_ns < session.first_token_ns else again
+            lost_ns = next((at_ns for at_ns in losses_ns if at_ns >= chunk.sent_ns), session.ended_ns)
+            rows = {names.ATTR_CHUNK_POSITION: chunk.position, names.ATTR_CHUNK_ROWS: chunk.n_rows}
+            until_ns = chunk.answered_ns or lost_ns
+            self._child(record, names.SPAN_PREFILL_CHUNK, chunk.sent_ns, until_ns, rows, phase.get_span_context())
 
     def _recoveries(self, record: RequestRecord, session: SessionRecord, last: Span) -> None:
         """Make a span of each pause: from a loss until the session resumes, or its end."""

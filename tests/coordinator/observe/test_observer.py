@@ -19,6 +19,7 @@ from relayline.coordinator.sessions.request_log import (
     BAGGAGE_BYTES_MAX,
     NO_TRACE,
     PASSES_MAX,
+    EventRecord,
     RequestRecord,
     SessionRecord,
     StreamRecord,
@@ -219,6 +220,31 @@ def test_chunks_are_spans_below_prefill_from_level_batches_on() -> None:
             prefill = world.kept.one(names.SPAN_PREFILL)
             assert {chunk.parent.span_id for chunk in chunks if chunk.parent} == {prefill.context.span_id}
             assert [times_of(chunk) for chunk in chunks] == [(3_000, 3_050), (3_002, 3_100)]
+
+
+def test_chunks_that_are_read_again_after_a_loss_are_of_the_decode_phase() -> None:
+    world = World()
+    session = world.open(world.receive())
+    world.observer.started(session.record, 3_000)
+    prompt, events = session.record.prompt, session.record.events
+    prompt.sent(0, 2, 3_010)
+    events.append(EventRecord(names.EVENT_PAUSED, 3_020, "stage 1: gone", 1))
+    events.append(EventRecord(names.EVENT_RESUMED, 3_040))
+    prompt.sent(0, 3, 3_050)
+    world.observer.token(session.record, 3, None, 3_100)
+    events.append(EventRecord(names.EVENT_PAUSED, 3_150, "stage 1: gone", 1))
+    events.append(EventRecord(names.EVENT_RESUMED, 3_160))
+    prompt.sent(0, 4, 3_170)
+    prompt.answered(4, 3_180)
+    session.record.finish_reason = "length"
+    world.observer.ended(session.record, 3_300)
+    world.observer.close()
+    prefill, decode = world.kept.one(names.SPAN_PREFILL), world.kept.one(names.SPAN_DECODE)
+    found = {times_of(chunk): chunk.parent for chunk in world.kept.spans(names.SPAN_PREFILL_CHUNK)}
+    assert [parent.span_id for parent in found.values() if parent] == [
+        prefill.context.span_id, prefill.context.span_id, decode.context.span_id,
+    ]  # fmt: skip
+    assert list(found) == [(3_010, 3_020), (3_050, 3_100), (3_170, 3_180)]
 
 
 def test_the_callers_trace_is_continued() -> None:

@@ -3,11 +3,12 @@
 Jaeger (2.20 or newer) runs with deploy/observability/jaeger/config.yaml and holds the spans of a pipeline at level
 `batches` (docs/guide/observability.md says how to get both). Each picture answers a question of that page:
 
-    search.png did batches form? seconds of passes, each with the size of its largest batch passes.png which stage is
-    the slowest? the passes of one second, from stage to stage request.png why was this request slow? a request with its
-    stages, and the batches of one of them mates.png which requests shared its batches? one batch, and the requests to
-    which it links padding.png what did padding cost? the same batch's attributes: rows, padding, predicted and measured
-    time architecture.png what the pipeline is
+* search.png: did batches form? Seconds of passes, each with the size of its largest batch.
+* passes.png: which stage is the slowest? The passes of one second, from stage to stage.
+* request.png: why was this request slow? A request with its stages, and the batches of one of them.
+* mates.png: which requests shared its batches? One batch, and the requests to which it links.
+* padding.png: what did padding cost? The same batch's attributes: rows, padding, predicted and measured time.
+* architecture.png: what the pipeline is.
 
 Needs Debian's package `chromium`, and talks to it over its debugging protocol, so nothing else has to be installed.
 """

@@ -30,7 +30,9 @@ class _Backends:
             f"{PREFIX}requests_of_others", "Requests of others that run there", labels=[PIPELINE]
         )
         work = GaugeMetricFamily(f"{PREFIX}work_tokens", "Outstanding work, in prompt tokens", labels=[PIPELINE])
-        sent = CounterMetricFamily(f"{PREFIX}requests_sent", "Requests sent there, retries included", labels=[PIPELINE])
+        sent = CounterMetricFamily(
+            f"{PREFIX}requests_sent", "All requests sent there: retries, scrapes and pages too", labels=[PIPELINE]
+        )
         for backend in self._router.backends:
             label = [backend.name]
             up.add_metric(label, float(backend.health is Health.READY))

@@ -24,7 +24,7 @@ from relayline.stage.steps.lanes import LaneTable
 from relayline.stage.steps.padding import Padding
 from relayline.stage.steps.policy import POLICIES, Policy, StepLimits
 from relayline.stage.steps.step import StepExecutor
-from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
+from relayline.wire.common.bounds import DRAFTED_ROWS_MAX, GRANT_STEPS_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS, CostCurve
 from relayline.wire.common.versions import version_of
 
@@ -74,21 +74,21 @@ def _load(
     except BaseException:
         engine.close()
         raise
-    rewinds = not engine.keeps_state and (not engine.attention.window or settings.layout_used == "per-lane")
     facts = StageFacts(
         artifact,
         config,
         version_of(),
         curves,
-        rewinds,
+        rewinds(engine),
         engine.keeps_state,
         engine.rewind_rows,
+        takes_mutual_rows=not engine.states.exist,
         goes_by_tiles=engine.attention.goes_by_tiles,
         place=place,
         name=own_name(config),
     )
     # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
-    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.keeps_state
+    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.states.exist
     executor = StepExecutor(
         engine,
         LaneTable(settings.n_lanes, settings.ctx_tokens),
@@ -100,6 +100,15 @@ def _load(
         states=LaneStates(engine, engine.saved, open_tier(settings, artifact)),
     )
     return facts, executor
+
+
+def rewinds(engine: NativeEngine) -> bool:
+    """Return whether any lane can be taken back by the rows of a draft or a grant."""
+    attention, settings = engine.attention, engine.config.settings
+    if engine.states.exist or (attention.window and settings.layout_used != "per-lane"):
+        return False
+    # llama.cpp keeps the cells of a window and of a largest step, so at least so many rows can be taken back.
+    return not attention.keeps_window or engine.max_rows >= GRANT_STEPS_MAX
 
 
 def own_name(config: StageConfig) -> str:

@@ -24,8 +24,9 @@ class StageFacts:
     software_version: str
     curves: Curves = dataclasses.field(default_factory=Curves)
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
-    keeps_state: bool = False  # it can be taken back to checkpoints alone, see `stage.engine.recurrent`
+    keeps_state: bool = False  # beyond these, it can be taken back to checkpoints alone, see `stage.engine.recurrent`
     rewind_rows: int = 0  # and by so many rows of its last step
+    takes_mutual_rows: bool = True  # rows of a step may attend to later ones
     goes_by_tiles: bool = False  # steps of many rows round differently, see `stage.engine.native.Attention`
     instance_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     metrics_address: str = ""  # host:port of /metrics; empty when it is not served
@@ -72,7 +73,7 @@ class StageFacts:
             name=self.name,
             place=self.place,
             takes_rows=artifact.takes_rows,
-            takes_mutual_rows=not self.keeps_state,
+            takes_mutual_rows=self.takes_mutual_rows,
             takes_grids=True,
             runs_ahead=self.ahead_rows > 0,
             options=sorted(OPTIONS),

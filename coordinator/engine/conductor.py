@@ -192,7 +192,7 @@ class Conductor:
                 self._fail(session, reason, now_ns)
         self.scheduler = Scheduler(schedule, planner, may_draft=facts.rewinds, rewind_rows=facts.rewind_rows)
         self._is_connected, self.is_held = True, False
-        self.grants.connected(self.epoch, takes_back=facts.rewinds and not facts.keeps_state)
+        self.grants.connected(self.epoch, takes_back=facts.rewinds)
         self.availability.enter(Phase.READY, now_ns)
         starting = self.suspects.starting(admission.running.values())
         self.scheduler.control(self.prefixes.left_behind(self.suspects.trusted(starting)))

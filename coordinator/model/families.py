@@ -82,6 +82,7 @@ FAMILIES: dict[str, Family] = {
             refusal=rules.gemma2_refusal,
             forbidden_lengths=rules.gemma2_lengths,
             windows=windows_of(2),
+            window_tokens=4_096,
         ),
         Family(
             "llama4",
@@ -90,6 +91,7 @@ FAMILIES: dict[str, Family] = {
             cut_period=rules.LLAMA4_ROPE_STEP,
             refusal=rules.llama4_refusal,
             windows=windows_of(4),
+            window_tokens=8_192,
         ),
         # Rotary positions are left out where there is no window.
         Family("cohere2", "Command A, Command R7B", windows=windows_of(4)),

@@ -169,6 +169,7 @@ class Family:
     forbidden_lengths: Callable[[Metadata], frozenset[int]] = _no_lengths  # layer counts that load as another model
     blocked: Callable[[Metadata], Blocked] = _no_blocked  # layers with which no slice may start
     windows: Callable[[Metadata], Windows] = _no_windows  # where layers with and without sliding windows alternate
+    window_tokens: int = 0  # that llama.cpp takes for a window where the file states none
     indexers: Callable[[Metadata], Indexers] = _no_indexers  # whether each layer chooses the tokens it attends to
     kinds: Callable[[Metadata], Kinds] = _no_kinds  # what each layer keeps of the past, where some have a state
     states_kinds: bool = False  # slices carry RECURRENT_LAYERS: else the pattern counts from the first layer in a file

@@ -111,6 +111,7 @@ class ModelFacts:
     indexers: Indexers  # whether each layer chooses the tokens it attends to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: Windows  # which layers have a sliding window; empty unless some have and some have not
+    window_tokens: int  # that a row of these layers reads, its own included; 0 where none has a window
 
     @property
     def legal_cuts(self) -> tuple[int, ...]:
@@ -189,6 +190,7 @@ def facts_of(model: GgufModel) -> ModelFacts:
         blocked=family.blocked(metadata),
         reorders_rows=bool(family.row_orders(metadata)),
         windows=family.windows(metadata),
+        window_tokens=_window_tokens(header),
         indexers=family.indexers(metadata),
         long_rope=_long_rope(model, header.architecture),
     )
@@ -388,6 +390,12 @@ def _kv_bytes(header: _Header) -> tuple[int, ...]:
             zip(n_kv_heads, indexers, windows, kinds, strict=True)
         )
     )
+
+
+def _window_tokens(header: _Header) -> int:
+    if not any(header.family.windows(header.metadata)):
+        return 0
+    return header.metadata.integer("attention.sliding_window") or header.family.window_tokens
 
 
 def _head_widths(header: _Header) -> tuple[int, int]:

@@ -38,6 +38,10 @@ class ModelShape:
     """Width of the widest row inside a layer: with it the compute buffers grow."""
     n_heads: int = 0
     """Attention heads of the layer that has most; 0 where the model does not say."""
+    windows: tuple[bool, ...] = ()
+    """Whether each layer has a sliding window; empty where none has."""
+    window_tokens: int = 0
+    """Tokens that a row of these layers reads, its own included."""
     n_masks: int = 1
     """Attention masks of a step: layers with and without sliding windows have one each."""
     has_indexers: bool = False
@@ -82,6 +86,8 @@ class Load:
     """Element type of the KV cache; a key of KV_VALUE_BYTES."""
     kv_layout: str = "unified"
     """How lanes hold their KV cells: unified or per-lane."""
+    window_cells: str = "auto"
+    """What layers with a sliding window keep of a lane; one of WINDOW_CELLS."""
     wire_dtype: str = "f16"
     """Element type of activations between stages; a key of ELEMENT_BYTES."""
     max_rows: int = 512

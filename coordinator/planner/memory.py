@@ -22,7 +22,7 @@ from relayline.coordinator.planner.instance import (
 from relayline.wire.common.bounds import DRAFTED_ROWS_MAX
 from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.curve import PAD_SEARCH_ROWS
-from relayline.wire.common.kv_layout import has_scores
+from relayline.wire.common.kv_layout import has_scores, keeps_window, window_cells
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -66,7 +66,7 @@ class StageMemory:
     weights_bytes: int
     """Layers, head on the last stage, embedding table on the first."""
     kv_bytes: int
-    """KV cells, recurrent states of all lanes, and as many checkpoints of these as a stage keeps."""
+    """KV cells, recurrent states of all lanes, and as many checkpoints of what forgets as a stage keeps."""
     compute_bytes: int
     process_bytes: int = PROCESS_BYTES
     prefix_bytes: int = 0
@@ -91,6 +91,24 @@ def kv_cells(load: Load) -> int:
         return load.n_lanes * -(-load.ctx_tokens // CELLS_STEP) * CELLS_STEP
     cells = load.n_lanes * load.ctx_tokens + SPARE_CELLS
     return -(-cells // CELLS_STEP) * CELLS_STEP
+
+
+def window_kv_cells(model: ModelShape, load: Load) -> int:
+    """Return the KV cells of a layer with a sliding window in one stage: `kv_cells`, or those of the windows alone."""
+    n_cells = kv_cells(load)
+    is_per_lane = load.kv_layout == "per-lane"
+    if not model.window_tokens or model.state_bytes:
+        return n_cells
+    n_lanes = load.n_lanes if is_per_lane else 1  # that have cells apart from others
+    n_needed = window_cells(
+        load.kv_layout,
+        window=model.window_tokens,
+        n_sequences=load.n_lanes + 1,
+        n_cells=n_cells // n_lanes,
+        n_rows=_rows(load),
+    )
+    keeps = keeps_window(load.window_cells, n_needed=n_needed, n_cells=n_cells // n_lanes)
+    return n_needed * n_lanes if keeps else n_cells
 
 
 def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: Offload | None = None) -> StageMemory:
@@ -124,16 +142,29 @@ def _offloaded_bytes(model: ModelShape, offload: Offload, start: int, layer: int
 
 
 def _cells_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
-    kv = sum(model.kv_bytes[start:end]) * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"]
-    return int(kv * kv_cells(load))
+    windowed = _windowed_kv_bytes(model, start, end)
+    whole = sum(model.kv_bytes[start:end]) - windowed
+    n_bytes = whole * kv_cells(load) + windowed * window_kv_cells(model, load)
+    return int(n_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
+
+
+def _windowed_kv_bytes(model: ModelShape, start: int, end: int) -> int:
+    """Return the bytes of a token in the layers with a sliding window, with an f16 cache."""
+    flags = model.windows[start:end]
+    return sum(n_bytes for n_bytes, is_windowed in zip(model.kv_bytes[start:end], flags, strict=False) if is_windowed)
 
 
 def states_bytes(model: ModelShape, load: Load, start: int, end: int) -> int:
     """Return what recurrent states take: llama.cpp allocates them for every lane, and checkpoints are as large.
 
-    Of a lane there may be several, to take guessed rows back.
+    Of a lane there may be several, to take guessed rows back. Where only the cells of windows are kept, checkpoints
+    hold these.
     """
-    checkpoints = sum(model.state_bytes[start:end]) * load.n_lanes * CHECKPOINTS_PER_LANE_MAX
+    one = sum(model.state_bytes[start:end])
+    if window_kv_cells(model, load) < kv_cells(load):
+        window_bytes = _windowed_kv_bytes(model, start, end) * model.window_tokens
+        one += int(window_bytes * KV_VALUE_BYTES[load.kv_type] / KV_VALUE_BYTES["f16"])
+    checkpoints = one * load.n_lanes * CHECKPOINTS_PER_LANE_MAX
     return _lanes_states_bytes(model, load, start, end) + min(checkpoints, CHECKPOINT_BYTES_MAX)
 
 
@@ -178,7 +209,7 @@ def _attention_bytes(model: ModelShape, load: Load, *, is_on_gpu: bool) -> int:
     """Return the bytes of masks and scores for each row of a step; there are scores without flash attention alone."""
     choice = CHOICE_BYTES if model.has_indexers else 0
     if load.kv_layout == "unified":
-        return (model.n_masks * MASK_BYTES + choice) * kv_cells(load)
+        return MASK_BYTES * _masked_cells(model, load) + choice * kv_cells(load)
     scores = 4 * model.n_heads * load.ctx_tokens
     # As in any build on a CPU: most of those on x86 need no scores, and a stage on a GPU needs none.
     score_bytes = load.max_rows * scores
@@ -188,7 +219,13 @@ def _attention_bytes(model: ModelShape, load: Load, *, is_on_gpu: bool) -> int:
     )
     if scored:
         scores += CHOICE_SCORED_BYTES * load.ctx_tokens if model.has_indexers else 0
-    return (model.n_masks * MASK_BYTES + choice) * load.ctx_tokens + (scores if scored else 0)
+    masks = MASK_BYTES * _masked_cells(model, load) // load.n_lanes
+    return masks + choice * load.ctx_tokens + (scores if scored else 0)
+
+
+def _masked_cells(model: ModelShape, load: Load) -> int:
+    """Return the cells in the masks of a row whose lane has all cells."""
+    return kv_cells(load) + (model.n_masks - 1) * window_kv_cells(model, load)
 
 
 def usable_bytes(limit_bytes: int | None) -> int | None:

@@ -77,12 +77,14 @@ class WholeModel:
         n_rows = max(settings.max_rows, settings.n_lanes)
         params = llama.llama_context_default_params()
         params.n_batch = params.n_ubatch = n_rows
+        params.n_seq_max = settings.n_lanes
         lay_out(
             params,
             settings,
             flash_attn="auto",
             spare_lanes=0,
             n_heads=llama.llama_model_n_head(self._model),
+            window=0,  # the reference keeps all cells
         )
         if params.kv_unified:  # stages have a spare lane
             params.n_ctx = count_cells(settings.kv_layout, settings.n_lanes, 1, settings.ctx_tokens, n_rows)

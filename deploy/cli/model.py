@@ -88,6 +88,8 @@ def facts_as_json(facts: ModelFacts) -> dict[str, object]:
         "state_bytes_per_lane": list(facts.state_bytes_per_lane),
         "state_bytes_per_lane_total": sum(facts.state_bytes_per_lane),
         "rewinds_states": facts.rewinds_states,
+        "windows": list(facts.windows),
+        "window_tokens": facts.window_tokens,
         "usual_lanes": usual_lanes(facts.state_bytes_per_lane, EngineSettings().n_lanes),
         "layer_kinds": [KIND_WORDS[kind] for kind in facts.kinds or ATTENDS * facts.n_layers],
         "supported": facts.supported,
@@ -126,6 +128,18 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
         "state per lane": f"{total} (f32); {_size(each)} in each layer that has one; {n_lanes} lanes by default",
         "drafts": drafts,
     }
+
+
+def _windows_of(facts: ModelFacts) -> dict[str, str]:
+    """Return the line that tells of sliding windows; none where no layer has one."""
+    n_windowed = sum(facts.windows)
+    if not n_windowed:
+        return {}
+    kept = sum(
+        n_bytes for n_bytes, is_windowed in zip(facts.kv_bytes_per_token, facts.windows, strict=True) if is_windowed
+    )
+    text = f"{n_windowed} of {facts.n_layers} layers read the last {facts.window_tokens} tokens alone"
+    return {"windows": f"{text}; {_size(kept)} of the KV per token is theirs"}
 
 
 def _width_of(facts: ModelFacts) -> str:
@@ -180,6 +194,7 @@ def _print_facts(facts: ModelFacts, console: Console) -> None:
         "head": _size(facts.head_bytes),
         "KV per token": f"{_size(sum(facts.kv_bytes_per_token))} (f16); each layer "
         + _runs(facts.kv_bytes_per_token, _size),
+        **_windows_of(facts),
         **_states_of(facts),
         "on a GPU": _devices_of(facts),
         "legal cuts": _runs_of_cuts(facts.legal_cuts) if facts.supported else "none",

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relayline.coordinator.planner.instance import Instance
-from relayline.coordinator.planner.memory import GIB, kv_cells
+from relayline.coordinator.planner.memory import GIB, kv_cells, window_kv_cells
 from relayline.coordinator.planner.predict import PROMPT_TOKENS, ROWS_SHOWN, Prediction, RatePlan, StagePlan
 from relayline.coordinator.planner.search import Best
 from relayline.wire.common.texts import layer_range
@@ -105,6 +105,7 @@ def _stage_json(plan: Plan, index: int, stage: StagePlan) -> dict[str, Any]:
         "weights_bytes": memory.weights_bytes,
         "kv_bytes": memory.kv_bytes,
         "kv_tokens": kv_cells(plan.instance.load),
+        "window_kv_tokens": window_kv_cells(plan.instance.model, plan.instance.load),
         "compute_bytes": memory.compute_bytes,
         "process_bytes": memory.process_bytes,
         "prefix_bytes": memory.prefix_bytes,
@@ -238,12 +239,19 @@ def _rate_table(plan: Plan) -> Table:
     return table
 
 
+def _cells_text(plan: Plan) -> str:
+    model, load = plan.instance.model, plan.instance.load
+    n_cells, n_windowed = kv_cells(load), window_kv_cells(model, load)
+    text = f"{n_cells:,} cells"
+    return text if n_windowed == n_cells else f"{text} ({n_windowed:,} in layers with a sliding window)"
+
+
 def _lines(plan: Plan) -> list[str]:
     prediction, load = plan.prediction, plan.instance.load
     links = ", ".join(f"{link['from']} → {link['to']} {link['bytes_per_token']:,}" for link in links_json(plan))
     tokens = min(PROMPT_TOKENS, load.ctx_tokens - 1)
     lines = [
-        f"room: {load.n_lanes} streams of {load.ctx_tokens:,} tokens, {kv_cells(load):,} cells in every stage's cache",
+        f"room: {load.n_lanes} streams of {load.ctx_tokens:,} tokens, {_cells_text(plan)} in every stage's cache",
         f"first token of a prompt of {tokens} tokens: {prediction.ttft_ns / 1e9:.2f} s if nothing else runs",
         f"bytes per token: {links}",
     ]

@@ -9,7 +9,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
-from relayline.wire.common.kv_layout import has_scores
+from relayline.wire.common.kv_layout import has_scores, keeps_window, window_cells
 from relayline.wire.settings import table
 from relayline.wire.settings.table import EngineSettings
 
@@ -29,6 +29,7 @@ class Attention:
     """How a loaded slice attends."""
 
     window: int  # positions of its sliding window; 0: no layer has one
+    keeps_window: bool  # layers with a window keep the cells of a lane's next rows alone
     has_scores: bool  # those of a whole step are computed, without flash attention
     goes_by_tiles: bool  # see `goes_by_tiles`
 
@@ -43,18 +44,24 @@ def count_cells(kv_layout: str, n_lanes: int, spare_lanes: int, ctx_tokens: int,
     return -(-n_cells // CTX_STEP_TOKENS) * CTX_STEP_TOKENS
 
 
-def lay_out(params: Any, settings: EngineSettings, *, flash_attn: str, spare_lanes: int, n_heads: int) -> None:
-    """Set in llama_context_params all that concerns the KV cache; `n_ubatch` must be set before.
+def lay_out(
+    params: Any, settings: EngineSettings, *, flash_attn: str, spare_lanes: int, n_heads: int, window: int
+) -> None:
+    """Set in llama_context_params all that concerns the KV cache; `n_ubatch` and `n_seq_max` must be set before.
 
     The settings are resolved. Flash attention "auto" leaves the choice to llama.cpp where
-    wire.common.kv_layout does not know better.
+    wire.common.kv_layout does not know better. window: of the layers that may keep a window's cells alone; 0: none may.
     """
     n_lanes, ctx_tokens, layout = settings.n_lanes, settings.ctx_tokens, settings.kv_layout
     params.n_ctx = count_cells(layout, n_lanes, spare_lanes, ctx_tokens, params.n_ubatch)
-    params.n_seq_max = n_lanes + spare_lanes
     params.type_k = params.type_v = KV_TYPES[settings.kv_type]
     params.kv_unified = layout == "unified"  # then a step is one micro-batch in its row order, and prefixes are free
-    params.swa_full = True  # a lane can be rewound, with some exceptions in a unified cache: NativeEngine.check_rewind
+    n_cells = params.n_ctx if layout == "unified" else params.n_ctx // params.n_seq_max
+    n_needed = window_cells(
+        layout, window=window, n_sequences=params.n_seq_max, n_cells=n_cells, n_rows=params.n_ubatch
+    )  # fmt: skip
+    # With all cells a lane can be rewound, with some exceptions in a unified cache: NativeEngine.check_rewind.
+    params.swa_full = not (window and keeps_window(settings.window_cells, n_needed=n_needed, n_cells=n_cells))
     score_bytes = 4 * settings.max_rows * ctx_tokens * n_heads
     scored = has_scores(
         layout, kv_type=settings.kv_type, gpu_layers=settings.gpu_layers, score_bytes=score_bytes,

@@ -20,12 +20,13 @@ _ROWS = struct.Struct("<iQ")  # type, bytes of a cell's row
 _TRANSPOSED = struct.Struct("<iII")  # type, bytes of a value, rows
 
 
-def multiplied(state: bytes, n_times: int) -> bytes | None:
+def multiplied(state: bytes, n_times: int, *, is_first_alone: bool = False) -> bytes | None:
     """Return the state of a lane that holds each of its cells n_times, at the same positions.
 
-    None for a state in another format: the format is private to llama.cpp, and cells may hold more than a position.
+    `is_first_alone`: only the cells of the first cache; those of sliding windows are in the second. None for a state in
+    another format: the format is private to llama.cpp, and cells may hold more than a position.
     """
-    reader = _read(state, n_times)
+    reader = _read(state, n_times, is_first_alone=is_first_alone)
     return None if reader is None else b"".join(reader.parts)
 
 
@@ -38,7 +39,7 @@ def cells_of(state: bytes) -> tuple[list[bytes], bool] | None:
     return None if reader is None else (reader.cells, reader.is_transposed)
 
 
-def _read(state: bytes, n_times: int) -> _Reader | None:
+def _read(state: bytes, n_times: int, *, is_first_alone: bool = False) -> _Reader | None:
     # Nothing in the state says which. Of a single cell either size may look right.
     for has_values, cell_bytes in itertools.product((True, False), CELL_BYTES):
         reader = _Reader(state, n_times, has_values=has_values, cell_bytes=cell_bytes)
@@ -46,6 +47,8 @@ def _read(state: bytes, n_times: int) -> _Reader | None:
             reader.keep(HEAD_BYTES)
             while reader.at < len(state):
                 reader.cache()
+                if is_first_alone:
+                    reader.n_times = 1
         except (struct.error, ValueError):
             continue
         return reader
@@ -56,7 +59,7 @@ class _Reader:
     """Walks a state from its start, and collects the parts of the longer one."""
 
     def __init__(self, state: bytes, n_times: int, *, has_values: bool, cell_bytes: int) -> None:
-        self._state, self._n_times, self._has_values, self._cell_bytes = state, n_times, has_values, cell_bytes
+        self._state, self.n_times, self._has_values, self._cell_bytes = state, n_times, has_values, cell_bytes
         self.at = 0
         self.parts: list[bytes] = []
         self.cells: list[bytes] = []
@@ -76,14 +79,14 @@ class _Reader:
         for _ in range(n_streams):
             (n_cells,) = _U32.unpack_from(self._state, self.at)
             self.at += _U32.size
-            self.parts.append(_U32.pack(n_cells * self._n_times))
+            self.parts.append(_U32.pack(n_cells * self.n_times))
             if n_cells:
                 self._cells(n_cells)
 
     def _cells(self, n_cells: int) -> None:
         if not self._have_one_owner(n_cells, self._cell_bytes):
             raise ValueError("cells of another form")
-        self.keep(n_cells * self._cell_bytes, self._n_times)
+        self.keep(n_cells * self._cell_bytes, self.n_times)
         is_transposed, n_layers = struct.unpack_from("<II", self._state, self.at)
         self.is_transposed = bool(is_transposed)
         self.keep(2 * _U32.size)
@@ -103,7 +106,7 @@ class _Reader:
         _, row_bytes = _ROWS.unpack_from(self._state, self.at)
         self.keep(_ROWS.size)
         self.cells.append(self._state[self.at : self.at + n_cells * row_bytes])
-        self.keep(n_cells * row_bytes, self._n_times)
+        self.keep(n_cells * row_bytes, self.n_times)
 
     def _transposed(self, n_cells: int) -> None:
         _, value_bytes, n_rows = _TRANSPOSED.unpack_from(self._state, self.at)
@@ -113,4 +116,4 @@ class _Reader:
             raise ValueError("values of another form")
         self.cells.append(self._state[self.at : self.at + n_bytes])
         for _ in range(n_rows):
-            self.keep(n_cells * value_bytes, self._n_times)
+            self.keep(n_cells * value_bytes, self.n_times)

@@ -29,15 +29,18 @@ def write_lane(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
     return bool(llama.llama_state_seq_set_data(context, _pointer(state), state.nbytes, lane) == state.nbytes)
 
 
-def read_recurrent(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
-    """Return the lane's recurrent state, without its KV cells; None where llama.cpp cannot tell."""
+def read_partial(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
+    """Return the part of the lane's state that forgets: recurrent states, or the cells of sliding windows.
+
+    None where llama.cpp cannot tell.
+    """
     state = np.empty(llama.llama_state_seq_get_size_ext(context, lane, _PARTIAL_ONLY), np.uint8)
     n_bytes = llama.llama_state_seq_get_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
     return state if n_bytes == state.nbytes else None
 
 
-def write_recurrent(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
-    """Let the lane have a recurrent state that `read_recurrent` returned; its KV cells stay. False: it cannot be."""
+def write_partial(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
+    """Let the lane have a state that `read_partial` returned; its other KV cells stay. False: it cannot be."""
     n_bytes = llama.llama_state_seq_set_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
     return bool(n_bytes == state.nbytes)
 
@@ -50,19 +53,21 @@ def copy_lane(context: Any, source_lane: int, target_lane: int) -> bool:
     return state is not None and write_lane(context, target_lane, state)
 
 
-def require(context: Any, lane: int, position: int, window: int) -> None:
+def has_window(memory: Any, lane: int, position: int, window: int) -> bool:
+    """Return whether the lane has all cells that a row at `position`, at most its end, reads through its window."""
+    return int(llama.llama_memory_seq_pos_min(memory, lane)) <= max(0, position - window + 1)
+
+
+def require(memory: Any, lane: int, position: int, window: int) -> None:
     """Raise PositionGapError unless the lane has all that a row at `position`, at most its end, reads.
 
     Of layers with a sliding window llama.cpp gives cells away that no next row would read: where it meets them in its
     search for free ones, which happens in a unified cache (llama_kv_cache::find_slot). All cells before them go too.
     """
-    if not window or not position:
-        return
-    first = llama.llama_memory_seq_pos_min(llama.llama_get_memory(context), lane)
-    if first > max(0, position - window + 1):
+    if window and position and not has_window(memory, lane, position, window):
         raise PositionGapError(
             f"lane {lane} cannot be taken back to position {position}: its layers with a sliding window no longer have "
-            f"the cells before position {first}"
+            "the cells before it"
         )
 
 

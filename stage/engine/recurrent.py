@@ -1,7 +1,9 @@
-"""Lanes of a model in which some layers have a recurrent state: how far each can be taken back, and by what.
+"""How far each lane can be taken back, and by what, where a lane's past is not kept whole.
 
-llama.cpp keeps one state of a lane, that of its end, and forgets the rest. `Checkpoints` holds copies of others. Of a
-model without such layers every lane can be taken back anywhere, and nothing here does anything.
+Of a layer with a recurrent state llama.cpp keeps one state of a lane, that of its end, and forgets the rest. Of a layer
+with a sliding window it may keep the window's cells alone (wire.common.kv_layout.keeps_window). `Checkpoints` holds
+copies of earlier states and windows. Of other models every lane can be taken back anywhere, and nothing here does
+anything.
 
 Of some families llama.cpp can also keep the states behind the last rows of each lane (n_rs_seq). Rows that were guessed
 wrong can then be taken back. It does not check a request: these states are those of the lane's last micro-batch, and
@@ -18,7 +20,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.checkpoints import Checkpoints, State
-from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
+from relayline.stage.engine.lane_state import has_window, read_partial, write_partial
 from relayline.stage.engine.micro_batches import Cut
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES, layout_refusal
@@ -87,6 +89,8 @@ class RecurrentLanes:
         self._architecture = architecture
         self._checkpoints = Checkpoints()
         self._recent = _RecentRows()
+        self._memory: Any = None
+        self._window = 0  # positions of a window whose cells alone are kept; 0: all cells are
 
     @property
     def n_recent(self) -> int:
@@ -98,9 +102,18 @@ class RecurrentLanes:
         """As of `stage.engine.micro_batches.cut`."""
         return self._recent.n_kept + 1 if self._recent.n_kept else 0
 
+    @property
+    def need_checkpoints(self) -> bool:
+        """Whether lanes can be taken back to checkpoints alone, but for some rows at their ends."""
+        return self.exist or self._window > 0
+
     def keep_recent(self, n_states: int) -> None:
         """llama.cpp keeps so many earlier states of each lane."""
         self._recent.n_kept = n_states
+
+    def keep_windows(self, memory: Any, n_positions: int) -> None:
+        """Layers with a window of so many positions keep the cells of a lane's next row, and a few more."""
+        self._memory, self._window = memory, n_positions
 
     def ran(self, lanes: npt.NDArray[np.int32], step: Cut | None) -> None:
         """Take note of a step that has run. lanes: i32 [n_rows], of its rows."""
@@ -120,11 +133,22 @@ class RecurrentLanes:
 
     def can_rewind(self, lane: int, position: int, n_tokens: int) -> bool:
         """Return whether a lane of n_tokens can be rewound to a position."""
-        return self.can_copy(lane, position, n_tokens) or n_tokens - position <= self._recent.count(lane)
+        return self.can_copy(lane, position, n_tokens) or self._has_recent(lane, position, n_tokens)
 
     def can_copy(self, lane: int, position: int, n_tokens: int) -> bool:
         """Return whether the first tokens of a lane of n_tokens, up to a position, can be copied to another lane."""
-        return not self.exist or not 0 < position < n_tokens or self._checkpoints.state(lane, position) is not None
+        return (
+            not self.needs_checkpoint(lane, position, n_tokens) or self._checkpoints.state(lane, position) is not None
+        )
+
+    def needs_checkpoint(self, lane: int, position: int, n_tokens: int) -> bool:
+        """Return whether a lane of n_tokens does not hold what a row at a position reads."""
+        if not self.need_checkpoints or not 0 < position < n_tokens:
+            return False
+        return self.exist or not has_window(self._memory, lane, position, self._window)
+
+    def _has_recent(self, lane: int, position: int, n_tokens: int) -> bool:
+        return self.exist and n_tokens - position <= self._recent.count(lane)
 
     def require(self, lane: int, position: int, n_tokens: int) -> None:
         """Raise PositionGapError if a lane of n_tokens cannot be rewound to a position."""
@@ -138,15 +162,19 @@ class RecurrentLanes:
         if not can:
             there = ", ".join(map(str, self._checkpoints.positions(lane))) or "none"
             raise PositionGapError(
-                f"lane {lane} cannot be taken back from position {n_tokens} to {position}: it has a recurrent state, "
-                f"and its checkpoints are at {there}"
+                f"lane {lane} cannot be taken back from position {n_tokens} to {position}: "
+                f"{self._forgets}, and its checkpoints are at {there}"
             )
+
+    @property
+    def _forgets(self) -> str:
+        return "it has a recurrent state" if self.exist else "it keeps the cells of a sliding window alone"
 
     def checkpoint(self, context: Any, lane: int, n_tokens: int) -> None:
         """Remember the state of a lane of n_tokens. Raises NativeError where llama.cpp does not give it."""
-        if not self.exist or not n_tokens:
+        if not self.need_checkpoints or not n_tokens:
             return
-        state = read_recurrent(context, lane)
+        state = read_partial(context, lane)
         if state is None:
             raise NativeError(f"{self._architecture}: llama.cpp does not give the state of lane {lane}")
         self._checkpoints.add(lane, n_tokens, state)
@@ -156,20 +184,34 @@ class RecurrentLanes:
 
         Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError if there is none.
         """
-        if not self.exist:
-            return
         state = self._checkpoints.state(lane, position) if 0 < position < n_tokens else None
-        if state is not None:
-            self._recent.forget(lane)
-            if not write_recurrent(context, lane, state):
-                raise NativeError(f"{self._architecture}: llama.cpp does not take a state of lane {lane}")
-        elif 0 < position < n_tokens:
-            if n_tokens - position > self._recent.count(lane):
+        if self.needs_checkpoint(lane, position, n_tokens):
+            if state is not None:
+                self._put(context, lane, state)
+            elif self._has_recent(lane, position, n_tokens):
+                self._recent.take_back(lane)
+            else:
                 raise NativeError(f"{self._architecture}: lane {lane} has no checkpoint at {position}")
-            self._recent.take_back(lane)
         elif not position:
             self._recent.forget(lane)
         self._checkpoints.drop_beyond(lane, position)
+
+    def _put(self, context: Any, lane: int, state: State) -> None:
+        self._recent.forget(lane)
+        if not write_partial(context, lane, state):
+            raise NativeError(f"{self._architecture}: llama.cpp does not take a state of lane {lane}")
+
+    def own(self, context: Any, lane: int) -> None:
+        """Let a lane that shares another one's cells have those of its windows for itself.
+
+        Cells that several lanes have are never given away, not even behind all their windows, and there are just
+        enough for a window of each lane. Raises NativeError where llama.cpp does not copy them.
+        """
+        if self._window and not self.exist:
+            state = read_partial(context, lane)
+            if state is None:
+                raise NativeError(f"{self._architecture}: llama.cpp does not give the windows of lane {lane}")
+            self._put(context, lane, state)
 
     def saved(self, lane: int, n_tokens: int) -> list[tuple[int, State]]:
         """Return a lane's checkpoints up to a position, each with its position, ascending."""
@@ -183,7 +225,7 @@ class RecurrentLanes:
 
     def copy(self, source_lane: int, target_lane: int, n_tokens: int) -> None:
         """Let the target have the source's checkpoints up to a position; the state itself is copied by llama.cpp."""
-        if self.exist:
+        if self.need_checkpoints:
             if source_lane not in self._recent.taken_back:  # both share a state until one of them continues
                 self._recent.forget(source_lane)
             self._checkpoints.hand_on(source_lane, target_lane, n_tokens)

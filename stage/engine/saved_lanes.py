@@ -76,7 +76,7 @@ class SavedLanes:
         """Return the way to copy lanes in pieces; None where there is none."""
         engine, config = self._engine, self._engine.config
         n_lanes = config.settings.n_lanes
-        if engine.keeps_state:
+        if engine.keeps_state:  # nor is a cell's place its position where windows' cells alone are kept
             return None
         if config.settings.kv_layout == "per-lane":
             cells = own_cells.found(notes, state, config.n_sequences) if claims is not None else None
@@ -174,19 +174,24 @@ class SavedLanes:
         self._byte_ns += _WEIGHT * (taken_ns - self._byte_ns)
         return n_tokens
 
-    def copy_held(self, source_lane: int, target_lane: int) -> bool:
+    def copy_held(self, source_lane: int, target_lane: int, *, is_whole: bool = True) -> bool:
         """Copy the cells that a lane uses, at once. False where llama.cpp's copy of all cells is quicker, or needed.
         Where lanes share cells, that is nearly always so.
 
-        Raises NativeError if there is no other copy and llama.cpp does not make this one.
+        Not `is_whole`: a checkpoint will replace what was copied of the lane's windows, or recurrent states. Raises
+        NativeError if there is no other copy and llama.cpp does not make this one.
         """
         engine = self._engine
-        if self._states.has_cells or self._states.is_taken_back(source_lane):
+        is_per_lane = engine.config.settings.kv_layout == "per-lane"
+        # Into a target whose copy is put off until the next step no checkpoint can be written.
+        is_replaced = engine.attention.keeps_window and is_per_lane and not is_whole
+        if is_replaced or self._states.has_cells or self._states.is_taken_back(source_lane):
+            self.settle(source_lane)
             if not copy_lane(self._context, source_lane, target_lane):
                 raise NativeError(f"{engine.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
             return True
         n_tokens, settings = engine.lane_tokens(source_lane), engine.config.settings
-        if settings.kv_layout != "per-lane":
+        if not is_per_lane:
             return False
         # The target of a pending copy is not filled yet, so it can neither be read nor replaced.
         if engine.copies_wait or settings.gpu_layers or n_tokens * HELD_COPIES_MAX > settings.ctx_tokens:
@@ -205,7 +210,7 @@ class SavedLanes:
         if not engine.copies_wait:
             return
         position = engine.lane_tokens(lane)
-        if position and (engine.keeps_state or position >= engine.config.settings.ctx_tokens):
+        if position and (self._states.exist or position >= engine.config.settings.ctx_tokens):
             raise NativeError(f"lane {lane} waits for a copy and has no room for another row")
         engine.input_rows[0], engine.seq_ids[0], engine.positions[0], engine.wants[0] = 0.01, lane, position, 1
         engine.decode(1)

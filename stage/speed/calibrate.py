@@ -411,7 +411,8 @@ def _key(engine: NativeEngine) -> str:
              settings.kv_type, settings.kv_layout, min(settings.n_lanes, LADDER[-1]),
              min(settings.ctx_tokens, CONTEXT_TOKENS), settings.max_rows, machine_facts(),
              (*ggml.devices(), MEASURED_ALONE) if settings.gpu_layers else (), *_device_settings(settings),
-             *([settings.rewind_rows] if engine.rewind_rows else []))  # fmt: skip
+             *([settings.rewind_rows] if engine.rewind_rows else []),
+             *(["window"] if engine.attention.keeps_window else []))  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -127,9 +127,10 @@ class Fleet:
         rewind_rows: int = 0,
         max_rows: int = 64,
         run_ahead: str = "auto",
+        ctx_tokens: int = CTX,
     ) -> None:
         self._run_ahead = run_ahead
-        self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, CTX, kv_layout
+        self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
         self.addresses: list[str] = ["127.0.0.1:0"] * len(paths)
@@ -221,9 +222,10 @@ async def fleet(
     max_rows: int = 64,
     run_ahead: str = "auto",
     grant_steps: int = 0,
+    ctx_tokens: int = CTX,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

@@ -14,6 +14,9 @@ micro-batch of few rows takes half as long as a step of 32, and tokens are found
 With more than about 18,000 tokens in all lanes, cells per lane should be faster (docs/results/gpu.md).
 
 All stages of a pipeline need the same layout, because the coordinator's plans and kept lanes are made for one.
+
+In layers with a sliding window, a lane's next row reads the latest cells alone (`keeps_window`). A stage may keep all
+others too, or give their memory up. A lane can then be taken back by some rows, and further to checkpoints alone.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
 # For these, llama.cpp gives each lane its own cells whatever the setting, each lane with as many as all lanes together
 # would share.
 PER_LANE_ARCHITECTURES = frozenset({"deepseek4"})
+WINDOW_CELLS = ("auto", "window", "all")  # the possible settings
+WINDOW_CELLS_STEP = 256  # llama_kv_cache_iswa rounds the cells of windows up to this
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays
 
@@ -62,6 +67,27 @@ def layout_refusal(layout: str, architecture: str) -> str | None:
 def choose_pipeline_layout(asked: str, *, ctx_tokens: int, gpu_layers: Iterable[int]) -> str:
     """Return the one layout of stages with these layers on a GPU: as for a CPU if any of them has none there."""
     return choose_layout(asked, ctx_tokens=ctx_tokens, gpu_layers=int(all(gpu_layers)))
+
+
+def window_cells(layout: str, *, window: int, n_sequences: int, n_cells: int, n_rows: int) -> int:
+    """Return the cells of a layer with a sliding window that llama.cpp needs: of each lane, or of all if they share.
+
+    window: positions that a row reads, its own included. n_cells: those of a layer without a window. n_rows: of the
+    largest step. As llama_kv_cache_iswa computes it.
+    """
+    n_windows = n_sequences if layout == "unified" else 1
+    least = min(n_cells, window * n_windows + n_rows)
+    return -(-least // WINDOW_CELLS_STEP) * WINDOW_CELLS_STEP
+
+
+def keeps_window(asked: str, *, n_needed: int, n_cells: int) -> bool:
+    """Return whether layers with a sliding window keep only n_needed cells (`window_cells`) instead of n_cells.
+
+    "auto" gives the others up where that saves at least half of them.
+    """
+    if asked == "auto":
+        return 2 * n_needed <= n_cells
+    return asked == "window" and n_needed < n_cells
 
 
 def has_scores(layout: str, *, kv_type: str, gpu_layers: int, score_bytes: int, reads_own_cells: bool) -> bool:

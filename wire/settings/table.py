@@ -10,7 +10,7 @@ import dataclasses
 import os
 
 from relayline.wire.common import bounds
-from relayline.wire.common.kv_layout import KV_LAYOUTS, asked_layout, choose_layout
+from relayline.wire.common.kv_layout import KV_LAYOUTS, WINDOW_CELLS, asked_layout, choose_layout
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
@@ -199,6 +199,16 @@ class EngineSettings(Settings):
         place="context.kvLayout",
         reader=STAGE,
         if_unknown="unified",
+    )
+    window_cells: str = setting(
+        "auto",
+        """
+    What layers with a sliding window keep of a lane. window: the KV cells that its next rows read. all: every cell, so
+    that a prefix of any length can be used again. auto: window where that saves half of these cells or more.""",
+        choices=WINDOW_CELLS,
+        flag="--window-cells",
+        place="context.windowCells",
+        reader=STAGE,
     )
     rewind_rows: int = setting(
         0,

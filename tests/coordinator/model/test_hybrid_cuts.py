@@ -16,7 +16,7 @@ from relayline.coordinator.planner.memory import stage_memory
 from relayline.deploy.cli.model import inspect_command
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.reference import ReferenceModel
-from relayline.stage.engine.lane_state import read_recurrent
+from relayline.stage.engine.lane_state import read_partial
 from relayline.wire.common.checkpoints import CHECKPOINT_BYTES_MAX, CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.errors import CutError
 from tests.support.tiny_hybrids import HYBRIDS
@@ -52,7 +52,7 @@ def test_the_bytes_of_a_state_are_those_that_llama_cpp_writes(name: str, tmp_pat
     facts = inspect_model(model)
     with ReferenceModel(model, n_ctx=256, n_seq_max=1) as reference:
         reference.decode([1, 2, 3], range(3), [0] * 3, [True] * 3)
-        state = read_recurrent(reference._context, 0)
+        state = read_partial(reference._context, 0)
     assert state is not None
     assert 0 < state.nbytes - sum(facts.state_bytes_per_lane) < 64 * (facts.n_layers + 1)
 

@@ -79,7 +79,7 @@ def test_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_plan_knows_that_windows_take_a_separate_mask(name: str, n_masks: int, tmp_path: Path) -> None:
     shape = shape_of(inspect_model(make_tiny(name, tmp_path / "m.gguf")))
     assert shape.n_masks == n_masks
-    load = Load(ctx_tokens=1024, n_lanes=8)
+    load = Load(ctx_tokens=1024, n_lanes=8, window_cells="all")
     alike = compute_bytes(dataclasses.replace(shape, n_masks=1), load, is_last=False)
     assert compute_bytes(shape, load, is_last=False) - alike == (n_masks - 1) * 2 * load.max_rows * kv_cells(load)
 

@@ -43,6 +43,14 @@ def test_every_cell_is_there_so_many_times(caches: list[tuple[int, int, int, boo
     assert multiplied(state, 1) == state
 
 
+def test_the_cells_of_windows_stay_as_they_are() -> None:
+    first, windows = cache(3, 1, 2, transposed=False), cache(2, 1, 4, transposed=False)
+    longer = multiplied(b"headhead" + first + windows, 5, is_first_alone=True)
+    assert longer is not None
+    assert longer.endswith(windows)
+    assert longer[8 : -len(windows)] == (multiplied(b"headhead" + first, 5) or b"")[8:]
+
+
 def test_the_copies_stand_behind_each_other_in_every_row() -> None:
     longer = multiplied(b"headhead" + cache(2, 1, 1, transposed=True), 2)
     assert longer is not None

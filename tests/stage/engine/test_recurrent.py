@@ -6,10 +6,9 @@ Each model is hot (see tiny_hybrids): a wrong state moves the output by deviatio
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from relayline.coordinator.model.cuts import balanced_cuts
@@ -17,25 +16,18 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.stage.assembly import load_stage
-from relayline.stage.engine import ggml
-from relayline.stage.engine.lane_state import read_recurrent, write_recurrent
+from relayline.stage.engine.lane_state import read_partial, write_partial
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.speed.calibrate import fresh_curves
 from relayline.wire.common.errors import NativeError, PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, layout_refusal
-from tests.support.tiny_families import N_HEADS, N_KV_HEADS
+from tests.support.lane_texts import CLOSE, N_LANES, Lanes, far
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES
 
 pytestmark = pytest.mark.kernels
 
-N_LANES, CTX, MAX_ROWS = 4, 64, 64
-# How far rows of a lane may differ in deviations, depending on other rows or cells in the step. llama.cpp's own flash
-# attention adds up in half precision and in the order of the cells: a row that lies before its lane's others differs by
-# up to 2.6e-3. With our kernels the order of sums over a state remains: 3.1e-4 at most, seen with AVX-512. One wrong
-# row among twenty read ones moves the rows after it by 1e-2 and more.
-CLOSE = 5e-4 if ggml.attends_own_cells(n_rows=1, n_heads=N_HEADS, n_kv_heads=N_KV_HEADS) else 5e-3
 CASES = [
     (name, kv_layout)
     for name in HYBRIDS | WIDE_STATES
@@ -45,43 +37,6 @@ CASES = [
 ]
 # One of each kind of memory: delta net, three kinds of layers, convolution, both in one layer, nothing that attends.
 FEW = [case for case in CASES if case[0] in ("qwen35", "nemotron_h", "lfm2", "falcon-h1", "mamba2", "deepseek4")]
-
-
-class Lanes:
-    """The first stage of a split, fed with rows that follow from a seed and a position."""
-
-    def __init__(self, path: Path, kv_layout: str, rewind_rows: int = 0) -> None:
-        self.engine = NativeEngine(
-            engine_config(
-                path, n_lanes=N_LANES, ctx_tokens=CTX, max_rows=MAX_ROWS, kv_layout=kv_layout, rewind_rows=rewind_rows
-            )
-        )
-        self.texts = [
-            np.random.default_rng(seed).standard_normal((CTX, self.engine.input_rows.shape[1]), np.float32)
-            for seed in range(4)
-        ]
-
-    def decode(self, *parts: tuple[int, int, int, int]) -> list[np.ndarray]:
-        """Decode parts (lane, text, first position, end) in one step; return each part's rows."""
-        row = 0
-        for lane, text, first, end in parts:
-            count = end - first
-            self.engine.input_rows[row : row + count] = self.texts[text][first:end]
-            self.engine.positions[row : row + count] = range(first, end)
-            self.engine.seq_ids[row : row + count] = lane
-            row += count
-        self.engine.decode(row)
-        edges = np.cumsum([end - first for _, _, first, end in parts])[:-1]
-        rows: Sequence[np.ndarray] = np.split(self.engine.output_rows[:row].copy(), edges)
-        return list(rows)
-
-    def expected(self, text: int, edges: Sequence[int]) -> np.ndarray:
-        """The last step's rows of a fresh lane that reads a text in steps ending at these positions."""
-        self.engine.clear(3)
-        for first, end in zip((0, *edges), edges, strict=False):
-            found = self.decode((3, text, first, end))[0]
-        self.engine.clear(3)
-        return found
 
 
 @contextlib.contextmanager
@@ -124,11 +79,6 @@ def load(name: str, kv_layout: str, directory: Path, rewind_rows: int = 0) -> La
     return Lanes(directory / "out" / "stage-0.gguf", kv_layout, rewind_rows)
 
 
-def far(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, in deviations of the expected values."""
-    return float(np.abs(found - expected).max() / expected.std())
-
-
 def test_a_lane_goes_on_exactly_from_a_checkpoint_and_a_wrong_state_shows(lanes: Lanes) -> None:
     """At a multiple of 8, because a checkpoint of deepseek4 puts its window of 8 rows into other cells.
 
@@ -145,10 +95,10 @@ def test_a_lane_goes_on_exactly_from_a_checkpoint_and_a_wrong_state_shows(lanes:
     # The planted fault: the state of another text at the same position.
     context = lanes.engine._context
     lanes.decode((1, 1, 0, 24))
-    wrong = read_recurrent(context, 1)
+    wrong = read_partial(context, 1)
     assert wrong is not None
     lanes.engine.drop_from(0, 24)
-    assert write_recurrent(context, 0, wrong)
+    assert write_partial(context, 0, wrong)
     assert far(lanes.decode((0, 0, 24, 25))[0], expected) > 0.05
 
 

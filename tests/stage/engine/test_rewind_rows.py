@@ -23,7 +23,8 @@ from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.checkpoints import REWINDING_ARCHITECTURES
 from relayline.wire.common.errors import PositionGapError, UsageError
 from relayline.wire.common.kv_layout import LAYOUTS, asked_layout, layout_refusal
-from tests.stage.engine.test_recurrent import CLOSE, CTX, Lanes, far, loading_once
+from tests.stage.engine.test_recurrent import loading_once
+from tests.support.lane_texts import CLOSE, CTX, Lanes, far
 from tests.support.tiny_hybrids import HYBRIDS
 from tests.support.tiny_models import make_tiny
 from tests.support.tiny_wide import WIDE_STATES

@@ -51,7 +51,7 @@ class Shape:
     """The hyperparameters of one model."""
 
     name: str
-    architecture: str  # llama, qwen3 or qwen35
+    architecture: str  # llama, qwen3, qwen35 or gemma3
     n_embd: int
     n_layers: int
     n_heads: int
@@ -59,6 +59,7 @@ class Shape:
     head_dim: int
     n_ff: int
     n_vocab: int
+    window: int = 0  # tokens that five of six layers read; 0: all layers read all
 
     @property
     def is_hybrid(self) -> bool:
@@ -80,6 +81,8 @@ SHAPES: Final[dict[str, Shape]] = {
         Shape("toy-hybrid", "qwen35", 256, 8, 4, 2, 64, 768, 4_096),
         Shape("qwen35-0.8b", "qwen35", 1_024, 24, 8, 2, 256, 3_584, 248_320),
         Shape("llama-8b", "llama", 4_096, 32, 32, 8, 128, 14_336, 128_256),
+        Shape("toy-windows", "gemma3", 256, 12, 4, 1, 64, 768, 4_096, 32),
+        Shape("gemma3-1b", "gemma3", 1_152, 26, 4, 1, 256, 6_912, 262_144, 512),
     )
 }
 
@@ -156,8 +159,11 @@ def _block(shape: Shape, layer: int, mix: tuple[GGMLQuantizationType, ...]) -> I
     yield _Matrix(f"{prefix}attn_norm.weight", 1, width, T.F32, constant=1.0)
     attends = not shape.is_hybrid or layer % ATTENDS_EVERY == ATTENDS_EVERY - 1
     yield from (_attention if attends else _delta_net)(shape, prefix, plain, better)
-    norm = "post_attention_norm" if shape.is_hybrid else "ffn_norm"
-    yield _Matrix(f"{prefix}{norm}.weight", 1, width, T.F32, constant=1.0)
+    norms = ["post_attention_norm" if shape.is_hybrid else "ffn_norm"]
+    if shape.window:
+        norms += ["post_attention_norm", "post_ffw_norm"]
+    for norm in norms:
+        yield _Matrix(f"{prefix}{norm}.weight", 1, width, T.F32, constant=1.0)
     yield _Matrix(f"{prefix}ffn_gate.weight", shape.n_ff, width, plain)
     yield _Matrix(f"{prefix}ffn_up.weight", shape.n_ff, width, plain)
     yield _Matrix(f"{prefix}ffn_down.weight", width, shape.n_ff, better, 2 * out)  # silu(gate) * up is about half
@@ -229,6 +235,8 @@ def _metadata(writer: gguf.GGUFWriter, shape: Shape, mix_name: str) -> None:
     writer.add_rope_freq_base(500_000.0)
     writer.add_rope_dimension_count(shape.head_dim // 4 if shape.is_hybrid else shape.head_dim)
     writer.add_vocab_size(shape.n_vocab)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     if shape.is_hybrid:
         _state_metadata(writer, shape)
     tokens, kinds, merges = vocabulary(shape.n_vocab)
@@ -281,7 +289,8 @@ def write_model(path: Path, shape: Shape, mix_name: str, seed: int = SEED) -> No
 
 def model_path(shape: Shape, mix_name: str) -> Path:
     """Return where a model is cached; the name changes with everything that its bytes depend on."""
-    facts = repr((RECIPE, SEED, dataclasses.astuple(shape), mix_name, QK_GAIN, RESIDUAL_GAIN, HEAD_GAIN, HEAD_SPREAD))
+    sizes = dataclasses.astuple(shape)[: None if shape.window else -1]
+    facts = repr((RECIPE, SEED, sizes, mix_name, QK_GAIN, RESIDUAL_GAIN, HEAD_GAIN, HEAD_SPREAD))
     digest = hashlib.sha256(facts.encode()).hexdigest()[:10]
     return cache_dir() / "bench-models" / f"{shape.name}-{mix_name}-{digest}.gguf"
 

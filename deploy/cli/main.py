@@ -7,7 +7,6 @@ Exit codes: 0 success, 1 failure, 2 usage, 130 interrupted. A user's mistake pri
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import io
@@ -18,6 +17,7 @@ from pathlib import Path
 import click
 
 from relayline.deploy.cli.interrupts import INTERRUPTED
+from relayline.deploy.cli.other_names import explained, near_command
 from relayline.deploy.cli.variables import variable_of
 from relayline.deploy.machine.huge_pages import restart_with_huge_pages
 from relayline.wire.common import bounds
@@ -112,8 +112,8 @@ def nearest(name: str) -> str:
     """Return the command that was probably meant, or a model or manifest's `up`; empty for none."""
     if name.endswith((".gguf", ".yaml", ".yml")):
         return f"`relayline up {name}`"
-    found = difflib.get_close_matches(name.lower(), COMMANDS, n=1)
-    return f"`{found[0]}`" if found else ""
+    found = near_command(name, COMMANDS)
+    return f"`{found}`" if found else ""
 
 
 def _unloaded(name: str) -> click.Command:
@@ -153,7 +153,7 @@ def main() -> None:
         if error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
         source = variable_of(error.param, error.ctx) if isinstance(error, click.BadParameter) else ""
-        _end(2, f"{error.format_message()}{source}")
+        _end(2, f"{explained(error, sys.argv[1:])}{source}")
     except click.ClickException as error:
         _end(error.exit_code, error.format_message())
     except UsageError as error:

@@ -138,7 +138,7 @@ log_options = _apply(
 
 threads_option = setting_options(EngineSettings, only=("n_threads",))
 # What `calibrate` measures: the shape of the steps, not how they are chosen.
-SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", *DEVICE_SETTINGS, "max_rows", "kv_type", "kv_layout")
+SLICE = ("ctx_tokens", "n_lanes", "gpu_layers", *DEVICE_SETTINGS, "max_rows", "kv_type", "kv_layout", "window_cells")
 slice_options = setting_options(EngineSettings, only=SLICE)
 engine_options = setting_options(EngineSettings, but=("n_threads",))
 

@@ -87,13 +87,14 @@ def test_a_smoke_run_goes_on_without_peers_that_cannot_be_built(
         (("benches.hop", "--quick", "--steps", "20", "--width", "64"), "hop.json"),
         (("benches.contexts", "--quick", "--contexts", "16", "--lanes", "2"), "contexts.json"),
         (("benches.cliffs", "--quick", "--contexts", "16"), "cliffs.json"),
+        (("benches.windows", "--quick", "--contexts", "600"), "windows.json"),
         (("benches.quantisation", "--quick", "--steps", "1", "--types", "q4_0,nvfp4"), "quantisation.json"),
         (("benches.pauses", "--quick", "--prompt", "20"), "pauses.json"),
         (("benches.pauses", "--quick", "--prompt", "20", "--cut-link"), "pauses.json"),
         (("benches.chats", "--quick", "--system", "40", "--prompt", "20", "--turns", "2"), "chats.json"),
         (("benches.drafts", "--quick"), "drafts.json"),
     ],  # compare runs as a whole in CI's smoke run, and below until it is interrupted
-    ids=["hop", "contexts", "cliffs", "quantisation", "pauses", "pauses-link", "chats", "drafts"],
+    ids=["hop", "contexts", "cliffs", "windows", "quantisation", "pauses", "pauses-link", "chats", "drafts"],
 )
 def test_quick_benches_run_and_leave_their_results(tmp_path: Path, arguments: tuple[str, ...], written: str) -> None:
     run = subprocess.run(

@@ -131,9 +131,11 @@ def short_times(schema: Any) -> Any:
 
 def _short_time(part: Schema) -> Schema:
     kind = part.get("format")
-    if not isinstance(kind, str) or kind not in _TIMES or "pattern" in part:
+    if not isinstance(kind, str) or kind not in _TIMES or ("pattern" in part and "allOf" in part):
         return part
-    return {**{key: value for key, value in part.items() if key != "format"}, "pattern": _TIMES[kind]}
+    ours = {"pattern": _TIMES[kind]}
+    others = {key: value for key, value in part.items() if key != "format"}
+    return {**others, "allOf": [ours]} if "pattern" in part else {**others, **ours}  # zod gives both
 
 
 def weaker(schema: Any, *, is_strict: bool) -> Iterator[Any]:

@@ -262,10 +262,13 @@ def test_the_blanks_that_a_client_asks_for(
 
 
 @pytest.mark.parametrize("kind", ["date-time", "time"])
+@pytest.mark.parametrize("more", [{}, {"pattern": r"^[-0-9:.TZz+]+$"}], ids=["", "with a pattern, as zod writes it"])
 @pytest.mark.parametrize("other", [{}, {"type": "string", "pattern": r"\h"}], ids=["alone", "beside a foreign pattern"])
-def test_a_time_has_nine_digits_of_a_second_at_most(vocabulary: LLTokenizer, kind: str, other: dict[str, Any]) -> None:
+def test_a_time_has_nine_digits_of_a_second_at_most(
+    vocabulary: LLTokenizer, kind: str, more: dict[str, Any], other: dict[str, Any]
+) -> None:
     """llguidance's own rule has no end: a small model fills an answer with them."""
-    schema = {"properties": {"at": {"type": "string", "format": kind}, "other": other}, "required": ["at"]}
+    schema = {"properties": {"at": {"type": "string", "format": kind, **more}, "other": other}, "required": ["at"]}
     grammar = grammar_of(Shape("response_format", "json", (json.dumps(schema),), is_strict=False))
     date = "" if kind == "time" else "2024-02-29T"
     for text in ("23:59:60Z", "00:00:00.123456789+14:00", "12:30:05.5z"):

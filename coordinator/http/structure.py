@@ -131,11 +131,12 @@ def _ways(shape: Shape) -> Iterator[Shape]:
         schema = json.loads(shape.texts[0])
         if len(shape.texts[0]) <= CLOSED_CHARS_MAX:
             schema = closed(short_times(schema))
+        ways = [json.dumps(each) for each in (schema, *weaker(schema, is_strict=shape.is_strict))]
     except (ValueError, RecursionError):  # `_checked` says so
         yield shape
         return
-    for each in (schema, *weaker(schema, is_strict=shape.is_strict)):
-        yield dataclasses.replace(shape, texts=(json.dumps(each),))
+    for text in ways:
+        yield dataclasses.replace(shape, texts=(text,))
 
 
 def _checked(shape: Shape) -> tuple[str, str]:

@@ -136,7 +136,7 @@ bench: setup ## every benchmark at real size, 8 to 15 minutes; QUICK=1 for a smo
 # What an earlier build left in build/lib would go into the wheel as well.
 wheel: setup ## a wheel for this CPython in build/wheels, with the C extensions compiled; llama.cpp is not in it
 	@rm -rf build/lib* build/bdist* build/wheels
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	@$(PYTHON) deploy/build/with_progress.py $(BIN)/python -m pip wheel --no-deps --wheel-dir build/wheels .
 	@echo "made $$(ls build/wheels/*.whl); install it anywhere with: pip install FILE"
 
 clean: ## remove the environment and build products

@@ -442,6 +442,37 @@ def test_nobody_sleeps_and_nobody_reads_the_wall_clock() -> None:
     assert wrong == []
 
 
+GONE_MODULES = frozenset({
+    "asynchat", "asyncore", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "imghdr", "imp",
+    "lib2to3", "mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "smtpd", "sndhdr", "spwd", "sunau",
+    "telnetlib", "uu", "xdrlib",
+})  # fmt: skip
+GOING_NAMES = frozenset({
+    "ast.Bytes", "ast.NameConstant", "ast.Num", "ast.Str", "asyncio.get_event_loop", "asyncio.get_event_loop_policy",
+    "asyncio.iscoroutinefunction", "asyncio.set_event_loop_policy", "codecs.open", "collections.abc.ByteString",
+    "datetime.datetime.utcfromtimestamp", "datetime.datetime.utcnow", "locale.getdefaultlocale", "pkgutil.find_loader",
+    "pkgutil.get_loader", "tempfile.mktemp", "typing.ByteString", "uvloop.install",
+})  # fmt: skip
+
+
+def test_nobody_uses_what_a_later_python_has_dropped_or_warns_of() -> None:
+    """The suite runs on one Python, and users have others. `ruff` looks for syntax that is too new for the oldest."""
+    last = {name.rpartition(".")[2] for name in GOING_NAMES}
+    wrong = [
+        f"{module.path}:{line} {name}"
+        for module in modules()
+        for name, line in module.imports
+        if name.partition(".")[0] in GONE_MODULES or name in GOING_NAMES
+    ]
+    wrong += [
+        f"{module.path}:{node.lineno} {ast.unparse(node)}"
+        for module in modules()
+        for node in module.nodes(ast.Attribute)
+        if node.attr in last and ast.unparse(node) in GOING_NAMES
+    ]
+    assert wrong == []
+
+
 def test_functions_are_short() -> None:
     wrong = [
         f"{module.path}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"

@@ -247,7 +247,10 @@ def test_refusals_name_the_field(plan: Callable[..., Plan], fields: dict[str, An
         (b'{"prompt": NaN}', "not valid JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         # From Python 3.14 on, C code may go as deep as its stack has room; then the end that is not there comes first.
-        (b'{"x": ' + b"[" * 200_000, "nested too deeply" if sys.version_info < (3, 14) else "nested too deeply|truncated"),
+        (
+            b'{"x": ' + b"[" * 200_000,
+            "nested too deeply" if sys.version_info < (3, 14) else "nested too deeply|truncated",
+        ),
         (b"[]", "the body: expected object, got array"),
         (b"{}", "prompt: required field is missing"),
     ],

@@ -38,6 +38,8 @@ log = logging.getLogger("relayline.gateway")
 PIPELINE_HEADER = "x-relayline-pipeline"  # of an answer: which pipeline gave it
 RESPONSES_PATH = "/v1/responses"
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_EVENT_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,18})\D')
+_EVENT_NUMBER_BYTES = 64  # more than such a field has, which may come in two pieces
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade"}
@@ -245,6 +247,7 @@ class _Answering:
         self.response: web.StreamResponse | None = None
         self._is_stream = self._is_writing = False
         self._tail = b""
+        self._numbered, self._next_number = b"", 0
 
     async def run(self, answer: aiohttp.ClientResponse, outgoing: Outgoing) -> web.StreamResponse:
         """Pass an answer on. The client gets nothing before the first bytes have come."""
@@ -265,7 +268,10 @@ class _Answering:
         self.response = response
         if self._is_stream and isinstance(self._request, Request):
             self._request.answers_knocks(self._knock)
+        is_numbered = self._is_stream and self._request.path.startswith(RESPONSES_PATH)
         while piece:
+            if is_numbered:
+                self._count(piece)
             tail, self._is_writing = (self._tail + piece[-2:])[-2:], True
             for at in range(0, len(piece), PIECE_BYTES):
                 await self._forwarder.write(self._request, response, piece[at : at + PIECE_BYTES])
@@ -286,6 +292,14 @@ class _Answering:
         if found is not None:
             self._forwarder.links.router.learn(found[1].decode(), self._link.backend)
 
+    def _count(self, piece: bytes) -> None:
+        """Note which number the next event of a response has, for `cut`."""
+        held = self._numbered + piece
+        self._numbered = held[-_EVENT_NUMBER_BYTES:]
+        numbers = _EVENT_NUMBER.findall(held)
+        if numbers:
+            self._next_number = int(numbers[-1]) + 1
+
     async def cut(self, error: RelaylineError) -> web.StreamResponse:
         """End an incomplete answer so that no client takes it for complete: a stream with an event that says why, then
         without the bytes that would end it."""
@@ -297,18 +311,19 @@ class _Answering:
             transport.abort()
             return response
         begin = b"" if self._tail == b"\n\n" else b"\n\n"  # half an event is none
-        await self._forwarder.write(self._request, response, begin + _failure(self._request, error))
+        await self._forwarder.write(self._request, response, begin + _failure(self._request, error, self._next_number))
         transport.close()
         return response
 
 
-def _failure(request: web.Request, error: RelaylineError) -> bytes:
-    """Return the event of an answer that ends too early, as its client reads it."""
+def _failure(request: web.Request, error: RelaylineError, number: int) -> bytes:
+    """Return the event of an answer that ends too early, as its client reads it. `number`: of events before it."""
     if request.path.startswith(MESSAGES_PATH):
         return named_frames([messages_error(error, request_id(request))])
     if request.path.startswith(RESPONSES_PATH):
         detail = error_body(error).error
-        return named_frames([shapes.encode({"type": "error", "code": "server_error", "message": detail.message})])
+        event = {"type": "error", "sequence_number": number, "code": "server_error", "message": detail.message}
+        return named_frames([shapes.encode({**event, "param": None})])
     return data_frame(shapes.encode(error_body(error)))
 
 

@@ -254,6 +254,35 @@ async def test_streams_of_a_replica_that_dies_end_with_an_error_and_others_go_on
         assert b"[DONE]" not in raw
 
 
+async def test_the_last_event_of_a_response_whose_replica_dies_has_the_next_number(tokenizer: Tokenizer) -> None:
+    """OpenAI's clients number an error as every other event."""
+    async with pipelines(tokenizer, "chat") as served, gateway(served) as session:
+        served[0].generator.script = held(Gate())
+        pieces: list[bytes] = []
+        has_text = asyncio.Event()
+
+        async def read() -> None:
+            body = {"model": "chat", "input": "Hello", "stream": True}
+            async with session.post("/v1/responses", json=body) as answer:
+                async for piece in answer.content.iter_any():
+                    pieces.append(piece)
+                    if b"output_text.delta" in b"".join(pieces):
+                        has_text.set()
+
+        reading = asyncio.create_task(read())
+        await has_text.wait()
+        await served[0].kill()
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await reading
+    raw = b"".join(pieces)
+    *before, last = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+    assert [event["sequence_number"] for event in before] == list(range(len(before)))
+    assert len(before) > 1
+    assert last["type"] == "error"
+    assert last["sequence_number"] == len(before)
+    assert last["param"] is None
+
+
 async def test_a_replica_that_dies_before_its_first_byte_is_replaced_by_another(tokenizer: Tokenizer) -> None:
     async with pipelines(tokenizer, "chat", "chat") as served, gateway(served) as session:
         gate = Gate()

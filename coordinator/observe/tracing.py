@@ -8,9 +8,11 @@
         prefill chunk          levels batches and frames
         batches                levels batches and frames: one of each stage, which makes it
         (stage.observe.request_spans)
-      decode                   per choice, to the last token; links as prefill does
-        batches
         recovery               from the loss of a stage until the session goes on
+      decode                   per choice, to the last token; links as prefill does
+        prefill chunk          read again after a loss
+        batches
+        recovery
 
 The spans of prefill and decode are started early, because frames carry their context. Their attributes are added at the
 end, after the stages' summaries. A request that shares another's session has one decode span, which links to the
@@ -177,6 +179,9 @@ class Tracing:
         if session.trace.prefill_span is None:  # never had a lane
             self._child(record, names.SPAN_QUEUE, session.admitted_ns, session.ended_ns, _identity(record, session))
             return
+        for event in session.events:
+            detail = {"detail": event.detail} if event.detail else None
+            _phase_of(session, event.at_ns).add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
         self._end_prefill(record, session, session.trace.prefill_span)
         last = session.trace.decode_span or session.trace.prefill_span
         last.set_attributes(_session_attributes(session) | _stage_attributes(session.stages, n_stages))
@@ -185,10 +190,7 @@ class Tracing:
         _link_passes(last, session.trace.passes.roots)
         if session.trace.passes.n_dropped:
             last.set_attribute(names.ATTR_LINKS_DROPPED, session.trace.passes.n_dropped)
-        for event in session.events:
-            detail = {"detail": event.detail} if event.detail else None
-            last.add_event(event.name, detail, timestamp=event.at_ns + record.unix_offset_ns)
-        self._recoveries(record, session, last)
+        self._recoveries(record, session)
         _say_failure(last, session, record)
         last.end(session.ended_ns + record.unix_offset_ns)
         session.trace.prefill_span = session.trace.decode_span = None
@@ -202,26 +204,25 @@ class Tracing:
             }
         )
         if self.telemetry.records(Level.BATCHES):
-            self._chunks(record, session, span)
+            self._chunks(record, session)
         if session.trace.decode_span is not None:
             _link_passes(span, session.trace.prefill_passes)
             span.end(end_ns + record.unix_offset_ns)
 
-    def _chunks(self, record: RequestRecord, session: SessionRecord, prefill: Span) -> None:
+    def _chunks(self, record: RequestRecord, session: SessionRecord) -> None:
         """Make a span of each chunk. After a loss in the decode phase, prompt and answer are read again: in that phase.
 
         What was under way at a loss ends there.
         """
-        again = session.trace.decode_span
         losses_ns = [event.at_ns for event in session.events if event.name == names.EVENT_PAUSED]
         for chunk in session.prompt.chunks:
-            phase = prefill if again is None or chunk.sent_ns < session.first_token_ns else again
+            phase = _phase_of(session, chunk.sent_ns)
             lost_ns = next((at_ns for at_ns in losses_ns if at_ns >= chunk.sent_ns), session.ended_ns)
             rows = {names.ATTR_CHUNK_POSITION: chunk.position, names.ATTR_CHUNK_ROWS: chunk.n_rows}
             until_ns = chunk.answered_ns or lost_ns
             self._child(record, names.SPAN_PREFILL_CHUNK, chunk.sent_ns, until_ns, rows, phase.get_span_context())
 
-    def _recoveries(self, record: RequestRecord, session: SessionRecord, last: Span) -> None:
+    def _recoveries(self, record: RequestRecord, session: SessionRecord) -> None:
         """Make a span of each pause: from a loss until the session resumes, or its end."""
         paused: EventRecord | None = None
         for event in [*session.events, EventRecord(names.EVENT_RESUMED, session.ended_ns)]:
@@ -231,7 +232,7 @@ class Tracing:
                 attributes: dict[str, AttributeValue] = {names.ATTR_LOST_CAUSE: paused.detail}
                 if paused.stage is not None:
                     attributes[names.ATTR_LOST_STAGE] = paused.stage
-                name, parent = names.SPAN_RECOVERY, last.get_span_context()
+                name, parent = names.SPAN_RECOVERY, _phase_of(session, paused.at_ns).get_span_context()
                 self._child(record, name, paused.at_ns, max(event.at_ns, paused.at_ns + 1), attributes, parent)
                 paused = None
 
@@ -296,6 +297,13 @@ class Tracing:
 def session_text(session_id: int) -> str:
     """Return a session id as spans and JSON show it: 16 hexadecimal digits."""
     return f"{session_id:016x}"
+
+
+def _phase_of(session: SessionRecord, at_ns: int) -> Span:
+    """Return the span of the phase that a session with a lane was in at a time."""
+    prefill, decode = session.trace.prefill_span, session.trace.decode_span
+    assert prefill is not None
+    return prefill if decode is None or at_ns < session.first_token_ns else decode
 
 
 def _request_of(session: SessionRecord) -> RequestRecord | None:

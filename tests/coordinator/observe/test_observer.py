@@ -222,7 +222,7 @@ def test_chunks_are_spans_below_prefill_from_level_batches_on() -> None:
             assert [times_of(chunk) for chunk in chunks] == [(3_000, 3_050), (3_002, 3_100)]
 
 
-def test_chunks_that_are_read_again_after_a_loss_are_of_the_decode_phase() -> None:
+def test_losses_and_what_is_read_again_stand_in_their_phase() -> None:
     world = World()
     session = world.open(world.receive())
     world.observer.started(session.record, 3_000)
@@ -245,6 +245,13 @@ def test_chunks_that_are_read_again_after_a_loss_are_of_the_decode_phase() -> No
         prefill.context.span_id, prefill.context.span_id, decode.context.span_id,
     ]  # fmt: skip
     assert list(found) == [(3_010, 3_020), (3_050, 3_100), (3_170, 3_180)]
+    recoveries = {times_of(span): span.parent for span in world.kept.spans(names.SPAN_RECOVERY)}
+    assert [parent.span_id for parent in recoveries.values() if parent] == [
+        prefill.context.span_id, decode.context.span_id,
+    ]  # fmt: skip
+    assert list(recoveries) == [(3_020, 3_040), (3_150, 3_160)]
+    assert [event.name for event in prefill.events] == [names.EVENT_PAUSED, names.EVENT_RESUMED]
+    assert [event.name for event in decode.events] == [names.EVENT_PAUSED, names.EVENT_RESUMED]
 
 
 def test_the_callers_trace_is_continued() -> None:

@@ -58,7 +58,7 @@ QUICK_BYTES_MAX = 16 * 1024  # of a body that has the short ones' worker
 N_LONG, N_GRAMMAR = 2, 2  # workers; a client alone has all but one
 GRAMMAR_CPU_S_MAX = 5.0  # to make one; trying it has separate bounds (coordinator/text/grammar_check.py)
 NICENESS = 10  # of workers for long bodies: running answers come first
-WALL_S_MAX = 60.0  # of one request, once it has a worker
+WALL_S_MAX = 60.0  # of one request, once it has a worker; the bounds of a body are of processor time
 KEEP_BYTES_MAX = 1024 * 1024  # a worker that had more than this in hand is not kept: its memory is given back
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
@@ -154,7 +154,7 @@ class _Workers:
                     kind, answer = await worker.talk(asked, raw)
                 is_fit = kind in (ANSWERED, FAILED) and len(raw) + len(answer) <= KEEP_BYTES_MAX
             except TimeoutError:
-                raise _WorkerDiedError("reading") from None
+                raise OverloadedError("this host is too busy to read the body in time; try again") from None
             finally:
                 if is_fit and not self._is_closed:
                     self._idle.append(worker)

@@ -16,6 +16,7 @@ import subprocess
 import threading
 
 from relayline.wire.common.child_command import module_command
+from relayline.wire.common.errors import OverloadedError
 
 ANSWER_TIMEOUT_S = 30.0  # of the clock; the worker's own limit is of processor time
 _CAUSES: dict[int, str] = {
@@ -33,7 +34,10 @@ class GrammarChecker:
         self._worker: subprocess.Popen[bytes] | None = None
 
     def check(self, text: str, *, is_gbnf: bool = False) -> tuple[str, str]:
-        """Return (the grammar as stages read it, what speaks against it or ""). `is_gbnf`: or Lark, found out."""
+        """Return (the grammar as stages read it, what speaks against it or ""). `is_gbnf`: or Lark, found out.
+
+        Raises OverloadedError if the host is too busy for an answer in time.
+        """
         asked = json.dumps({"text": text, "is_gbnf": is_gbnf}).encode() + b"\n"
         with self._lock:
             while True:
@@ -67,7 +71,10 @@ class GrammarChecker:
             return b""
         answered = select.poll()  # not `select`, which takes no file of a process that has 1,024 of them open
         answered.register(self._worker.stdout, select.POLLIN)
-        return self._worker.stdout.readline() if answered.poll(ANSWER_TIMEOUT_S * 1_000) else b""
+        if not answered.poll(ANSWER_TIMEOUT_S * 1_000):
+            self._end()
+            raise OverloadedError("this host is too busy to check the grammar in time; try again")
+        return self._worker.stdout.readline()
 
     def _end(self) -> str:
         """End the worker, if there is one; return why it may have died."""

@@ -20,7 +20,7 @@ from relayline.coordinator.http.service import CLIENT, client_of
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing import vocabulary_files as support
-from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from tests.support.http_support import WAIT_S, serving
 
 N_TIMES = "{% for a in range(n) %}{% for b in range(n) %}{% for c in range(n) %}{% endfor %}{% endfor %}{% endfor %}hi"
@@ -133,6 +133,16 @@ async def test_a_short_body_that_takes_long_is_handled_with_the_long_ones(
     monkeypatch.setattr(body_pool, "QUICK_CPU_S_MAX", 1e-6)  # less than any body takes
     pool = pool_of(tokenizer)
     assert unpacked((await completed(pool, {"prompt": "h" * 400})).prompts[0]) == (104,) * 400
+    pool.close()
+
+
+async def test_a_body_that_a_busy_host_does_not_read_in_time_is_no_mistake_of_its_client(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(tokenizer)
+    monkeypatch.setattr(body_pool, "WALL_S_MAX", 0.0)
+    with pytest.raises(OverloadedError, match="too busy to read the body"):
+        await completed(pool, {"prompt": "h" * 400})
     pool.close()
 
 

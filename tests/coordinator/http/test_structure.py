@@ -15,10 +15,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from relayline.coordinator.http.bodies import CompletionBody, decode_body
 from relayline.coordinator.http.structure import Shape, grammar_of, shape_of
+from relayline.coordinator.text import grammar_check
 from relayline.coordinator.text.grammar_check import GrammarChecker
 from relayline.coordinator.text.grammar_worker import Bytes
 from relayline.wire.common import bounds
-from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.errors import InvalidRequestError, OverloadedError
 
 PERSON = {
     "type": "object",
@@ -329,3 +330,13 @@ def test_a_grammar_that_cannot_be_followed_is_refused_in_one_line(kind: Any, tex
     assert reason in caught.value.message
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 600
+
+
+def test_a_grammar_that_a_busy_host_does_not_check_in_time_is_no_mistake_of_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checker = GrammarChecker()
+    monkeypatch.setattr(grammar_check, "ANSWER_TIMEOUT_S", 0.0)
+    with pytest.raises(OverloadedError, match="too busy to check the grammar"):
+        checker.check('start: "a"', is_gbnf=True)
+    assert checker._worker is None

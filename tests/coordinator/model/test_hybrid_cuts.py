@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from relayline.coordinator.model.family import Metadata
+from relayline.coordinator.model.family_rules import state_values
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
@@ -95,3 +97,16 @@ def test_plans_count_states_for_every_lane_and_checkpoints_up_to_their_bound(tmp
     n_lanes = 2 * CHECKPOINT_BYTES_MAX // (one * CHECKPOINTS_PER_LANE_MAX)
     more = [stage_memory(shape, Load(n_lanes=n, kv_layout="per-lane"), 0, 4).kv_bytes for n in (n_lanes, n_lanes + 1)]
     assert more[1] - more[0] == one + 2_048 * sum(facts.kv_bytes_per_token[:4])
+
+
+@pytest.mark.parametrize(
+    ("values", "n_values"),
+    [
+        ({"shortconv.l_cache": 3}, 2 * 64),  # a short convolution keeps the rows before the newest
+        ({"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16}, 3 * 128 + 16 * 128),  # Mamba
+        ({"ssm.conv_kernel": 4, "kda.head_dim": 8}, 3 * 3 * 32 + 8 * 32),  # Kimi: convolutions of queries, keys, values
+    ],
+)
+def test_a_state_has_the_rows_that_a_convolution_reads_again(values: dict[str, int], n_values: int) -> None:
+    facts = Metadata({"embedding_length": 64, "attention.head_count": 4, **values}, (), 2, 100)
+    assert state_values(facts) == n_values

@@ -90,6 +90,14 @@ def test_histograms_are_cumulative_and_add_up(worked: StageStats) -> None:
     assert plain(found, f"{wait}_sum") == pytest.approx(18.003001)
 
 
+def test_a_status_has_the_interval_of_each_latest_step(worked: StageStats) -> None:
+    bare, full = worked.message(with_recent=False), worked.message(with_recent=False, with_steps=True)
+    assert not bare.step_start_ns
+    assert len(full.step_start_ns) == len(full.step_end_ns) == full.n_steps == 3
+    spans = zip(full.step_start_ns, full.step_end_ns, strict=True)
+    assert sum(end_ns - start_ns for start_ns, end_ns in spans) == full.busy_ns
+
+
 def test_decode_frames_are_counted_with_the_time_for_which_they_were_held() -> None:
     """Waiting for their step and in its native decode; prompt rows are counted separately."""
     executor, stats = new_executor(FakeEngine()), StageStats()

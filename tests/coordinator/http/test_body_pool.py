@@ -107,7 +107,8 @@ def test_a_style_is_found_in_a_process_that_may_die_of_it(tokenizer: Tokenizer) 
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt":"x","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        # From Python 3.14 on, C code goes as deep as its stack has room.
+        b'{"prompt":"x","unknown":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}",
         b'{"prompt":"x","prediction":[' + b"{}," * 5_000_000 + b"{}]}",
         b'{"prompt":[' + b'"",' * 5_000_000 + b'""]}',
         b'{"prompt":"x","stop":[' + b'"",' * 5_000_000 + b'""]}',

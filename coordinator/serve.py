@@ -58,7 +58,9 @@ async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callba
         observer = await stack.enter_async_context(
             observed(config.telemetry, file.model_name, pushed_level, pipeline_config.name)
         )
-        pipeline = Pipeline(pipeline_config, file, tokenizer.is_end, roster, observer)
+        pipeline = Pipeline(
+            pipeline_config, file, tokenizer.is_end, roster, observer, tokenizer.message_ends.__contains__
+        )
         pipeline.planned = config.planned
         mover = _mover_of(config, pipeline)
         stack.push_async_callback(mover.close)

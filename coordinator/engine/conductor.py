@@ -93,12 +93,18 @@ class Conductor:
         is_end: Callable[[int], bool],
         session_ids: Iterator[int],
         now_ns: int,
+        ends_message: Callable[[int], bool] | None = None,
     ) -> None:
-        """`is_end` says of a token whether it ends an answer; `session_ids` gives each session its own, ascending."""
+        """`is_end` says of a token whether it ends an answer; `session_ids` gives each session its own, ascending.
+
+        `ends_message`: whether it ends a message of any role; by default those tokens do that end an answer.
+        """
         self._config, self._is_end, self._session_ids = config, is_end, session_ids
         self.availability = Availability(config.stage_names, config.lost_wait_s, now_ns)
         admission = self.admission = Admission(1, 0, config.waiting_max, lambda new: self.prefixes.lanes_before(new))
-        self.prefixes = Prefixes(config.prefix_lanes, session_ids, admission.free_lanes, admission.running)
+        self.prefixes = Prefixes(
+            config.prefix_lanes, session_ids, admission.free_lanes, admission.running, ends_message or is_end
+        )
         self.readers, self.suspects, self._turnover = Readers(), Suspects(), Turnover()
         self.scheduler, self.grants = Scheduler(config.schedule, GroupPlanner(())), Grants(config.schedule.grant_steps)
         drafts = config.schedule.draft and config.schedule.mode != "drain"

@@ -59,14 +59,18 @@ class Pipeline:
         is_end: Callable[[int], bool],
         roster: Roster | None = None,
         observer: Observer | None = None,
+        ends_message: Callable[[int], bool] | None = None,
     ) -> None:
-        """Raises UsageError for a list of revoked credentials that cannot be used."""
+        """`is_end` and `ends_message` as of Conductor. Raises UsageError for a list of revoked credentials that cannot
+        be used.
+        """
         self.config = config
         self._roster = roster or StaticRoster(config.addresses, config.names)
         self._observer = observer or Observer()
         names = [str(stage.get("name") or f"stage {index}") for index, stage in enumerate(self._roster.describe())]
         session_ids = itertools.count(secrets.randbits(31) << 32)
-        self.conductor = Conductor(_decided(config, file, names), is_end, session_ids, time.monotonic_ns())
+        decided, now_ns = _decided(config, file, names), time.monotonic_ns()
+        self.conductor = Conductor(decided, is_end, session_ids, now_ns, ends_message)
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)
         self._audiences: dict[int, Audience] = {}  # by session id, until its last event is delivered
         self.moves = Moves(

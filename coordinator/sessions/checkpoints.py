@@ -1,31 +1,37 @@
-"""The positions at which sessions with a recurrent state can be, and should be, resumed. Pure.
+"""The positions at which sessions can be, and should be, resumed where stages forget what was before. Pure.
 
-A recurrent state describes the end of its lane and cannot be rewound. So stages keep checkpoints of it behind the rows
-that the coordinator marks (Flag.CHECKPOINT), and it asks for these positions alone. It marks:
+A recurrent state describes the end of its lane and cannot be rewound, nor can a sliding window whose cells alone are
+kept. So stages keep checkpoints of them behind the rows that the coordinator marks (Flag.CHECKPOINT), and it asks for
+these positions alone. It marks:
 
 * the end of the first message, which all chats with one system prompt share,
 * the end of the last one: the next turn's prompt agrees with this one so far, whatever the chat template then adds,
-* the end of the prompt minus one, for the same prompt again, and for further choices of one request, * the position
-where a waiting prompt stops agreeing with this one.
+* the end of the prompt minus one, for the same prompt again, and for further choices of one request,
+* the position where a waiting prompt stops agreeing with this one.
 
-A message ends with a token that ends answers, as nearly all chat templates have it.
+A message ends with a token that ends answers, as nearly all chat templates have it, or with one that is known for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from relayline.coordinator.sessions.session import Session, State
 from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
 
 STOP_TOKENS_MIN = 32  # a checkpoint before would save hardly more than it costs
-SEARCHED_TOKENS_MAX = 8_192  # of each end of a history
+SEARCHED_TOKENS_MAX = 32_768  # of each end of a history: 2 ms, where no message ends there
 
 
-def stops_of(session: Session) -> list[int]:
-    """Return the ends of a starting session's chunks, ascending, all beyond the part that it need not read."""
-    history, is_end = session.history, session.is_end
+def stops_of(session: Session, ends_message: Callable[[int], bool]) -> list[int]:
+    """Return the ends of a starting session's chunks, ascending, all beyond the part that it need not read.
+
+    ends_message(token) tells whether a message of a chat ends with a token.
+    """
+    history = session.history
     n_searched = min(len(history) - 1, SEARCHED_TOKENS_MAX)
     forwards, backwards = range(n_searched), range(len(history) - 2, len(history) - 2 - n_searched, -1)
-    ends = (next((at + 1 for at in places if is_end(history[at])), 0) for places in (forwards, backwards))
+    ends = (next((at + 1 for at in places if ends_message(history[at])), 0) for places in (forwards, backwards))
     found = {*ends, len(history) - 1}
     return sorted(at for at in found if at >= STOP_TOKENS_MIN and at > session.n_sent)
 

@@ -53,13 +53,15 @@ class Prefixes:
         session_ids: Iterator[int],
         free_lanes: Callable[[], Sequence[int]],
         running: Mapping[int, Session],
+        ends_message: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Keep at most n_max lanes, each as a session. None leaves the number to each epoch, see `renew`.
 
         0 also turns off copies from running sessions. free_lanes() returns the lanes without a session, ascending.
+        ends_message(token): see `checkpoints.stops_of`.
         """
         self._n_asked, self._session_ids, self._free_lanes = n_max, session_ids, free_lanes
-        self._running = running
+        self._running, self._ends_message = running, ends_message
         self.n_max = n_max or 0
         self._kept: list[Kept] = []
         self._left_rows: dict[int, int] = {}  # session id -> tokens that all stages hold from the epoch before
@@ -89,7 +91,7 @@ class Prefixes:
             n_kept = nearest(session, min(n_kept, len(session.history) - 1), is_held=True)
         frames += session.start(n_kept)
         if self._keeps_state and self._n_asked != 0 and session.request.cache_prompt:
-            session.stops = stops_of(session)
+            session.stops = stops_of(session, self._ends_message)
         if session.n_sent:
             return frames
         kept, running = [kept.session for kept in self._kept], self._sources(session)

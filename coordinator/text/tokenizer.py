@@ -32,6 +32,16 @@ _USER_DEFINED = llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
 _LSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
 _RSTRIP = llama_cpp.LLAMA_TOKEN_ATTR_RSTRIP
 _META_TEXT_BYTES_MAX = 4096
+# Tokens that end messages but not every answer, such as the thoughts in gpt-oss's.
+MESSAGE_ENDS = (
+    b"<|end|>",
+    b"<|im_end|>",
+    b"<|eot_id|>",
+    b"<|eot|>",
+    b"<end_of_turn>",
+    b"<turn|>",
+    b"<|END_OF_TURN_TOKEN|>",
+)
 
 
 class FillIn(NamedTuple):
@@ -260,6 +270,14 @@ class Tokenizer:
     def is_end(self, token: int) -> bool:
         """Return whether the model ends its turn with this token."""
         return 0 <= token < self.n_vocab and bool(llama_cpp.llama_vocab_is_eog(self._vocab, token))
+
+    @functools.cached_property
+    def message_ends(self) -> frozenset[int]:
+        """The tokens that end a message of a chat, of any role: those that end answers, and a few known ones."""
+        if not self.has_text:
+            return frozenset()
+        named = (self._encode(name, add_special=False, parse_special=True) for name in MESSAGE_ENDS)
+        return frozenset(ids[0] for ids in named if len(ids) == 1) | frozenset(filter(self.is_end, range(self.n_vocab)))
 
     def decode(self, tokens: list[int] | tuple[int, ...], *, special: bool = True) -> str:
         """Return the text of a token sequence; bytes that are not UTF-8 become U+FFFD."""

@@ -143,7 +143,7 @@ def test_every_stage_has_to_know_them() -> None:
     assert facts_of_all([pb.DescribeResponse(takes_grids=True)]).takes_grids
     stage = new_facts(0, 1)
     assert stage.describe().takes_mutual_rows
-    assert not dataclasses.replace(stage, keeps_state=True).describe().takes_mutual_rows
+    assert not dataclasses.replace(stage, takes_mutual_rows=False).describe().takes_mutual_rows
 
 
 def facts_of_all(facts: list[pb.DescribeResponse]) -> EpochFacts:

@@ -90,6 +90,16 @@ def test_end_tokens(tokenizer: Tokenizer) -> None:
     assert not tokenizer.is_end(104)
 
 
+def test_messages_end_with_what_ends_answers_and_with_tokens_known_for_it(tmp_path: Path) -> None:
+    """gpt-oss ends a thought, and each message before the answer, with a token that does not end answers."""
+    controls = ["<|return|>", "<|call|>", "<|end|>", "<|start|>"]
+    harmony = Tokenizer.load(support.write_tokenizer(tmp_path / "tokenizer.gguf", controls=controls))
+    answers, _, end, start = range(support.N_VOCAB, support.N_VOCAB + 4)
+    assert [harmony.is_end(token) for token in (answers, end, start)] == [True, False, False]
+    assert harmony.message_ends >= {answers, end, support.IM_END, support.EOS}
+    assert not harmony.message_ends & {start, 104}
+
+
 @pytest.mark.parametrize("token", [-1, support.N_VOCAB, 1 << 40])
 def test_tokens_outside_the_vocabulary_never_reach_llama_cpp(tokenizer: Tokenizer, token: int) -> None:
     assert tokenizer.piece(token) == b""

@@ -44,6 +44,12 @@ def test_of_equal_ways_the_one_that_moves_least_is_taken() -> None:
     assert share_out(holders, 9, need, any_cut) == (5,)
 
 
+def test_a_slow_host_may_hold_a_single_layer() -> None:
+    holders = [Holder("slow", 5.0), Holder("fast", 1.0), Holder("slow too", 5.0)]
+    assert share_out(holders, 7, need, any_cut) == (1, 6)
+    assert share_out(holders, 3, need, any_cut) == (1, 2)
+
+
 def test_only_cuts_that_the_model_allows() -> None:
     assert share_out([Holder("a"), Holder("b")], N, need, lambda start, end: start % 4 == 0 and end % 4 == 0) in (
         (4,),

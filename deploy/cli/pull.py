@@ -60,8 +60,9 @@ def pull_command(model: str, directory: Path | None, with_projector: bool, as_js
         click.echo(json.dumps({"path": str(path), "files": len(files), "size_bytes": n_bytes, **more}))
         return
     shards = f" in {len(files)} files" if len(files) > 1 else ""
+    size = f"{n_bytes / (1 << 30):.2f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.1f} MiB"
     flag = " --mmproj auto" if projector else ""
-    click.echo(f"{path}\n{n_bytes / (1 << 30):.2f} GiB{shards}; next: relayline up {model}{flag}")
+    click.echo(f"{path}\n{size}{shards}; next: relayline up {model}{flag}")
     if projector is not None:
         click.echo(f"projector: {projector}")
     elif not is_here and (name := projector_of(model)):

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import signal
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +26,7 @@ from relayline.wire.common.phase import HostState, Phase
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for the running state; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
 REFUSED = "the coordinator answers"  # and without some of the requested parts
+UNTRUSTED = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"  # it answers all the same
 KILL_WAIT_S = 10.0
 
 
@@ -114,7 +116,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
     state = pipeline.state
     running = pipeline.is_running
     live, problem = _live(pipeline) if running and state.url else (None, "")
-    phase, phase_s = _phase(pipeline, live, is_answering=not problem)
+    phase, phase_s = _phase(pipeline, live, is_answering=problem in ("", UNTRUSTED))
     if problem.startswith(REFUSED) and (word := _health(state)) is not None:  # /health asks for no key
         phase, phase_s = word, None
     known = [*live["stages"], *live.get("idle", ())] if live is not None else []
@@ -219,6 +221,8 @@ def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
     key = key_of(pipeline)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     status, found, problem = _asked(f"{pipeline.state.url}/v1/pipeline", headers)
+    if problem == UNTRUSTED:
+        return None, problem
     if problem:
         return None, f"the coordinator does not answer: {problem}"
     if status != 200:
@@ -247,7 +251,8 @@ def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
         with error:
             return error.code, _json(error.read(ANSWER_BYTES_MAX)), ""
     except (OSError, http.client.HTTPException) as error:
-        return 0, None, str(getattr(error, "reason", error))
+        reason = getattr(error, "reason", error)
+        return 0, None, UNTRUSTED if isinstance(reason, ssl.SSLCertVerificationError) else str(reason)
 
 
 def _json(raw: bytes) -> Any:

@@ -12,6 +12,7 @@ loaded.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import glob
 import logging
 import os
@@ -19,12 +20,16 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
 from relayline.deploy.launch.hub_choice import SHARD, chosen_file, models_among, projector_among
 from relayline.deploy.launch.hub_download import load_blob
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.places import home
 
+_DISK_ERRORS = frozenset(
+    (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+)
 SCHEME = "hf://"
 MODELS_SHOWN = 8  # of a directory that holds several
 SHARDS_MAX = 4_096  # as many as a sharded set may have, see coordinator.model.gguf_file
@@ -142,6 +147,8 @@ def local_model(named: str) -> Path:
     """
     path = Path(named)
     if path.is_dir():
+        if (path / PIPELINE_NAME).is_file():
+            raise ModelFileError(f"{path}: holds a split of a model; give the whole model, `up` keeps splits by itself")
         return _only_model(sorted(path.glob("*.gguf")), f"{path}", sorted(path.glob("*.safetensors")))
     if not path.exists() and is_pattern(named):
         return _only_model(sorted(map(Path, glob.glob(named))), named, [])
@@ -242,7 +249,7 @@ def _names_of(model: HubFile) -> list[str]:
         return list(huggingface_hub.HfApi().list_repo_files(model.repo, revision=model.revision or None))
     except Exception as error:  # of the hub's client, of HTTP, of the system
         is_answer = isinstance(error, errors.HfHubHTTPError | errors.HFValidationError)
-        if is_answer:
+        if is_answer or (isinstance(error, OSError) and error.errno in _DISK_ERRORS):
             _explain(model, "", model.revision, error)
         if kept := _kept_names(model):
             return kept
@@ -297,6 +304,9 @@ def _explain(model: HubFile, file: str, revision: str, error: Exception) -> NoRe
         text = f"{where}: the repository has no such file"
     elif isinstance(error, errors.HFValidationError):
         raise UsageError(f"{where}: {_first_line(error)}") from error
+    elif isinstance(error, OSError) and error.errno in _DISK_ERRORS:  # a lost connection is an OSError too
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        text = f"{where}: the download cannot be kept: {reason}; HF_HOME=DIRECTORY keeps downloads elsewhere"
     else:
         text = f"{where}: cannot be downloaded: {_first_line(error)}"
     raise ModelFileError(text) from error

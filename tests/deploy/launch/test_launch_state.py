@@ -9,12 +9,15 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 
@@ -448,6 +451,20 @@ def test_status_of_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
         facts = described(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert facts["phase"] == "unreachable"
     assert "does not answer" in facts["problem"]
+
+
+def test_status_of_a_coordinator_whose_certificate_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers: that is no reason to call it unreachable."""
+
+    def refuse(*_: object, **named: object) -> NoReturn:
+        raise urllib.error.URLError(ssl.SSLCertVerificationError("self-signed certificate"))
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", refuse)
+    facts = described(tmp_path, "https://127.0.0.1:1")
+    assert facts["phase"] == "ready"
+    assert "  requests: its certificate is not trusted here; set SSL_CERT_FILE to the CA's file" in _status_text(facts)
 
 
 def test_status_counts_the_time_of_the_phase_and_not_of_the_process(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from relayline.deploy.launch.hub_choice import chosen_file, projector_among
-from relayline.deploy.launch.model_source import HubFile, parse_reference, resolve_model, resolve_projector
+from relayline.deploy.launch.model_source import HubFile, local_model, parse_reference, resolve_model, resolve_projector
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
 from tests.support.fake_hub import COMMIT, Hub, serving
@@ -151,6 +151,13 @@ def test_offline_uses_cached_files(hub: Hub, tmp_path: Path) -> None:
     assert hub.asked == []
 
 
+def test_the_directory_of_a_split_is_no_choice_of_models(tmp_path: Path) -> None:
+    for name in ("stage-0.gguf", "stage-1.gguf", "tokenizer.gguf", "pipeline.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelFileError, match="holds a split of a model; give the whole model"):
+        local_model(str(tmp_path))
+
+
 @pytest.mark.slow  # the hub's client tries for a while
 def test_a_hub_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     code, text = load("http://127.0.0.1:1", tmp_path, "hf://org/repo/model.gguf")
@@ -167,6 +174,18 @@ def test_the_hubs_client_says_once_that_it_tries_again(tmp_path: Path) -> None:
     again, cannot = text.splitlines()
     assert again == "the hub does not answer; trying again for up to half a minute"
     assert "cannot be reached" in cannot
+
+
+@pytest.mark.parametrize("reference", ["hf://org/repo/model.gguf", "hf://org/repo"])
+def test_a_place_that_holds_no_downloads_names_the_variable_that_moves_it(
+    hub: Hub, tmp_path: Path, reference: str
+) -> None:
+    """The hub answers: that its cache is a file is not the network's fault."""
+    (tmp_path / "file").touch()
+    code, text = load(hub.url, tmp_path / "file", reference, XDG_CACHE_HOME=str(tmp_path))
+    assert code == 3
+    assert "the download cannot be kept: " in text
+    assert text.endswith("Not a directory; HF_HOME=DIRECTORY keeps downloads elsewhere")
 
 
 def test_the_content_is_checked(hub: Hub, tmp_path: Path) -> None:

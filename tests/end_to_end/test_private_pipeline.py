@@ -72,7 +72,8 @@ def ask(url: str, key: str | None) -> tuple[int, dict[str, Any]]:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 def granted_rows(url: str) -> int:

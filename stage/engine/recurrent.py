@@ -182,7 +182,8 @@ class RecurrentLanes:
     def take_back(self, context: Any, lane: int, position: int, n_tokens: int) -> None:
         """Set the state of a lane of n_tokens to a checkpoint. Only then its KV cells can be cut there.
 
-        Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError if there is none.
+        Or llama.cpp has the state itself, and takes it when it cuts the cells. Raises NativeError if there is none, or
+        if llama.cpp does not take it; then the lane is empty.
         """
         state = self._checkpoints.state(lane, position) if 0 < position < n_tokens else None
         if self.needs_checkpoint(lane, position, n_tokens):
@@ -199,6 +200,9 @@ class RecurrentLanes:
     def _put(self, context: Any, lane: int, state: State) -> None:
         self._recent.forget(lane)
         if not write_partial(context, lane, state):
+            # It has forgotten this part of the lane by now. Rows of its other part would be taken for another stream's.
+            llama.llama_memory_seq_rm(llama.llama_get_memory(context), lane, -1, -1)
+            self._checkpoints.drop_beyond(lane, 0)
             raise NativeError(f"{self._architecture}: llama.cpp does not take a state of lane {lane}")
 
     def own(self, context: Any, lane: int) -> None:

@@ -186,7 +186,8 @@ class SavedLanes:
         # Into a target whose copy is put off until the next step no checkpoint can be written.
         is_replaced = engine.attention.keeps_window and is_per_lane and not is_whole
         if is_replaced or self._states.has_cells or self._states.is_taken_back(source_lane):
-            self.settle(source_lane)
+            if is_replaced:
+                self.settle(source_lane)
             if not copy_lane(self._context, source_lane, target_lane):
                 raise NativeError(f"{engine.artifact.architecture}: llama.cpp does not copy lane {source_lane}")
             return True

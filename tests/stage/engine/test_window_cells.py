@@ -19,6 +19,7 @@ from relayline.coordinator.planner.memory import kv_cells, window_kv_cells
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.stage.assembly import load_stage
+from relayline.stage.engine import recurrent
 from relayline.stage.engine.ggml import LogRing
 from relayline.stage.engine.lane_state import has_window, read_partial, write_partial
 from relayline.stage.engine.native import NativeEngine
@@ -190,6 +191,25 @@ def test_copies_are_exact_whole_and_from_a_checkpoint(few: Windows) -> None:
     engine.copy_prefix(1, 3, 600)
     few.read(1, 1, 900, first=601)
     assert far(few.lanes.decode((3, 0, 600, 601))[0], whole) < CLOSE
+
+
+def test_a_lane_whose_window_llama_cpp_does_not_take_is_empty(few: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other cells would be read by the next stream."""
+    engine, text = few.lanes.engine, 1
+    expected = few.whole.expected(text, (64, 65))
+    few.read(0, 0, 500)
+    engine.checkpoint(0)
+    few.read(0, 1, 800, first=500)
+    with monkeypatch.context() as patch:
+        patch.setattr(recurrent, "write_partial", lambda *_: False)
+        with pytest.raises(NativeError, match="does not take a state of lane 0"):
+            engine.drop_from(0, 500)
+    assert engine.lane_tokens(0) == 0
+    few.read(0, text, 64)
+    assert far(few.lanes.decode((0, text, 64, 65))[0], expected) < CLOSE
+    few.read(0, text, 700, first=65)
+    with pytest.raises(PositionGapError, match="its checkpoints are at none"):
+        engine.check_rewind(0, 100)
 
 
 def test_a_copy_that_waits_does_not_undo_a_checkpoint(few: Windows) -> None:

@@ -91,7 +91,6 @@ FAMILIES: dict[str, Family] = {
             cut_period=rules.LLAMA4_ROPE_STEP,
             refusal=rules.llama4_refusal,
             windows=windows_of(4),
-            window_tokens=8_192,
         ),
         # Rotary positions are left out where there is no window.
         Family("cohere2", "Command A, Command R7B", windows=windows_of(4)),

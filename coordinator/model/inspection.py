@@ -35,6 +35,7 @@ from relayline.coordinator.model.sidebands import EPSILON, LAYER_NORM, LAYER_PRO
 from relayline.wire.common.bounds import N_EMBD_MAX
 from relayline.wire.common.checkpoints import REWINDING_ARCHITECTURES
 from relayline.wire.common.errors import ModelFileError, UnsupportedArchitectureError
+from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES
 from relayline.wire.common.rope_factors import CONTEXT, LONG_FACTORS, ORIGINAL_CONTEXT, LongRope
 from relayline.wire.model_files.gguf_header import Tensor, Value
 from relayline.wire.model_files.model_check import LAYERS_MAX, check_model
@@ -111,7 +112,7 @@ class ModelFacts:
     indexers: Indexers  # whether each layer chooses the tokens it attends to; empty where none does
     long_rope: LongRope | None  # if it has two sets of rope factors
     windows: Windows  # which layers have a sliding window; empty unless some have and some have not
-    window_tokens: int  # that a row of these layers reads, its own included; 0 where none has a window
+    window_tokens: int  # that a row of these layers reads, its own included; 0: they keep all, or none has a window
 
     @property
     def legal_cuts(self) -> tuple[int, ...]:
@@ -393,7 +394,7 @@ def _kv_bytes(header: _Header) -> tuple[int, ...]:
 
 
 def _window_tokens(header: _Header) -> int:
-    if not any(header.family.windows(header.metadata)):
+    if header.architecture in CHUNKED_ARCHITECTURES or not any(header.family.windows(header.metadata)):
         return 0
     return header.metadata.integer("attention.sliding_window") or header.family.window_tokens
 

@@ -133,7 +133,7 @@ def _states_of(facts: ModelFacts) -> dict[str, str]:
 def _windows_of(facts: ModelFacts) -> dict[str, str]:
     """Return the line that tells of sliding windows; none where no layer has one."""
     n_windowed = sum(facts.windows)
-    if not n_windowed:
+    if not facts.window_tokens:
         return {}
     kept = sum(
         n_bytes for n_bytes, is_windowed in zip(facts.kv_bytes_per_token, facts.windows, strict=True) if is_windowed

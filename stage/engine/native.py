@@ -43,6 +43,7 @@ from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.stage.engine.step_batch import StepBatch
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
+from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES
 from relayline.wire.settings.table import EngineSettings
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
@@ -190,7 +191,7 @@ class NativeEngine:
             flash_attn=config.flash_attn,
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
-            window=0 if self.states.exist else window,
+            window=0 if self.states.exist or self.artifact.architecture in CHUNKED_ARCHITECTURES else window,
         )
         self.attention = Attention(
             window=window,

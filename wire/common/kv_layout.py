@@ -32,6 +32,9 @@ UNIFIED_ARCHITECTURES = frozenset({"kimi-linear"})
 # would share.
 PER_LANE_ARCHITECTURES = frozenset({"deepseek4"})
 WINDOW_CELLS = ("auto", "window", "all")  # the possible settings
+# Of these, windows are chunks: a row reads those before it in its chunk. So their first cell says little about what a
+# lane can be taken back to, and stages keep all.
+CHUNKED_ARCHITECTURES = frozenset({"llama4"})
 WINDOW_CELLS_STEP = 256  # llama_kv_cache_iswa rounds the cells of windows up to this
 SCORED_KV_TYPES = ("f16", "f32")  # a quantised cache needs flash attention
 SCORE_BYTES_MAX = 1 << 30  # of one step's scores, f32; with more, flash attention stays

@@ -291,6 +291,20 @@ def test_a_plan_counts_the_cells_that_llama_cpp_allocates(
     assert (window_kv_cells(shape, load) < kv_cells(load)) == (window_cells == "auto")
 
 
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+def test_windows_that_are_chunks_are_kept_whole(kv_layout: str, tmp_path: Path) -> None:
+    windows = Windows("llama4", kv_layout, tmp_path)
+    model = inspect_model(tmp_path / "model.gguf")
+    assert any(model.windows)
+    assert model.window_tokens == 0
+    try:
+        assert windows.lanes.engine.attention.window
+        assert not windows.lanes.engine.keeps_state
+    finally:
+        windows.lanes.engine.close()
+        windows.whole.engine.close()
+
+
 def test_a_step_that_failed_leaves_lanes_that_go_on(few: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = few.lanes.engine
     expected = few.whole.expected(1, (*EDGES[:-1], 604))

@@ -6,7 +6,8 @@ these positions alone. It marks:
 
 * the end of the first message, which all chats with one system prompt share,
 * the end of the last one: the next turn's prompt agrees with this one so far, whatever the chat template then adds,
-* the end of the prompt minus one, for the same prompt again, and for further choices of one request,
+* the end of the prompt minus one, for the same prompt again, unless the last message ends shortly before: each mark is
+one more step before the first token,
 * the position where a waiting prompt stops agreeing with this one.
 
 A message ends with a token that ends answers, as nearly all chat templates have it, or with one that is known for it.
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from relayline.coordinator.sessions.session import Session, State
 from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
 
-STOP_TOKENS_MIN = 32  # a checkpoint before would save hardly more than it costs
+STOP_TOKENS_MIN = 32  # a checkpoint that saves fewer would save hardly more than it costs
 SEARCHED_TOKENS_MAX = 32_768  # of each end of a history: 2 ms, where no message ends there
 
 
@@ -31,8 +32,9 @@ def stops_of(session: Session, ends_message: Callable[[int], bool]) -> list[int]
     history = session.history
     n_searched = min(len(history) - 1, SEARCHED_TOKENS_MAX)
     forwards, backwards = range(n_searched), range(len(history) - 2, len(history) - 2 - n_searched, -1)
-    ends = (next((at + 1 for at in places if ends_message(history[at])), 0) for places in (forwards, backwards))
-    found = {*ends, len(history) - 1}
+    ends = [next((at + 1 for at in places if ends_message(history[at])), 0) for places in (forwards, backwards)]
+    last = len(history) - 1
+    found = {*ends, *(() if last - ends[1] < STOP_TOKENS_MIN else (last,))}
     return sorted(at for at in found if at >= STOP_TOKENS_MIN and at > session.n_sent)
 
 

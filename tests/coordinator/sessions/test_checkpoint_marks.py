@@ -49,8 +49,11 @@ def answer(session: Session, tokens: Sequence[int]) -> None:
 def test_chunks_end_where_messages_do_and_before_the_last_token() -> None:
     session = session_of(1, [*SYSTEM, *range(200, 230), END, 7, 8])
     world().start(session)
-    assert read(session) == [(51, Flag.CHECKPOINT), (82, Flag.CHECKPOINT), (83, Flag.CHECKPOINT), (84, 0)]
-    assert session.checkpoints == [51, 82, 83]
+    assert read(session) == [(51, Flag.CHECKPOINT), (82, Flag.CHECKPOINT), (84, 0)]
+    assert session.checkpoints == [51, 82]
+    long_end = session_of(1, [*SYSTEM, *range(200, 230), END, *range(300, 300 + STOP_TOKENS_MIN), 8])
+    world().start(long_end)
+    assert read(long_end)[2:] == [(82 + STOP_TOKENS_MIN, Flag.CHECKPOINT), (83 + STOP_TOKENS_MIN, 0)]
     short = session_of(2, range(10, 10 + STOP_TOKENS_MIN))
     world().start(short)
     assert read(short) == [(STOP_TOKENS_MIN, 0)], "short text is read again in no time"

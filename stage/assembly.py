@@ -82,13 +82,13 @@ def _load(
         rewinds(engine),
         engine.keeps_state,
         engine.rewind_rows,
-        takes_mutual_rows=not engine.states.exist,
+        takes_mutual_rows=not engine.rewinds.are_recurrent,
         goes_by_tiles=engine.attention.goes_by_tiles,
         place=place,
         name=own_name(config),
     )
     # With a recurrent state a lane's further rows are computed apart: scratch rows would be another micro-batch.
-    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.states.exist
+    pads = settings.policy == "auto" and spare_lanes > 0 and not engine.rewinds.are_recurrent
     executor = StepExecutor(
         engine,
         LaneTable(settings.n_lanes, settings.ctx_tokens),
@@ -105,7 +105,7 @@ def _load(
 def rewinds(engine: NativeEngine) -> bool:
     """Return whether any lane can be taken back by the rows of a draft or a grant."""
     attention, settings = engine.attention, engine.config.settings
-    if engine.states.exist or (attention.window and settings.layout_used != "per-lane"):
+    if engine.rewinds.are_recurrent or (attention.window and settings.layout_used != "per-lane"):
         return False
     # llama.cpp keeps the cells of a window and of a largest step, so at least so many rows can be taken back.
     return not attention.keeps_window or engine.max_rows >= GRANT_STEPS_MAX

@@ -24,7 +24,7 @@ class StageFacts:
     software_version: str
     curves: Curves = dataclasses.field(default_factory=Curves)
     rewinds: bool = True  # a lane can always be taken back by some positions, see `NativeEngine.check_rewind`
-    keeps_state: bool = False  # beyond these, it can be taken back to checkpoints alone, see `stage.engine.recurrent`
+    keeps_state: bool = False  # beyond these, it goes back to checkpoints alone, see `stage.engine.lane_rewinds`
     rewind_rows: int = 0  # and by so many rows of its last step
     takes_mutual_rows: bool = True  # rows of a step may attend to later ones
     goes_by_tiles: bool = False  # steps of many rows round differently, see `stage.engine.native.Attention`

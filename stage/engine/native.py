@@ -30,6 +30,7 @@ from relayline.stage.engine.hidden import HiddenRows, gives_hidden
 from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_places import Grid
+from relayline.stage.engine.lane_rewinds import LaneRewinds
 from relayline.stage.engine.lane_state import (
     read_lane,
     require,
@@ -38,7 +39,6 @@ from relayline.stage.engine.lane_state import (
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import abandonable, load_model
 from relayline.stage.engine.own_cells import NodeNotes
-from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.stage.engine.step_batch import StepBatch
@@ -126,19 +126,19 @@ class NativeEngine:
         try:
             self._model = load_model(self.artifact, settings, load)
             self._check_model()
-            self.states = RecurrentLanes(self._model, self.artifact.architecture, settings.kv_layout)
+            self.rewinds = LaneRewinds(self._model, self.artifact.architecture, settings.kv_layout)
             # A lane with a state or a window is copied whole and never held, and further ones would take memory.
-            if self.states.exist or llama.llama_model_n_swa(self._model):
+            if self.rewinds.are_recurrent or llama.llama_model_n_swa(self._model):
                 self.config = dataclasses.replace(self.config, held_lanes=0)
             self._allocate()
             self._context = self._open_context()
             self._memory: Any = llama.llama_get_memory(self._context)
             # In a step that is cut, the graph of its last part is all that would be left.
-            if self.is_last and not self.states.cut_steps and is_asked_for(settings, self.artifact):
+            if self.is_last and not self.rewinds.cut_steps and is_asked_for(settings, self.artifact):
                 parts = gives_parts(settings)
                 self.device = DeviceGreedy(self.n_vocab, self.wants, self.max_wanted, gives_parts=parts)
                 self.device.install(self._context, self.config.n_sequences)
-            self.saved = SavedLanes(self, self._context, self.states, self._batch.places)
+            self.saved = SavedLanes(self, self._context, self.rewinds, self._batch.places)
             self._check_itself(load)
         except BaseException:
             self.close()
@@ -167,7 +167,7 @@ class NativeEngine:
         self.seq_ids = np.zeros(n_rows, np.int32)
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
-        self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self.states)
+        self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self.rewinds)
         parts = self._parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
         self._batch.bind(parts, self._model, self.config.n_sequences)
         if self.is_last and (settings.embeddings or not computes_apart(settings)):
@@ -191,7 +191,7 @@ class NativeEngine:
             flash_attn=config.flash_attn,
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
-            window=0 if self.states.exist or self.artifact.architecture in CHUNKED_ARCHITECTURES else window,
+            window=0 if self.rewinds.are_recurrent or self.artifact.architecture in CHUNKED_ARCHITECTURES else window,
         )
         self.attention = Attention(
             window=window,
@@ -204,7 +204,7 @@ class NativeEngine:
         params.n_threads = params.n_threads_batch = settings.n_threads
         params.embeddings = False
         params.no_perf = True
-        params.n_rs_seq = settings.rewind_rows if self.states.exist else 0
+        params.n_rs_seq = settings.rewind_rows if self.rewinds.are_recurrent else 0
         if self._capture is not None:
             self._capture.install(params)
         ggml.LOG.watch()
@@ -212,9 +212,9 @@ class NativeEngine:
         if not context:
             reason = ggml.LOG.reason("llama.cpp gave no reason") + "; a smaller --ctx or fewer --lanes need less memory"
             raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type}): {reason}")
-        self.states.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
+        self.rewinds.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         if self.attention.keeps_window:
-            self.states.keep_windows(llama.llama_get_memory(context), window)
+            self.rewinds.keep_windows(llama.llama_get_memory(context), window)
         return context
 
     def _check_itself(self, load: Load) -> None:
@@ -273,7 +273,7 @@ class NativeEngine:
         if grids and not self._batch.has_axes:
             raise InternalError("rows of images came with places on axes that this model does not have")
         batch = self._batch.fill(n_rows, grids)
-        if is_mutual and (self.states.exist or len(self.micro_batches) > 1):
+        if is_mutual and (self.rewinds.are_recurrent or len(self.micro_batches) > 1):
             raise InternalError("rows that attend to each other must be one lane's, of a model that attends alone")
         code = _run(self._context, batch, is_mutual=is_mutual)
         try:
@@ -294,7 +294,7 @@ class NativeEngine:
             raise
         self.copies_wait = False
         self._batch.places.note(grids)
-        self.states.ran(self.seq_ids[:n_rows], step_cut)
+        self.rewinds.ran(self.seq_ids[:n_rows], step_cut)
         if self.hidden is not None:
             self.hidden.note(self.wants[:n_rows], step_cut)
         if step_cut and not step_cut.is_in_order and not self.is_last and capture is not None:
@@ -307,7 +307,7 @@ class NativeEngine:
 
         Some layer has a recurrent state, which knows no position but that end, or keeps the cells of a window alone.
         """
-        return self.states.need_checkpoints
+        return self.rewinds.need_checkpoints
 
     @property
     def n_runs(self) -> int:
@@ -317,7 +317,7 @@ class NativeEngine:
     @property
     def rewind_rows(self) -> int:
         """By how many rows of its last step a lane with a recurrent state can be taken back; 0: it cannot."""
-        return self.states.n_recent
+        return self.rewinds.n_recent
 
     @property
     def _is_per_lane(self) -> bool:
@@ -336,14 +336,14 @@ class NativeEngine:
         raise NativeError(f"llama_decode failed with code {code} on {n_rows} rows: {reason}")
 
     def _drop_batch(self, n_rows: int) -> None:
-        self.states.failed()
+        self.rewinds.failed()
         first = np.full(self.config.n_sequences, np.iinfo(np.int32).max, np.int32)
         lanes = self.seq_ids[:n_rows]
         known = (lanes >= 0) & (lanes < self.config.n_sequences)  # the failure may be an impossible lane
         np.minimum.at(first, lanes[known], self.positions[:n_rows][known])
         for lane in np.unique(lanes[known]).tolist():
             position = max(0, min(int(first[lane]), self.lane_tokens(lane)))
-            can_rewind = self.states.can_rewind(lane, position, self.lane_tokens(lane))
+            can_rewind = self.rewinds.can_rewind(lane, position, self.lane_tokens(lane))
             self.drop_from(lane, position if can_rewind else 0)  # some micro-batch may have moved its state
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
@@ -372,7 +372,7 @@ class NativeEngine:
         """
         self._check_lanes(lane)
         self._batch.places.check_cut(lane, position)
-        self.states.require(lane, position, self.lane_tokens(lane))
+        self.rewinds.require(lane, position, self.lane_tokens(lane))
         if not self.keeps_state:
             require(self._memory, lane, position, self.attention.window)
 
@@ -381,7 +381,7 @@ class NativeEngine:
 
         Bounded, see stage.engine.checkpoints. Raises NativeError where llama.cpp does not give the state.
         """
-        self.states.checkpoint(self._context, lane, self.lane_tokens(lane))
+        self.rewinds.checkpoint(self._context, lane, self.lane_tokens(lane))
 
     def drop_from(self, lane: int, position: int) -> None:
         """Drop the lane's positions from `position` on; inside an image that has one place on an axis, all its rows.
@@ -391,9 +391,9 @@ class NativeEngine:
         """
         self._check_lanes(lane)
         position, n_tokens = max(0, position), self.lane_tokens(lane)
-        if self.attention.keeps_window and self.states.needs_checkpoint(lane, position, n_tokens):
+        if self.attention.keeps_window and self.rewinds.needs_checkpoint(lane, position, n_tokens):
             self.saved.settle(lane)  # a copy into the lane that waits would undo it
-        self.states.take_back(self._context, lane, position, n_tokens)
+        self.rewinds.take_back(self._context, lane, position, n_tokens)
         if not llama.llama_memory_seq_rm(self._memory, lane, self._batch.places.cut(lane, position), -1):
             raise NativeError(
                 f"{self.artifact.architecture}: llama.cpp cannot cut the cells of lane {lane} at position {position}"
@@ -409,20 +409,20 @@ class NativeEngine:
         if source_lane == target_lane:
             self.drop_from(target_lane, n_tokens)
             return
-        self.states.require_copy(source_lane, n_tokens, self.lane_tokens(source_lane))
+        self.rewinds.require_copy(source_lane, n_tokens, self.lane_tokens(source_lane))
         self.clear(target_lane)
-        self.states.copy(source_lane, target_lane, n_tokens)
+        self.rewinds.copy(source_lane, target_lane, n_tokens)
         places = self._batch.places
         if n_tokens > 0:
             places.copy(source_lane, target_lane)
         if n_tokens > 0 and (self._is_per_lane or self.keeps_state):  # a state is copied whole, then taken back
-            is_whole = not self.states.needs_checkpoint(source_lane, n_tokens, self.lane_tokens(source_lane))
+            is_whole = not self.rewinds.needs_checkpoint(source_lane, n_tokens, self.lane_tokens(source_lane))
             if not self.saved.copy_held(source_lane, target_lane, is_whole=is_whole):
                 llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, -1, -1)
                 self.copies_wait = self._is_per_lane
             self.drop_from(target_lane, n_tokens)
             if is_whole and not self._is_per_lane:
-                self.states.own(self._context, target_lane)
+                self.rewinds.own(self._context, target_lane)
         elif n_tokens > 0:
             end = places.cut(target_lane, n_tokens)
             llama.llama_memory_seq_cp(self._memory, source_lane, target_lane, 0, end)
@@ -434,7 +434,7 @@ class NativeEngine:
         has no room; some copies may have been made then, or the lane may be empty.
         """
         self._check_lanes(lane, free_lane)
-        if self.states.exist:  # the longer context would have another state
+        if self.rewinds.are_recurrent:  # the longer context would have another state
             return False
         state = read_lane(self._context, lane)
         if state is None:

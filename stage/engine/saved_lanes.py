@@ -22,9 +22,9 @@ from relayline.stage.engine.cell_state import Pieces
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces
 from relayline.stage.engine.lane_places import LanePlaces
+from relayline.stage.engine.lane_rewinds import LaneRewinds
 from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
 from relayline.stage.engine.own_cells import NodeNotes
-from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.wire.common.errors import NativeError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _WEIGHT = 0.2  # of the latest copy in the average
 class SavedLanes:
     """Saves lanes of one engine, brings them back, and copies them."""
 
-    def __init__(self, engine: NativeEngine, context: Any, states: RecurrentLanes, places: LanePlaces) -> None:
-        self._engine, self._context, self._states, self._places = engine, context, states, places
+    def __init__(self, engine: NativeEngine, context: Any, rewinds: LaneRewinds, places: LanePlaces) -> None:
+        self._engine, self._context, self._rewinds, self._places = engine, context, rewinds, places
         self._byte_ns, self._token_bytes = _BYTE_NS, 1
         self.shape: layer_cells.Shape | None = None
         """The shape of a lane's state; None where layers cannot be taken out of it, see `cells`."""
@@ -69,7 +69,7 @@ class SavedLanes:
         artifact = self._engine.artifact
         if state is not None and not self._engine.keeps_state and not self._engine.attention.window:
             self.shape = layer_cells.shape_of(state, artifact.layer_end - artifact.layer_start)
-        if state is not None and not self._states.has_cells:
+        if state is not None and not self._rewinds.has_cells:
             self.pieces = self._pieces(state, notes, claims)
 
     def _pieces(self, state: Saved, notes: NodeNotes, claims: Claims | None) -> Pieces | None:
@@ -133,7 +133,7 @@ class SavedLanes:
         engine, context = self._engine, self._context
         self.settle(lane)
         n_tokens, n_bytes = engine.lane_tokens(lane), llama.llama_state_seq_get_size(context, lane)
-        checkpoints = self._states.saved(lane, n_tokens)
+        checkpoints = self._rewinds.saved(lane, n_tokens)
         sizes = [(position, state.nbytes) for position, state in checkpoints]
         images = self._places.saved(lane)
         form, counted = (_FORM_WITH_IMAGES, [images.size, *images]) if images.size else (_FORM, [])
@@ -169,7 +169,7 @@ class SavedLanes:
         for position, size in sizes:
             checkpoints.append((position, saved[at : at + size].copy()))
             at += size
-        self._states.put_back(lane, checkpoints)
+        self._rewinds.put_back(lane, checkpoints)
         taken_ns = (time.monotonic_ns() - started_ns) / saved.nbytes
         self._byte_ns += _WEIGHT * (taken_ns - self._byte_ns)
         return n_tokens
@@ -185,7 +185,7 @@ class SavedLanes:
         is_per_lane = engine.config.settings.kv_layout == "per-lane"
         # Into a target whose copy is put off until the next step no checkpoint can be written.
         is_replaced = engine.attention.keeps_window and is_per_lane and not is_whole
-        if is_replaced or self._states.has_cells or self._states.is_taken_back(source_lane):
+        if is_replaced or self._rewinds.has_cells or self._rewinds.is_taken_back(source_lane):
             if is_replaced:
                 self.settle(source_lane)
             if not copy_lane(self._context, source_lane, target_lane):
@@ -211,7 +211,7 @@ class SavedLanes:
         if not engine.copies_wait:
             return
         position = engine.lane_tokens(lane)
-        if position and (self._states.exist or position >= engine.config.settings.ctx_tokens):
+        if position and (self._rewinds.are_recurrent or position >= engine.config.settings.ctx_tokens):
             raise NativeError(f"lane {lane} waits for a copy and has no room for another row")
         engine.input_rows[0], engine.seq_ids[0], engine.positions[0], engine.wants[0] = 0.01, lane, position, 1
         engine.decode(1)

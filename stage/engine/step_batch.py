@@ -16,8 +16,8 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine.lane_places import Grid, LanePlaces
+from relayline.stage.engine.lane_rewinds import LaneRewinds
 from relayline.stage.engine.micro_batches import Cut, cut
-from relayline.stage.engine.recurrent import RecurrentLanes
 from relayline.stage.engine.row_parts import RowParts
 
 Array = npt.NDArray[Any]
@@ -32,11 +32,11 @@ class StepBatch:
     n_filled = 0
     """Steps that were filled in."""
 
-    def __init__(self, rows: Array, positions: Array, lanes: Array, wants: Array, states: RecurrentLanes) -> None:
+    def __init__(self, rows: Array, positions: Array, lanes: Array, wants: Array, rewinds: LaneRewinds) -> None:
         """rows: f32 [max_rows, width]; the others [max_rows]. All belong to the caller, who keeps them."""
         self._given = (rows, positions, lanes, wants)
-        self._states = states
-        self._ordered = tuple(np.zeros_like(array) for array in self._given) if states.cut_steps else self._given
+        self._rewinds = rewinds
+        self._ordered = tuple(np.zeros_like(array) for array in self._given) if rewinds.cut_steps else self._given
         self.rows: Array = self._ordered[0]
         """Rows as llama.cpp gets them."""
 
@@ -49,7 +49,7 @@ class StepBatch:
         if llama.llama_model_rope_type(model) in _ROPE_TYPES_4D:
             self._positions_4d = np.zeros(4 * len(self.rows), np.int32)
         self._of_order = self._in_order = self._over(parts.embeddings, *self._ordered[1:])
-        if self._states.cut_steps and not parts.are_written and not parts.are_apart:
+        if self._rewinds.cut_steps and not parts.are_written and not parts.are_apart:
             self._in_order = self._over(*self._given)
 
     @property
@@ -61,8 +61,10 @@ class StepBatch:
         """Return the llama_batch with the step's rows [0:n_rows). grids: those of images, where positions have axes."""
         self.n_filled += 1
         batch, order = self._of_order, None
-        if self._states.cut_steps:
-            self.cut = cut(self._given[2][:n_rows], sequential=self._states.cut_in_sequence, n_tail=self._states.n_tail)
+        if self._rewinds.cut_steps:
+            self.cut = cut(
+                self._given[2][:n_rows], sequential=self._rewinds.cut_in_sequence, n_tail=self._rewinds.n_tail
+            )
             if self.cut.is_in_order and self._in_order is not batch:
                 batch = self._in_order
             else:

@@ -88,7 +88,7 @@ class ModelEngine:
     """Satisfies stage.steps.step_types.Engine. Raises Violation where a row does not continue its lane."""
 
     def __init__(self, layers: range, n_lanes: int, *, is_last: bool, keeps_state: bool = False) -> None:
-        """A lane with a recurrent state can only be rewound to checkpoints, as in stage.engine.recurrent."""
+        """A lane with a recurrent state can only be rewound to checkpoints, as in stage.engine.lane_rewinds."""
         self.n_embd, self.max_rows, self.max_wanted, self.is_last = WIDTH, ROWS_MAX, ROWS_MAX, is_last
         self.n_vocab = N_VOCAB if is_last else 0
         self.input_rows = np.zeros((ROWS_MAX, WIDTH), np.float32)

@@ -19,7 +19,7 @@ from relayline.coordinator.planner.memory import kv_cells, window_kv_cells
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.engines import engine_config, stage_config
 from relayline.stage.assembly import load_stage
-from relayline.stage.engine import recurrent
+from relayline.stage.engine import lane_rewinds
 from relayline.stage.engine.ggml import LogRing
 from relayline.stage.engine.lane_state import has_window, read_partial, write_partial
 from relayline.stage.engine.native import NativeEngine
@@ -201,7 +201,7 @@ def test_a_lane_whose_window_llama_cpp_does_not_take_is_empty(few: Windows, monk
     engine.checkpoint(0)
     few.read(0, 1, 800, first=500)
     with monkeypatch.context() as patch:
-        patch.setattr(recurrent, "write_partial", lambda *_: False)
+        patch.setattr(lane_rewinds, "write_partial", lambda *_: False)
         with pytest.raises(NativeError, match="does not take a state of lane 0"):
             engine.drop_from(0, 500)
     assert engine.lane_tokens(0) == 0

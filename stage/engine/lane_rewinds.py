@@ -65,21 +65,21 @@ class _RecentRows:
         self._of_lane.clear()
 
 
-class RecurrentLanes:
-    """The recurrent states of one native context."""
+class LaneRewinds:
+    """How far the lanes of one native context can be taken back."""
 
     def __init__(self, model: Any, architecture: str, kv_layout: str) -> None:
         """Read the kinds of state that the model keeps. Raises UsageError for a KV layout on which llama.cpp would
         abort.
         """
         is_recurrent = bool(llama.llama_model_is_recurrent(model))
-        self.exist = is_recurrent or bool(llama.llama_model_is_hybrid(model))
-        """Whether some layer has a state."""
+        self.are_recurrent = is_recurrent or bool(llama.llama_model_is_hybrid(model))
+        """Whether some layer has a recurrent state."""
         is_per_lane = kv_layout == "per-lane"
         if refusal := layout_refusal(kv_layout, architecture):
             raise UsageError(refusal)
         # llama_memory_recurrent::init_batch and llama_memory_hybrid::init_batch.
-        self.cut_steps = is_per_lane or self.exist
+        self.cut_steps = is_per_lane or self.are_recurrent
         """Whether llama.cpp cuts steps into micro-batches, see stage.engine.micro_batches."""
         self.cut_in_sequence = is_per_lane or is_recurrent
         """Whether only lanes of consecutive numbers then share one."""
@@ -105,7 +105,7 @@ class RecurrentLanes:
     @property
     def need_checkpoints(self) -> bool:
         """Whether lanes can be taken back to checkpoints alone, but for some rows at their ends."""
-        return self.exist or self._window > 0
+        return self.are_recurrent or self._window > 0
 
     def keep_recent(self, n_states: int) -> None:
         """llama.cpp keeps so many earlier states of each lane."""
@@ -145,10 +145,10 @@ class RecurrentLanes:
         """Return whether a lane of n_tokens does not hold what a row at a position reads."""
         if not self.need_checkpoints or not 0 < position < n_tokens:
             return False
-        return self.exist or not has_window(self._memory, lane, position, self._window)
+        return self.are_recurrent or not has_window(self._memory, lane, position, self._window)
 
     def _has_recent(self, lane: int, position: int, n_tokens: int) -> bool:
-        return self.exist and n_tokens - position <= self._recent.count(lane)
+        return self.are_recurrent and n_tokens - position <= self._recent.count(lane)
 
     def require(self, lane: int, position: int, n_tokens: int) -> None:
         """Raise PositionGapError if a lane of n_tokens cannot be rewound to a position."""
@@ -168,7 +168,7 @@ class RecurrentLanes:
 
     @property
     def _forgets(self) -> str:
-        return "it has a recurrent state" if self.exist else "it keeps the cells of a sliding window alone"
+        return "it has a recurrent state" if self.are_recurrent else "it keeps the cells of a sliding window alone"
 
     def checkpoint(self, context: Any, lane: int, n_tokens: int) -> None:
         """Remember the state of a lane of n_tokens. Raises NativeError where llama.cpp does not give it."""
@@ -211,7 +211,7 @@ class RecurrentLanes:
         Cells that several lanes have are never given away, not even behind all their windows, and there are just
         enough for a window of each lane. Raises NativeError where llama.cpp does not copy them.
         """
-        if self._window and not self.exist:
+        if self._window and not self.are_recurrent:
             state = read_partial(context, lane)
             if state is None:
                 raise NativeError(f"{self._architecture}: llama.cpp does not give the windows of lane {lane}")

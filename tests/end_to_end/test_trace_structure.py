@@ -81,7 +81,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 async def refused(url: str, model: str) -> None:
     async with aiohttp.ClientSession() as session:
-        body = {"model": model, "prompt": "x", "max_tokens": -1}
+        body = {"model": model, "prompt": "x", "max_tokens": -2}
         async with session.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "bad"}) as reply:
             assert reply.status == 400
 

@@ -128,8 +128,9 @@ class Fleet:
         max_rows: int = 64,
         run_ahead: str = "auto",
         ctx_tokens: int = CTX,
+        window_cells: str = "auto",
     ) -> None:
-        self._run_ahead = run_ahead
+        self._run_ahead, self._window_cells = run_ahead, window_cells
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
         self._running: dict[int, contextlib.AsyncExitStack] = {}
@@ -152,6 +153,7 @@ class Fleet:
             prefix_memory_bytes=self._tier_bytes,
             rewind_rows=self._rewind_rows,
             run_ahead=self._run_ahead,
+            window_cells=self._window_cells,
             verify=False,
             calibrate=False,
         )
@@ -223,9 +225,10 @@ async def fleet(
     run_ahead: str = "auto",
     grant_steps: int = 0,
     ctx_tokens: int = CTX,
+    window_cells: str = "auto",
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens)
+    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells)
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

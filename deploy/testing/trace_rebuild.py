@@ -145,10 +145,17 @@ def is_batch(span: StoredSpan) -> bool:
 
 
 def is_complete(spans: Iterable[StoredSpan], n_steps: int, n_requests: int) -> bool:
-    """Whether all spans of every request and of every native step have arrived: processes send theirs in any order."""
+    """Whether all spans of every request and of every native step have arrived: processes send theirs in any order.
+
+    The requests have more than one token each.
+    """
     spans = list(spans)
     found = collections.Counter(span.name for span in spans)
-    is_ended = found[names.SPAN_BATCHES] >= n_requests  # a stage sends its last span of a request at its close
+    # A stage sends its last span of a request, which is of the decode phase, at its close.
+    decodes = {span.context for span in spans if span.name == names.SPAN_DECODE}
+    last = [span for span in spans if span.name == names.SPAN_BATCHES and (span.trace_id, span.parent_id) in decodes]
+    n_stages = len({span.attributes[names.ATTR_STAGE_INDEX] for span in spans if is_batch(span)})
+    is_ended = len(last) >= n_requests * n_stages
     roots = {span.trace_id for span in spans if span.name in names.PASSES_NAMES}
     of_passes = {span.trace_id for span in spans if span.parent_id and is_batch(span)}  # also those that stages make
     is_ended &= found[ROUTE] == found[names.SPAN_DECODE] == n_requests

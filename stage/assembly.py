@@ -107,7 +107,8 @@ def rewinds(engine: NativeEngine) -> bool:
     attention, settings = engine.attention, engine.config.settings
     if engine.rewinds.are_recurrent or (attention.window and settings.layout_used != "per-lane"):
         return False
-    # llama.cpp keeps the cells of a window and of a largest step, so at least so many rows can be taken back.
+    # llama.cpp keeps the cells of a window and of a largest step, so about so many rows can be taken back. After a step
+    # back across the end of a lane's cells it is some fewer for one round; beyond that a session is replayed.
     return not attention.keeps_window or engine.max_rows >= GRANT_STEPS_MAX
 
 

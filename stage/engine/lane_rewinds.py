@@ -148,7 +148,7 @@ class LaneRewinds:
         return self.are_recurrent or not has_window(self._memory, lane, position, self._window)
 
     def _has_recent(self, lane: int, position: int, n_tokens: int) -> bool:
-        return self.are_recurrent and n_tokens - position <= self._recent.count(lane)
+        return n_tokens - position <= self._recent.count(lane)
 
     def require(self, lane: int, position: int, n_tokens: int) -> None:
         """Raise PositionGapError if a lane of n_tokens cannot be rewound to a position."""
@@ -211,7 +211,7 @@ class LaneRewinds:
         Cells that several lanes have are never given away, not even behind all their windows, and there are just
         enough for a window of each lane. Raises NativeError where llama.cpp does not copy them.
         """
-        if self._window and not self.are_recurrent:
+        if self._window:
             state = read_partial(context, lane)
             if state is None:
                 raise NativeError(f"{self._architecture}: llama.cpp does not give the windows of lane {lane}")

@@ -19,6 +19,7 @@ from relayline.deploy.cli.console_http import (
     KEY_STATUSES,
     base_url,
     chosen_url,
+    client_tls,
     key_headers,
     key_option,
     parsed,
@@ -176,7 +177,7 @@ async def _measure(url: str, given: dict[str, Any]) -> list[tuple[str, load.Summ
 
     fields = {name: given[name] for name in ("temperature", "top_p") if given[name]}
     found: list[tuple[str, load.Summary]] = []
-    async with load.client(key_headers(given["api_key"])) as session:
+    async with load.client(key_headers(given["api_key"]), client_tls(url)) as session:
         target = load.Target(url, "openai", await _model(session, url))
         if given["rate"]:
             requests = await load.open_loop(

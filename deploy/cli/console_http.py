@@ -16,6 +16,8 @@ from relayline.wire.common.errors import ContextLengthError, StartError, UsageEr
 from relayline.wire.common.texts import printable_values, system_reason
 
 if TYPE_CHECKING:
+    import ssl
+
     import aiohttp  # a third of a second, which `up`, `logs` and `down` need not wait for
 
 TIMEOUT_S = 15.0
@@ -95,6 +97,13 @@ def base_url(url: str) -> str:
     return url
 
 
+def client_tls(url: str) -> ssl.SSLContext | bool:
+    """Return the TLS for a URL: of a pipeline that runs here its certificate alone, else True for the system's CAs."""
+    from relayline.deploy.launch.trust import trust_of
+
+    return trust_of(url) or True
+
+
 def key_headers(api_key: str) -> dict[str, str]:
     """Return the headers with a key, none without one. Raises UsageError for a text that cannot be a key."""
     api_key = api_key.strip()
@@ -134,8 +143,9 @@ def unanswered(url: str, error: Exception) -> StartError:
     import aiohttp
 
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        text = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"
-        return StartError(f"{url}: {text} ({error.certificate_error})")
+        from relayline.deploy.launch.trust import refused
+
+        return StartError(f"{url}: {refused(error.certificate_error)}")
     reason = system_reason(error) or str(error) or type(error).__name__
     return StartError(
         f"{url} does not answer ({reason}); `relayline status` shows what runs here; if it runs elsewhere, give its URL"
@@ -153,8 +163,8 @@ class Coordinator:
     async def __aenter__(self) -> Coordinator:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        timeout, connector = aiohttp.ClientTimeout(total=TIMEOUT_S), aiohttp.TCPConnector(ssl=client_tls(self.url))
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         return self
 
     async def __aexit__(self, *_: object) -> None:

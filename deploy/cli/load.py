@@ -14,6 +14,7 @@ import dataclasses
 import json
 import math
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -188,13 +189,15 @@ async def complete(
     return request
 
 
-def client(headers: Mapping[str, str] = MappingProxyType({})) -> aiohttp.ClientSession:
-    """Return an HTTP session without a limit on connections; `headers` go with every request.
+def client(
+    headers: Mapping[str, str] = MappingProxyType({}), tls: ssl.SSLContext | bool = True
+) -> aiohttp.ClientSession:
+    """Return an HTTP session without a limit on connections; `headers` go with every request, `tls` as aiohttp's `ssl`.
 
     Each request has its own connection: a server that closes an idle one would otherwise fail the next request.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
 

@@ -42,6 +42,7 @@ def arrange(
         authority=authority_of(manifest),
         enrol=(join_host(manifest), manifest.enrol_port),
         needs_key=manifest.spec.coordinator.api_keys_file is not None,
+        certificate=manifest.resolve(http.tls.cert_file) if http.tls is not None else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,13 @@ class Board:
     """The current LaunchState; every change is stored at once."""
 
     def __init__(
-        self, directory: StateDir, name: str, manifest: str, supervisor: ProcessId, processes: tuple[ProcessRecord, ...]
+        self,
+        directory: StateDir,
+        name: str,
+        manifest: str,
+        supervisor: ProcessId,
+        processes: tuple[ProcessRecord, ...],
+        certificate: Path | None = None,
     ) -> None:
         self._directory = directory
         self.state = LaunchState(
@@ -34,6 +41,7 @@ class Board:
             supervisor.start_ticks,
             processes=processes,
             phase_since_ns=time.monotonic_ns(),
+            certificate=str(certificate.absolute()) if certificate is not None else "",
         )
         directory.store(self.state)
 

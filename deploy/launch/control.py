@@ -20,13 +20,14 @@ from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.plan_file import read_plan
 from relayline.deploy.launch.process_id import age_s, is_running, send_signal, wait_ended
 from relayline.deploy.launch.state import NOT_SEEN, LaunchState, ProcessRecord, StateDir, find_running, state_root
+from relayline.deploy.launch.trust import pinned, refused
 from relayline.wire.common.errors import RelaylineError, StartError, UsageError
 from relayline.wire.common.phase import HostState, Phase
 
 ANSWER_TIMEOUT_S = 5.0  # of the coordinator, for the running state; it asks its stages for up to two seconds
 ANSWER_BYTES_MAX = 4 << 20
 REFUSED = "the coordinator answers"  # and without some of the requested parts
-UNTRUSTED = "its certificate is not trusted here; set SSL_CERT_FILE to the CA's file"  # it answers all the same
+UNTRUSTED = "its certificate "  # begins the reason if it answers, but is not trusted
 KILL_WAIT_S = 10.0
 
 
@@ -116,7 +117,7 @@ def describe(pipeline: Launched) -> dict[str, Any]:
     state = pipeline.state
     running = pipeline.is_running
     live, problem = _live(pipeline) if running and state.url else (None, "")
-    phase, phase_s = _phase(pipeline, live, is_answering=problem in ("", UNTRUSTED))
+    phase, phase_s = _phase(pipeline, live, is_answering=not problem or problem.startswith(UNTRUSTED))
     if problem.startswith(REFUSED) and (word := _health(state)) is not None:  # /health asks for no key
         phase, phase_s = word, None
     known = [*live["stages"], *live.get("idle", ())] if live is not None else []
@@ -220,8 +221,8 @@ def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
     """Ask the coordinator for its present state; (None, why) if it does not answer."""
     key = key_of(pipeline)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    status, found, problem = _asked(f"{pipeline.state.url}/v1/pipeline", headers)
-    if problem == UNTRUSTED:
+    status, found, problem = _asked(pipeline.state, "/v1/pipeline", headers)
+    if problem.startswith(UNTRUSTED):
         return None, problem
     if problem:
         return None, f"the coordinator does not answer: {problem}"
@@ -232,18 +233,20 @@ def _live(pipeline: Launched) -> tuple[dict[str, Any] | None, str]:
 
 def _health(state: LaunchState) -> Phase | None:
     """Return the coordinator's public description of itself, None if it does not answer."""
-    status, found, _ = _asked(f"{state.url}/health", {})
+    status, found, _ = _asked(state, "/health", {})
     if status == 200:
         return Phase.READY
     word = found.get("status") if isinstance(found, dict) else None
     return Phase(word) if word in set(Phase) else None
 
 
-def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
-    """GET a URL; returns status, JSON (None if it is not JSON), and the reason if there is no answer."""
-    request = urllib.request.Request(url, headers=headers)
+def _asked(state: LaunchState, path: str, headers: dict[str, str]) -> tuple[int, Any, str]:
+    """GET a path of a pipeline; returns status, JSON (None if it is not JSON), and the reason if there is no answer."""
+    request = urllib.request.Request(f"{state.url}{path}", headers=headers)
     # Never through a proxy: the coordinator is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=pinned(state))
+    )
     try:
         with opener.open(request, timeout=ANSWER_TIMEOUT_S) as answer:
             return answer.status, _json(answer.read(ANSWER_BYTES_MAX)), ""
@@ -252,7 +255,7 @@ def _asked(url: str, headers: dict[str, str]) -> tuple[int, Any, str]:
             return error.code, _json(error.read(ANSWER_BYTES_MAX)), ""
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        return 0, None, UNTRUSTED if isinstance(reason, ssl.SSLCertVerificationError) else str(reason)
+        return 0, None, refused(reason) if isinstance(reason, ssl.SSLCertVerificationError) else str(reason)
 
 
 def _json(raw: bytes) -> Any:

@@ -58,7 +58,8 @@ class Keeper:
         self._plan, self._directory, self._emit, self._echo = plan, directory, emit, echo
         me = identify(os.getpid())
         assert me is not None, "this process runs"
-        self.board = Board(directory, plan.name, str(plan.source), me, tuple(map(_record, plan.pipelines)))
+        tls, records = plan.config.http.tls, tuple(map(_record, plan.pipelines))
+        self.board = Board(directory, plan.name, str(plan.source), me, records, tls[0] if tls is not None else None)
         self._kept: dict[str, _Kept] = {}  # by the pipeline's own name
         self._stopping, self._asked = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -52,6 +52,8 @@ class LaunchPlan:
     """Host and port where hosts get their certificates, with an authority."""
     needs_key: bool = False
     """Whether clients have to show an API key."""
+    certificate: Path | None = None
+    """The file of the certificate that the API shows; None: no HTTPS."""
 
     @property
     def local(self) -> tuple[LocalStage, ...]:

@@ -99,6 +99,8 @@ class LaunchState(msgspec.Struct, frozen=True):
     """host:port where other hosts get their certificates; empty: nowhere."""
     phase_since_ns: int = 0
     """When it entered the phase, on the machine's monotonic clock; 0: not known."""
+    certificate: str = ""
+    """The file of the certificate that its API shows, absolute; empty: no HTTPS."""
 
     @property
     def supervisor(self) -> ProcessId:

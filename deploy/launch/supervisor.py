@@ -72,7 +72,7 @@ class Supervisor:
         self._directory = directory
         me = identify(os.getpid())
         assert me is not None, "this process runs"
-        self.board = Board(directory, plan.name, str(plan.manifest), me, _records(plan))
+        self.board = Board(directory, plan.name, str(plan.manifest), me, _records(plan), plan.certificate)
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stopping = asyncio.Event()

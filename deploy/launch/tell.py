@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 from relayline.wire.common.texts import named_layers
+from relayline.wire.links.security import host_of, is_loopback
 
 QUESTION = "What does shutil.copytree do?"  # the bundled model knows nothing but Python's documentation
 BEGINNING = "def factorial(n):\n"
@@ -50,7 +51,9 @@ def _address(event: dict[str, Any]) -> str:
 
 def curl_of(event: dict[str, Any]) -> str:
     """Return a command that asks a pipeline which is ready something that most models can answer."""
-    words = ["curl", "-s", f"{_address(event)}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
+    address = _address(event)
+    unchecked = "k" if address.startswith("https:") and is_loopback(host_of(address.partition("//")[2])) else ""
+    words = ["curl", f"-s{unchecked}", f"{address}/v1/{'chat/' if event.get('chat', True) else ''}completions"]
     if event.get("needs_key"):
         words += ["-H", "Authorization: Bearer KEY"]
     body: dict[str, Any] = {"model": event["model"], "temperature": 0}

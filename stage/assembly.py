@@ -51,7 +51,7 @@ def _load(
     settings = config.engine.of_architecture(artifact.architecture)
     config = dataclasses.replace(config, engine=settings)
     if settings.gpu_layers and not llama.llama_supports_gpu_offload():
-        log.warning("this build of llama.cpp cannot use a GPU: all layers run on the CPU; see `relayline doctor`")
+        log.warning("llama.cpp finds no GPU: all layers run on the CPU; `relayline doctor` says why")
     elif not settings.gpu_layers and (idle := idle_gpus()):
         log.warning("%s is not used; --gpu-layers -1 (in a manifest: device: gpu) puts all layers there", idle[0])
     # Rows of a spare lane would be a separate micro-batch if lanes have separate cells.

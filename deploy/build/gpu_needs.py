@@ -19,6 +19,8 @@ from pathlib import Path
 
 _ON = {"1", "ON", "YES", "TRUE", "Y"}
 _COOPERATIVE = "VK_KHR_cooperative_matrix"  # of Vulkan 1.3.255; ggml-vulkan.cpp uses its types without asking
+_PARTS = ("share", "lib", "lib64", "lib/*")  # of a prefix, where CMake looks for packages
+_SPIRV = "SPIRV-Headers"  # a package of CMake's, which ggml-vulkan requires
 CUDA_HOMES = ("/usr/local/cuda", "/opt/cuda")
 
 
@@ -47,8 +49,9 @@ def fault(
             "-DGGML_CUDA=on needs nvcc, which is neither in PATH nor in /usr/local/cuda; install the CUDA toolkit, or "
             "set CUDACXX to its nvcc"
         )
-    if _is_on(given, "GGML_VULKAN") and not any(name.startswith("Vulkan_") for name in given):
-        return _vulkan_fault(environment, root)
+    if _is_on(given, "GGML_VULKAN"):
+        is_found = any(name.startswith("Vulkan_") for name in given)
+        return ("" if is_found else _vulkan_fault(environment, root)) or _spirv_fault(given, environment, root)
     return ""
 
 
@@ -84,6 +87,19 @@ def _vulkan_fault(environment: Mapping[str, str], root: Path) -> str:
         f"the Vulkan headers in {header.parent} are {named}, and llama.cpp needs 1.3.255 or newer ({_COOPERATIVE}); "
         "install the Vulkan SDK and set VULKAN_SDK"
     )
+
+
+def _spirv_fault(given: Mapping[str, str], environment: Mapping[str, str], root: Path) -> str:
+    if any(name.startswith((_SPIRV, "CMAKE_PREFIX_PATH")) for name in given):
+        return ""
+    if any(environment.get(name) for name in ("CMAKE_PREFIX_PATH", f"{_SPIRV}_DIR", f"{_SPIRV}_ROOT")):
+        return ""
+    kit = environment.get("VULKAN_SDK", "")
+    places = ([Path(kit)] if kit else []) + [root / "usr", root / "usr/local"]
+    folders = [Path(word).parent for word in environment.get("PATH", "").split(os.pathsep) if word]  # CMake looks there
+    if any(next(place.glob(f"{part}/cmake/{_SPIRV}"), None) for place in places + folders for part in _PARTS):
+        return ""
+    return "-DGGML_VULKAN=on needs SPIRV-Headers; install spirv-headers or the Vulkan SDK"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 from relayline.deploy.doctor.host import GIB
 from relayline.deploy.doctor.report import Finding, failure, ok, warning
+from relayline.deploy.machine.gpus import gpu_backends
 from relayline.wire.common.child_command import code_command
 
 LLAMA_VERSION = "0.3.36"  # stage/ relies on this version's struct layout and tensor names
@@ -45,6 +46,8 @@ PORTABLE = (
     f'flags of your GPU, if it has one): CMAKE_ARGS="-DGGML_NATIVE=OFF" {_PIP}'
 )
 WITH_GPU = f'rebuild with your GPU\'s backend, such as CMAKE_ARGS="-DGGML_CUDA=ON" {_PIP}'
+# What says whether a backend's driver is there.
+DRIVER_CHECKS = {"cuda": "`nvidia-smi`", "hip": "`rocminfo`", "vulkan": "`vulkaninfo --summary`"}
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "relayline-demo.gguf"
 STEP_ROWS = 12  # enough for the kernels of several rows, which need not be those of one
@@ -116,6 +119,7 @@ def look_native(
     if done.returncode:
         return [judge_death(done.returncode, done.stderr, is_loaded=_LOADED in done.stdout)]
     facts = json.loads(done.stdout.strip().splitlines()[-1])
+    facts["backends"] = gpu_backends()
     devices = judge_devices(facts.get("llama", {}).get("devices", ()), asked or {})
     return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), *devices, judge_extensions(facts)]
 
@@ -156,14 +160,27 @@ def judge_llama(facts: dict[str, Any], cpu_flags: set[str], *, wants_gpu: bool) 
     findings.append(
         judge_kernels(facts["llama"]["kernels"], left_out=facts["llama"]["left_out"], could_have=could_have)
     )
-    if gpu:
-        findings.append(ok("gpu offload", "supported by this build"))
-    elif wants_gpu:
-        text = "not supported by this build, but the manifest has a GPU stage on this machine"
-        findings.append(failure("gpu offload", text, WITH_GPU))
-    else:
-        findings.append(ok("gpu offload", "not in this build, and no stage here needs it"))
+    findings.append(judge_offload(facts.get("backends", ()), has_gpu=gpu, wants_gpu=wants_gpu))
     return findings
+
+
+def judge_offload(backends: Sequence[str], *, has_gpu: bool, wants_gpu: bool) -> Finding:
+    """Judge whether layers can go to a GPU. `backends`: this build's for GPUs, also where they find none."""
+    if has_gpu:
+        return ok("gpu offload", "supported by this build")
+    if not backends and wants_gpu:
+        text = "not supported by this build, but the manifest has a GPU stage on this machine"
+        return failure("gpu offload", text, WITH_GPU)
+    if not backends:
+        return ok("gpu offload", "not in this build, and no stage here needs it")
+    text = f"this build can use GPUs ({', '.join(backends)}) but finds none"
+    checks = " or ".join(DRIVER_CHECKS.get(name, name) for name in backends)
+    remedy = f"{checks} must list the GPU: install its driver, or pass the GPU into the container"
+    if "vulkan" in backends:
+        remedy += "; Vulkan's devices in software are used only if GGML_VK_VISIBLE_DEVICES has their numbers"
+    if wants_gpu:
+        return failure("gpu offload", f"{text}, but the manifest has a GPU stage on this machine", remedy)
+    return warning("gpu offload", text, remedy)
 
 
 def judge_kernels(kernels: str | None, *, left_out: bool, could_have: bool) -> Finding:

@@ -75,7 +75,7 @@ def gpus_here(devices: Callable[[], tuple[HostDevice, ...] | None] = known_devic
 
     A build without a backend for GPUs has none, so then nothing is asked.
     """
-    found = devices() if _has_backend() else None
+    found = devices() if gpu_backends() else None
     return tuple(
         Gpu(each.name, each.description, each.memory_bytes)
         for each in found or ()
@@ -83,15 +83,18 @@ def gpus_here(devices: Callable[[], tuple[HostDevice, ...] | None] = known_devic
     )
 
 
-def _has_backend() -> bool:
-    """Return whether llama.cpp's build has a backend for GPUs, from the names of its libraries alone."""
+def gpu_backends() -> tuple[str, ...]:
+    """Return llama.cpp's backends for GPUs in this build, such as vulkan, from the names of its libraries alone.
+
+    A backend is there also where it finds no GPU.
+    """
     found = importlib.util.find_spec("llama_cpp")
     directory_named = os.environ.get("LLAMA_CPP_LIB_PATH")
     if found is None or found.origin is None:
-        return False
+        return ()
     directory = Path(directory_named) if directory_named else Path(found.origin).parent / "lib"
-    names = [path.name.partition("ggml-")[2] for path in directory.glob("*ggml-*")]
-    return any(not name.startswith(_NO_GPU) for name in names)
+    names = {path.name.partition("ggml-")[2].partition(".")[0] for path in directory.glob("*ggml-*")}
+    return tuple(sorted(name for name in names if not name.startswith(_NO_GPU)))
 
 
 @functools.cache

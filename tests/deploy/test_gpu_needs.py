@@ -57,10 +57,21 @@ def test_vulkan_headers_that_are_too_old_are_named(root: Path) -> None:
     write_header(root / "usr/include", 239, "#define VK_KHR_maintenance4 1")  # as Debian 12 has them
     assert "are 1.3.239, and llama.cpp needs 1.3.255 or newer" in need_of("-DGGML_VULKAN=on", root)
     write_header(root / "kit/include", 283, "#define VK_KHR_cooperative_matrix 1")
+    (root / "kit/share/cmake/SPIRV-Headers").mkdir(parents=True)
     assert need_of("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit")) == ""
-    assert need_of("-DGGML_VULKAN=on -DVulkan_INCLUDE_DIR=/x", root) == ""
+    assert need_of("-DGGML_VULKAN=on -DVulkan_INCLUDE_DIR=/x -DSPIRV-Headers_DIR=/y", root) == ""
     (root / "bin" / "glslc").unlink()
     assert "needs glslc" in need_of("-DGGML_VULKAN=on", root, VULKAN_SDK=str(root / "kit"))
+
+
+def test_vulkan_needs_the_headers_of_spirv_too(root: Path) -> None:
+    write_header(root / "usr/include", 309, "#define VK_KHR_cooperative_matrix 1")
+    line = "needs SPIRV-Headers; install spirv-headers or the Vulkan SDK"
+    assert line in need_of("-DGGML_VULKAN=on", root)
+    assert line in need_of("-DGGML_VULKAN=on -DVulkan_INCLUDE_DIR=/x", root)
+    assert need_of("-DGGML_VULKAN=on", root, CMAKE_PREFIX_PATH="/x") == ""  # CMake may find them there
+    (root / "usr/share/cmake/SPIRV-Headers").mkdir(parents=True)
+    assert need_of("-DGGML_VULKAN=on", root) == ""
 
 
 def test_metal_is_for_macos(root: Path) -> None:

@@ -202,6 +202,20 @@ def test_llama_builds() -> None:
     assert outcomes({"llama_error": "ImportError: no"}, set()) == [FAILURE]
 
 
+def test_a_build_for_gpus_that_finds_none() -> None:
+    idle = native.judge_offload(("vulkan",), has_gpu=False, wants_gpu=False)
+    assert (idle.outcome, idle.found) == (WARNING, "this build can use GPUs (vulkan) but finds none")
+    assert "`vulkaninfo --summary` must list the GPU" in idle.remedy
+    assert "GGML_VK_VISIBLE_DEVICES" in idle.remedy
+    wanted = native.judge_offload(("cuda",), has_gpu=False, wants_gpu=True)
+    assert wanted.outcome is FAILURE
+    assert "`nvidia-smi` must list the GPU" in wanted.remedy
+    assert "rebuild" not in wanted.remedy
+    assert native.judge_offload(("cuda",), has_gpu=True, wants_gpu=True).outcome is OK
+    facts = llama() | {"backends": ("cuda",)}
+    assert native.judge_llama(facts, set(), wants_gpu=True)[2] == wanted
+
+
 V3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
 
 

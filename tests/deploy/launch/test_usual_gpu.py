@@ -15,7 +15,7 @@ from relayline.coordinator.planner.instance import Gpu as PlannedGpu
 from relayline.coordinator.planner.instance import Offload
 from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN, MIB, stage_memory
 from relayline.deploy.launch.gpus import layers_that_fit, offloaded, with_usual_gpu
-from relayline.deploy.machine.gpus import Gpu, devices_here, gpus_here
+from relayline.deploy.machine.gpus import Gpu, devices_here, gpu_backends, gpus_here
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
 from relayline.deploy.planning.inputs import load_of, shape_of
 from relayline.deploy.testing import paths
@@ -123,6 +123,10 @@ def test_a_build_without_a_backend_starts_no_process(tmp_path: Path, monkeypatch
         (tmp_path / name).touch()
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
     assert gpus_here(lambda: pytest.fail("it was asked")) == ()
+    assert gpu_backends() == ()
+    for name in ("libggml-vulkan.so", "libggml-vulkan.so.0", "libggml-cuda.so"):
+        (tmp_path / name).touch()
+    assert gpu_backends() == ("cuda", "vulkan")
 
 
 def test_the_program_that_lists_devices_runs(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,9 +31,9 @@ from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.instructions import Dispatch, Generated, Instruction, Send, Tell
 from relayline.coordinator.engine.token_sender import within_bounds, write_tokens
-from relayline.coordinator.http.choice import ChoiceState, Ending, Speller
-from relayline.coordinator.http.dialects import ChatDialect, Header
-from relayline.coordinator.http.sse import data_frame
+from relayline.coordinator.http.edge.sse import data_frame
+from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Speller
+from relayline.coordinator.http.replies.dialects import ChatDialect, Header
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.schedule.config import ScheduleConfig

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benches import models
-from relayline.coordinator.http.structure import Shape, grammar_of
+from relayline.coordinator.http.requests.structure import Shape, grammar_of
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.cli.load import percentile
 from relayline.stage.sampling.constraint import read_vocabulary

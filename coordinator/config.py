@@ -9,7 +9,7 @@ from typing import Any
 
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
 from relayline.coordinator.engine.stage_curves import OnCurves
-from relayline.coordinator.http.listener import HttpListener
+from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.joining.config import JoinConfig, PoolState
 from relayline.coordinator.joining.mover import CutModel, ExplainMove, ReadShape
 from relayline.coordinator.joining.port import OnMember

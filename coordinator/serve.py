@@ -18,11 +18,11 @@ from relayline.coordinator.engine.pipeline import Pipeline
 from relayline.coordinator.engine.pipeline_config import PipelineConfig
 from relayline.coordinator.engine.stage_curves import CurveTelling
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
-from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import FACTS, TEMPLATE_FAULT, make_app
-from relayline.coordinator.http.limits import limits_of
-from relayline.coordinator.http.server import server_tls, start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.limits import limits_of
+from relayline.coordinator.http.edge.server import server_tls, start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.images.begin import encoder_of
 from relayline.coordinator.joining.mover import LayerMover, rebalancer_of
 from relayline.coordinator.joining.port import make_roster, serve_joining

@@ -20,12 +20,12 @@ from relayline.coordinator.gateway.metrics import PIPELINE, GatewayMetrics
 from relayline.coordinator.gateway.page import OPEN, PREFIX, gateway_page
 from relayline.coordinator.gateway.peek import Asked, peek
 from relayline.coordinator.gateway.router import Health
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.limits import HttpLimits
+from relayline.coordinator.http.edge.api_keys import OPEN_PATTERN, PAGE_PATHS
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, json_response
+from relayline.coordinator.http.edge.server import LIMITS
 from relayline.coordinator.http.messages.errors import messages_errors
-from relayline.coordinator.http.middleware import add_request_id, errors_as_json, json_response
-from relayline.coordinator.http.page import HEADERS, OPEN_PATTERN, PATHS, read_files, routes, wants_page
-from relayline.coordinator.http.server import LIMITS
+from relayline.coordinator.http.page import HEADERS, read_files, routes, wants_page
 from relayline.coordinator.observe.targets import target
 from relayline.wire.common.errors import InternalError, InvalidRequestError, ModelNotFoundError, NotReadyError
 from relayline.wire.common.phase import Phase
@@ -73,7 +73,7 @@ class Gateway:
 
     async def version(self, _request: web.Request) -> web.StreamResponse:
         """GET /version."""
-        return json_response(shapes.encode({"version": version_of()}))
+        return json_response(msgspec.json.encode({"version": version_of()}))
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         """GET /health: 200 while some pipeline takes requests; with the state of each."""
@@ -81,15 +81,15 @@ class Gateway:
         status = "draining" if self.is_draining else "ok" if is_ready else "unreachable"
         body = {"status": status, "pipelines": {each.name: each.health.value for each in self._router.backends}}
         if status == "ok":
-            return json_response(shapes.encode(body))
-        return json_response(shapes.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
+            return json_response(msgspec.json.encode(body))
+        return json_response(msgspec.json.encode(body), 503, {hdrs.RETRY_AFTER: "1"})
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models: every model of every pipeline, once."""
         cards = self._cards()
         names, data = list(cards), [msgspec.Raw(card) for card in cards.values()]
         ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": "", "last_id": ""}
-        return json_response(shapes.encode({"object": "list", "data": data, **ends, "has_more": False}))
+        return json_response(msgspec.json.encode({"object": "list", "data": data, **ends, "has_more": False}))
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{id}; ids may contain slashes."""
@@ -135,7 +135,7 @@ class Gateway:
             "waiting": 0,
             "stages": [],
         }
-        return json_response(shapes.encode(whole | {"pipelines": listed}))
+        return json_response(msgspec.json.encode(whole | {"pipelines": listed}))
 
     async def targets(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/pipeline/targets: this gateway and its pipelines, for Prometheus' HTTP service discovery.
@@ -147,7 +147,7 @@ class Gateway:
             labels = {"role": "coordinator", PIPELINE: backend.name}
             path = f"{PREFIX}/{backend.name}/metrics"
             found.append(target(request.host, request.scheme, labels, path))
-        return json_response(shapes.encode(found))
+        return json_response(msgspec.json.encode(found))
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics, for Prometheus."""
@@ -227,14 +227,14 @@ class Gateway:
 
 
 def make_gateway(links: Links, limits: HttpLimits | None = None) -> tuple[web.Application, Gateway]:
-    """Return the application of a gateway, and its handlers. Serve it with `coordinator.http.server.start_http`."""
+    """Return the application of a gateway, and its handlers. Serve it with `http.edge.server.start_http`."""
     limits = limits or HttpLimits()
     metrics = GatewayMetrics(links.router)
     gateway = Gateway(links, Forwarder(links, metrics, limits.write_timeout_s), metrics)
     app = web.Application(client_max_size=limits.body_bytes_max, middlewares=[messages_errors, errors_as_json])
     app[LIMITS] = limits
     files = {path: file for path, file in read_files().items() if path != "/"}
-    app[PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN
+    app[PAGE_PATHS], app[OPEN_PATTERN] = frozenset({"/", *files}), OPEN
     app.on_response_prepare.append(add_request_id)
     app.on_cleanup.append(gateway.close)
     app.add_routes([*routes(files), *_routes(gateway)])

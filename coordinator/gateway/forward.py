@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 
 import aiohttp
+import msgspec
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
@@ -23,14 +24,13 @@ from relayline.coordinator.gateway.links import Link, Links
 from relayline.coordinator.gateway.metrics import GatewayMetrics
 from relayline.coordinator.gateway.peek import Asked
 from relayline.coordinator.gateway.router import Backend, Health, no_replica
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.body import Request
-from relayline.coordinator.http.errors import error_body
-from relayline.coordinator.http.inner_form import named_frames
+from relayline.coordinator.http.edge.body import Request
+from relayline.coordinator.http.edge.errors import error_body
+from relayline.coordinator.http.edge.middleware import REQUEST_ID, request_id
+from relayline.coordinator.http.edge.sse import PING, ClientGoneError, data_frame
 from relayline.coordinator.http.messages.errors import PATH as MESSAGES_PATH
 from relayline.coordinator.http.messages.errors import messages_error
-from relayline.coordinator.http.middleware import REQUEST_ID, request_id
-from relayline.coordinator.http.sse import PING, ClientGoneError, data_frame
+from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.wire.common.errors import RelaylineError, StageLostError
 
 log = logging.getLogger("relayline.gateway")
@@ -323,8 +323,8 @@ def _failure(request: web.Request, error: RelaylineError, number: int) -> bytes:
     if request.path.startswith(RESPONSES_PATH):
         detail = error_body(error).error
         event = {"type": "error", "sequence_number": number, "code": "server_error", "message": detail.message}
-        return named_frames([shapes.encode({**event, "param": None})])
-    return data_frame(shapes.encode(error_body(error)))
+        return named_frames([msgspec.json.encode({**event, "param": None})])
+    return data_frame(msgspec.json.encode(error_body(error)))
 
 
 async def _refusal(answer: aiohttp.ClientResponse) -> Refusal:

@@ -12,10 +12,10 @@ from relayline.coordinator.gateway.bounds import BACKENDS_MAX, LEAVE_TIMEOUT_S, 
 from relayline.coordinator.gateway.forward import Forwarder
 from relayline.coordinator.gateway.links import BackendConfig, Links
 from relayline.coordinator.gateway.router import Health
-from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.listener import HttpListener
-from relayline.coordinator.http.server import server_tls, start_http
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import server_tls, start_http
 from relayline.wire.common.bounds import DRAIN_TIMEOUT_S
 from relayline.wire.common.errors import UsageError
 

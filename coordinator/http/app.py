@@ -10,15 +10,16 @@ from aiohttp import web
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.core_routes import core_routes
 from relayline.coordinator.http.dialect_routes import OUTER_MIDDLEWARE, add_dialects
+from relayline.coordinator.http.edge.api_keys import PAGE_PATHS
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.middleware import add_request_id, errors_as_json, request_id
+from relayline.coordinator.http.edge.record import note_status, observing
+from relayline.coordinator.http.edge.server import LIMITS
 from relayline.coordinator.http.layer_handlers import LayerControl, layer_routes
-from relayline.coordinator.http.limits import HttpLimits
 from relayline.coordinator.http.live import FACTS as FACTS
 from relayline.coordinator.http.live import LiveFeed
-from relayline.coordinator.http.middleware import add_request_id, errors_as_json, request_id
-from relayline.coordinator.http.observe import note_status, observing
-from relayline.coordinator.http.page import PATHS, read_files, routes
-from relayline.coordinator.http.server import LIMITS
-from relayline.coordinator.http.service import ServedModel, make_service
+from relayline.coordinator.http.page import read_files, routes
+from relayline.coordinator.http.replies.service import ServedModel, make_service
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.sessions.generation import Generator
 
@@ -35,7 +36,7 @@ def make_app(
     """Return the OpenAI-compatible application of one model.
 
     Without `control` nothing is traced beyond this process's own ring, without `layers` none can be moved. Serve the
-    application with `coordinator.http.server.start_http`: handlers count on being cancelled when their client goes
+    application with `coordinator.http.edge.server.start_http`: handlers count on being cancelled when their client goes
     away. Further routes (metrics) may be added before it is started.
     """
     limits = limits or HttpLimits()
@@ -63,7 +64,7 @@ def make_app(
     app.on_response_prepare.append(add_request_id)
     app.on_response_prepare.append(note_status)
     app.add_routes([*core_routes(service, control, feed), *layer_routes(layers), *routes(files)])
-    app[PATHS] = add_dialects(app, service) | frozenset(files)
+    app[PAGE_PATHS] = add_dialects(app, service) | frozenset(files)
     facts["routes"] = sorted(info["path"] for info in map(_info, app.router.resources()) if "path" in info)
     return app
 

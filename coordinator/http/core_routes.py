@@ -7,7 +7,7 @@ from aiohttp import web
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.live import LiveFeed
-from relayline.coordinator.http.service import Service
+from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.telemetry_handlers import TelemetryHandlers
 
 

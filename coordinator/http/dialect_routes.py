@@ -9,9 +9,9 @@ from relayline.coordinator.http.llama.handlers import LlamaHandlers
 from relayline.coordinator.http.messages.errors import messages_errors
 from relayline.coordinator.http.messages.handlers import MessageHandlers
 from relayline.coordinator.http.openapi import add_openapi
+from relayline.coordinator.http.replies.service import Service
 from relayline.coordinator.http.responses.handlers import ResponseHandlers
 from relayline.coordinator.http.responses.store import ResponseStore
-from relayline.coordinator.http.service import Service
 
 OUTER_MIDDLEWARE = messages_errors  # around everything: it writes what went wrong anywhere
 

@@ -9,15 +9,18 @@ import time
 import msgspec
 from aiohttp import hdrs, web
 
-from relayline.coordinator.http import shapes, validation
-from relayline.coordinator.http.chat_form import ChatForm
-from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, Header
+from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.llama.settings import default_settings
-from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.observe import RECORD, note_input, note_plan, note_prompts, wants_content
-from relayline.coordinator.http.prepared import Prepared, unpacked
-from relayline.coordinator.http.reply import run
-from relayline.coordinator.http.service import Job, Service, make_job, unpacked_prompts
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionDialect, Header
+from relayline.coordinator.http.replies.job import Job, make_job, unpacked_prompts
+from relayline.coordinator.http.replies.observe import note_input, note_plan, note_prompts, wants_content
+from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.requests import validation
+from relayline.coordinator.http.requests.chat_form import ChatForm
+from relayline.coordinator.http.workers.prepared import Prepared, unpacked
 from relayline.coordinator.observe import metrics
 from relayline.coordinator.observe.targets import targets
 from relayline.wire.common.phase import Phase

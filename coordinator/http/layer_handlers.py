@@ -7,9 +7,9 @@ from typing import Protocol
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.bodies import DrainBody, LayersBody, NewStageBody, decode_body
-from relayline.coordinator.http.body import read_small
-from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.edge.body import read_small
+from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.requests.bodies import DrainBody, LayersBody, NewStageBody, decode_body
 
 PATH = "/v1/pipeline/layers"
 STAGES_PATH = "/v1/pipeline/stages"

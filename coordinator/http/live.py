@@ -12,7 +12,7 @@ from aiohttp import web
 from relayline.coordinator.engine.descriptions import place_of, share_host, stage_cost
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
-from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.observe.live_view import LiveView, Seen
 from relayline.coordinator.observe.step_looks import StepLooks, steps_asked
 from relayline.coordinator.planner.running_plan import running_plan

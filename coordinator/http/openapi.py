@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 from aiohttp import hdrs, web
 
-from relayline.coordinator.http import bodies, shapes
+from relayline.coordinator.http.edge.errors import ErrorBody
 from relayline.coordinator.http.embeddings.asking import EmbeddingsBody
-from relayline.coordinator.http.errors import ErrorBody
 from relayline.coordinator.http.llama.asking import InfillBody, LlamaBody
 from relayline.coordinator.http.messages.asking import MessagesBody
 from relayline.coordinator.http.page import HEADERS
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.requests import bodies
 from relayline.coordinator.http.responses.bodies import ResponsesBody
 from relayline.wire.common.versions import version_of
 

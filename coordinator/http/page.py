@@ -15,8 +15,6 @@ from pathlib import Path
 
 from aiohttp import hdrs, web
 
-PATHS = web.AppKey("page_paths", frozenset[str])  # of an application: those of its page, which need no key
-OPEN_PATTERN = web.AppKey("open_pattern", re.Pattern[str])  # and other paths of an application that need none
 FILES_DIR = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _INDEX = "index.html"

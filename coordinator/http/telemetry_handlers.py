@@ -8,10 +8,10 @@ import msgspec
 from aiohttp import web
 
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
-from relayline.coordinator.http.bodies import TelemetryBody, decode_body
-from relayline.coordinator.http.body import read_small
-from relayline.coordinator.http.errors import plain_body
-from relayline.coordinator.http.middleware import json_response
+from relayline.coordinator.http.edge.body import read_small
+from relayline.coordinator.http.edge.errors import plain_body
+from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.requests.bodies import TelemetryBody, decode_body
 
 LAST = "last"  # means the request that ended last
 

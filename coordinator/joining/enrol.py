@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import LIMITS, start_http
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.server import LIMITS, start_http
 from relayline.coordinator.joining.config import Authority, EnrolConfig
 from relayline.coordinator.joining.invitations import Desk, WrongTokenError, may_be_called
 from relayline.wire.common import bounds

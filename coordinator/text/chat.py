@@ -2,8 +2,8 @@
 
 Templates come with the model, so strangers wrote them. They run in Jinja's immutable sandbox, and any error they raise
 is the request's error, not ours. They may also run forever or fill the memory, compiling or rendering. So a coordinator
-does both in processes that may die of it (`coordinator/http/body_worker.py`). This module knows message dictionaries
-and text; it knows no HTTP and no token ids.
+does both in processes that may die of it (`coordinator/http/workers/body_worker.py`). This module knows message
+dictionaries and text; it knows no HTTP and no token ids.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def gateway_command(**given: Any) -> None:
 
 def gateway_with_flags(config: GatewayConfig, given: dict[str, Any], *, has_address: bool) -> GatewayConfig:
     """Return the gateway as flags change it; `has_address`: --http counts too. Raises UsageError."""
-    from relayline.coordinator.http.limits import HttpLimits
+    from relayline.coordinator.http.edge.limits import HttpLimits
 
     n_connections = from_parameters(ServingSettings, given).connections_per_address
     return dataclasses.replace(

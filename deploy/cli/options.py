@@ -23,7 +23,7 @@ from relayline.wire.settings.table import DEVICE_SETTINGS, EngineSettings, Servi
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 if TYPE_CHECKING:
-    from relayline.coordinator.http.listener import HttpListener
+    from relayline.coordinator.http.edge.listener import HttpListener
 
 
 class Address(click.ParamType[tuple[str, int]]):
@@ -198,7 +198,7 @@ def with_http_flags(listener: HttpListener, given: dict[str, Any], *, has_addres
     `has_address`: --http counts too. Raises UsageError.
     """
     serving = from_parameters(ServingSettings, given)
-    from relayline.coordinator.http.cors import read_origins
+    from relayline.coordinator.http.edge.cors import read_origins
 
     changes: dict[str, Any] = {}
     if has_address:

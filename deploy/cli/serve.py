@@ -117,7 +117,7 @@ def serve_command(**given: Any) -> None:
     """
     from relayline.coordinator.config import ServeConfig
     from relayline.coordinator.engine.pipeline import PipelineConfig
-    from relayline.coordinator.http.listener import HttpListener
+    from relayline.coordinator.http.edge.listener import HttpListener
     from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.projector import served_projector

@@ -78,11 +78,11 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
     if (tls := coordinator.http.tls) is not None:
         check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
     if coordinator.api_keys_file is not None:
-        from relayline.coordinator.http.api_keys import ApiKeys  # with aiohttp, which few launches need here
+        from relayline.coordinator.http.edge.api_keys import ApiKeys  # with aiohttp, which few launches need here
 
         ApiKeys(manifest.resolve(coordinator.api_keys_file))
     if manifest.serving.cors:
-        from relayline.coordinator.http.cors import read_origins  # as above
+        from relayline.coordinator.http.edge.cors import read_origins  # as above
 
         read_origins(manifest.serving.cors)
     if coordinator.chat_template_file is not None:

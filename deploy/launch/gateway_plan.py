@@ -16,7 +16,7 @@ from typing import Any
 
 from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.serve import GatewayConfig
-from relayline.coordinator.http.listener import HttpListener
+from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.deploy.launch.control import first_key
 from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.state import StateDir

@@ -35,7 +35,7 @@ from relayline.wire.common.child_command import code_command, module_command
 COMMAND = "relayline.deploy.cli"  # run by name, as a new process would be: the layers forbid an import
 # Modules that are started with `python -m`, in addition to the command.
 WORKERS = (
-    "relayline.coordinator.http.fork_server",
+    "relayline.coordinator.http.workers.fork_server",
     "relayline.coordinator.text.grammar_worker",
     "relayline.deploy.certify.whole_process",
     "relayline.stage.engine.probe",

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.projectors import check_projector

@@ -13,12 +13,12 @@ from aiohttp import web
 
 from relayline.coordinator.gateway.links import BackendConfig
 from relayline.coordinator.gateway.serve import GatewayConfig, ServedGateway, serving_gateway
-from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.listener import HttpListener
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.sessions.generation import GenerationRequest, Slot, TokenEvent
 from relayline.coordinator.sessions.request_log import RequestRecord

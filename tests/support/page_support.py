@@ -13,12 +13,12 @@ import aiohttp
 
 from relayline.coordinator.engine.stage_client import RoundTrip, StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
-from relayline.coordinator.http.api_keys import protect_http
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.listener import HttpListener
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.live import FACTS
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.images.encoder import Encoder
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.chat import ChatTemplate

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.bodies import Positive, decode_body
+from relayline.coordinator.http.requests.bodies import Positive, decode_body
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX, N_EMBD_MAX
 from relayline.wire.common.errors import InvalidRequestError

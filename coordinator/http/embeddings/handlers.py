@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from relayline.coordinator.http.edge.middleware import json_response
+from relayline.coordinator.http.edge.record import RECORD
 from relayline.coordinator.http.embeddings.asking import AnswerOptions
 from relayline.coordinator.http.embeddings.vectors import llama_reply, openai_reply
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.observe import RECORD, note_embeddings, note_prompts
-from relayline.coordinator.http.prepared import Prepared
-from relayline.coordinator.http.service import unpacked_prompts
+from relayline.coordinator.http.replies.job import unpacked_prompts
+from relayline.coordinator.http.replies.observe import note_embeddings, note_prompts
+from relayline.coordinator.http.workers.prepared import Prepared
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenStream
 from relayline.wire.common.errors import ContextLengthError, InternalError, OverloadedError
 from relayline.wire.common.sampler_fields import POOLINGS

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from relayline.coordinator.http import shapes
 from relayline.coordinator.http.embeddings.asking import AnswerOptions
+from relayline.coordinator.http.replies import shapes
 from relayline.wire.common.errors import InvalidRequestError
 
 _LARGEST = 32_760.0  # of llama-server's norm 0, which fits 16-bit integers

@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.bodies import (
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLER_LETTERS, SAMPLERS, generation_settings
+from relayline.coordinator.http.requests.bodies import (
     CompletionBody,
     LogprobCount,
     Positive,
     decode_body,
 )
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.llama.settings import DEFAULTS, SAMPLER_LETTERS, SAMPLERS, generation_settings
-from relayline.coordinator.http.validation import NO_LIMIT, Plan
+from relayline.coordinator.http.requests.validation import NO_LIMIT, Plan
 from relayline.coordinator.text.tokenizer import FillIn, Tokenizer
 from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import InvalidRequestError, NotServedError

@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.dialects import Header, OpenAIStream
 from relayline.coordinator.http.llama.asking import AnswerOptions
-from relayline.coordinator.http.shapes import Usage
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
+from relayline.coordinator.http.replies.dialects import Header, OpenAIStream
+from relayline.coordinator.http.replies.shapes import Usage
 from relayline.coordinator.sessions.generation import PromptProgress
 
 _STOPS: dict[FinishReason, str] = {"stop": "eos", "length": "limit", "tool_calls": "eos"}

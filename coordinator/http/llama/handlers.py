@@ -9,12 +9,12 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.llama.asking import AnswerOptions
 from relayline.coordinator.http.llama.dialect import LlamaDialect
-from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.reply import run
+from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.reply import run
 from relayline.wire.common.errors import OverloadedError
 
 

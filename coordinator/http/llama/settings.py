@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from relayline.coordinator.http.bodies import CompletionBody
-from relayline.coordinator.http.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT, Plan
+from relayline.coordinator.http.requests.bodies import CompletionBody
+from relayline.coordinator.http.requests.validation import DRY_BREAKERS, REPEAT_LAST_DEFAULT, Plan
 
 # llama-server's defaults, where they differ from those of OpenAI's completions.
 DEFAULTS: Mapping[str, Any] = MappingProxyType(

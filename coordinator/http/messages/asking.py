@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.bodies import MESSAGES_MAX, ChatBody, Positive, Share, decode_body
-from relayline.coordinator.http.inner_form import (
+from relayline.coordinator.http.requests.bodies import MESSAGES_MAX, ChatBody, Positive, Share, decode_body
+from relayline.coordinator.http.requests.inner_form import (
     Fields,
     Inner,
     as_json,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from relayline.coordinator.answers.reader import CallPart
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth, Prompt
-from relayline.coordinator.http.dialects import Header
-from relayline.coordinator.http.inner_form import named_frames
 from relayline.coordinator.http.messages.errors import messages_error
-from relayline.coordinator.http.shapes import Usage
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt
+from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.shapes import Usage
+from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.wire.common.errors import RelaylineError
 
 Block = dict[str, Any]

@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.errors import ErrorBody, ErrorDetail, error_body
-from relayline.coordinator.http.middleware import request_id
+from relayline.coordinator.http.edge.errors import ErrorBody, ErrorDetail, error_body
+from relayline.coordinator.http.edge.middleware import request_id
 from relayline.wire.common.errors import ContextLengthError, RelaylineError, http_status
 
 PATH, MODELS = "/v1/messages", "/v1/models"
@@ -64,4 +63,4 @@ def _written(status: int, detail: ErrorDetail, request_id: str) -> bytes:
         message = f"{_TOO_LONG}: {message}"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"type": kind, "message": message}
-    return shapes.encode({"type": "error", "error": error, "request_id": request_id})
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

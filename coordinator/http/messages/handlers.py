@@ -7,12 +7,12 @@ import time
 
 from aiohttp import web
 
-from relayline.coordinator.http.chat_form import ChatForm
-from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.edge.middleware import json_response, request_id
 from relayline.coordinator.http.handlers import Handlers
 from relayline.coordinator.http.messages.dialect import MessagesDialect
-from relayline.coordinator.http.middleware import json_response, request_id
-from relayline.coordinator.http.reply import run
+from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.requests.chat_form import ChatForm
 
 
 class MessageHandlers(Handlers):

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from relayline.coordinator.http.bodies import decode_body
-from relayline.coordinator.http.inner_form import (
+from relayline.coordinator.http.requests.bodies import decode_body
+from relayline.coordinator.http.requests.inner_form import (
     Fields,
     Inner,
     as_json,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from relayline.coordinator.http.bodies import LogprobCount, Positive, Share
+from relayline.coordinator.http.requests.bodies import LogprobCount, Positive, Share
 from relayline.wire.common.errors import InvalidRequestError
 
 ITEMS_MAX = 16_384  # of one input, like a chat's messages

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.choice import FinishReason, Growth, Prompt, Scored, Speller
-from relayline.coordinator.http.dialects import Header, token_logprob
-from relayline.coordinator.http.errors import error_body
-from relayline.coordinator.http.inner_form import named_frames
+from relayline.coordinator.http.edge.errors import error_body
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.choice import FinishReason, Growth, Prompt, Scored, Speller
+from relayline.coordinator.http.replies.dialects import Header, token_logprob
+from relayline.coordinator.http.replies.shapes import Usage
+from relayline.coordinator.http.requests.inner_form import named_frames
 from relayline.coordinator.http.responses.asking import AnswerOptions
-from relayline.coordinator.http.shapes import Usage
 from relayline.wire.common.errors import RelaylineError
 
 Item = dict[str, Any]

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from relayline.coordinator.http import shapes
-from relayline.coordinator.http.chat_form import ChatForm
-from relayline.coordinator.http.dialects import Header
+from relayline.coordinator.http.edge.clients import CLIENT, client_of
+from relayline.coordinator.http.edge.middleware import json_response
 from relayline.coordinator.http.handlers import Handlers
-from relayline.coordinator.http.middleware import json_response
-from relayline.coordinator.http.prepared import Asked, Prepared
-from relayline.coordinator.http.reply import run
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.dialects import Header
+from relayline.coordinator.http.replies.reply import run
+from relayline.coordinator.http.replies.service import Service
+from relayline.coordinator.http.requests.chat_form import ChatForm
 from relayline.coordinator.http.responses.asking import AnswerOptions, References
 from relayline.coordinator.http.responses.dialect import Item, ResponsesDialect, new_id
 from relayline.coordinator.http.responses.store import ResponseStore, Stored
-from relayline.coordinator.http.service import CLIENT, Service, client_of
+from relayline.coordinator.http.workers.prepared import Asked, Prepared
 from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ResponseNotFoundError
 
 PAGE_ITEMS, PAGE_ITEMS_MAX = 20, 100  # of a list of items

@@ -24,8 +24,8 @@ from relayline.coordinator.answers.grammar import (
 )
 from relayline.coordinator.answers.reader import AnswerReader, CallReading, Parts
 from relayline.coordinator.answers.syntax import HERMES, SYNTAXES, THINKING, Syntax, Thinking, write_calls
-from relayline.coordinator.http.structure import Shape, grammar_of
-from relayline.coordinator.http.tools import _types
+from relayline.coordinator.http.requests.structure import Shape, grammar_of
+from relayline.coordinator.http.requests.tools import _types
 from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX
 
 THINK = THINKING[0]

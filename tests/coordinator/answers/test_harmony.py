@@ -25,7 +25,7 @@ from relayline.coordinator.answers.harmony import (
 )
 from relayline.coordinator.answers.reader import CallReading
 from relayline.coordinator.answers.template import Conversation, _one_call_a_turn
-from relayline.coordinator.http.structure import Shape, grammar_of
+from relayline.coordinator.http.requests.structure import Shape, grammar_of
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer

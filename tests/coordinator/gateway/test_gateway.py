@@ -18,7 +18,7 @@ from yarl import URL
 
 from relayline.coordinator.gateway import forward, links
 from relayline.coordinator.gateway.forward import PIPELINE_HEADER
-from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.cli.console_http import Coordinator

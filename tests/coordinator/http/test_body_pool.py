@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from relayline.coordinator.http import body_pool
-from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.prepared import Asked, Prepared, setting_of, unpacked
-from relayline.coordinator.http.service import CLIENT, client_of
+from relayline.coordinator.http.edge.clients import CLIENT, client_of
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.workers import body_pool
+from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
+from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing import vocabulary_files as support

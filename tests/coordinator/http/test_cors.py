@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.cors import read_origins
-from relayline.coordinator.http.listener import HttpListener
-from relayline.coordinator.http.server import start_http
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.cors import read_origins
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import start_http
 from relayline.wire.common.errors import UsageError
 
 KEY = "k" * 32

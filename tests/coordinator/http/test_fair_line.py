@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relayline.coordinator.http import fair_line
-from relayline.coordinator.http.fair_line import FairLine, Ticket
+from relayline.coordinator.http.workers import fair_line
+from relayline.coordinator.http.workers.fair_line import FairLine, Ticket
 from relayline.wire.common.errors import OverloadedError
 
 

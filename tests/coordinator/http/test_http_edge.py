@@ -20,13 +20,14 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from relayline.coordinator.http import body as http_body
-from relayline.coordinator.http import connection, layer_handlers
+from relayline.coordinator.http import layer_handlers
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.body import usual_path
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.server import LIMITS, start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge import body as http_body
+from relayline.coordinator.http.edge import connection
+from relayline.coordinator.http.edge.body import usual_path
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.server import LIMITS, start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer

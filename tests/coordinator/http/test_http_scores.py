@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.coordinator.http.choice import Speller
+from relayline.coordinator.http.replies.choice import Speller
 from relayline.coordinator.sessions.generation import GenerationRequest, PromptScore, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer

@@ -15,11 +15,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from relayline.coordinator.http import reply as replies
-from relayline.coordinator.http.body_pool import INLINE_BYTES_MAX
-from relayline.coordinator.http.dialects import CompletionDialect
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.tokenizing import TOKENS_PER_PART
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.replies import reply as replies
+from relayline.coordinator.http.replies.dialects import CompletionDialect
+from relayline.coordinator.http.requests.tokenizing import TOKENS_PER_PART
+from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_no_tokenizer, write_tokenizer

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterable
 import aiohttp
 import pytest
 
-from relayline.coordinator.http.merge import Merge
-from relayline.coordinator.http.sse import EventWriter
+from relayline.coordinator.http.edge.sse import EventWriter
+from relayline.coordinator.http.replies.merge import Merge
 from relayline.coordinator.sessions.generation import GenerationRequest, TokenEvent
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer

@@ -16,11 +16,11 @@ from typing import cast
 import pytest
 from aiohttp import web
 
-from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.connection import Server
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.listener import HttpListener
-from relayline.coordinator.http.server import LIMITS, server_tls, start_http
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.connection import Server
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import LIMITS, server_tls, start_http
 from relayline.deploy.cli.up_changes import changes_of
 from relayline.deploy.launch.certificates import init_authority, issue
 from relayline.deploy.launch.prepare import override

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl, greet
-from relayline.coordinator.http.body import SMALL_BYTES_MAX
+from relayline.coordinator.http.edge.body import SMALL_BYTES_MAX
 from relayline.coordinator.observe.observer import Observer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import write_tokenizer

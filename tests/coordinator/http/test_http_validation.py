@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayline.coordinator.http import validation
-from relayline.coordinator.http.bodies import ChatBody, CompletionBody, decode_body
-from relayline.coordinator.http.errors import MESSAGE_CHARS_MAX, error_body, plain_body
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.validation import Plan
+from relayline.coordinator.http.edge.errors import MESSAGE_CHARS_MAX, error_body, plain_body
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.requests import validation
+from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody, decode_body
+from relayline.coordinator.http.requests.validation import Plan
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import N_VOCAB, write_tokenizer
 from relayline.stage.sampling.sampler import SamplingOptions

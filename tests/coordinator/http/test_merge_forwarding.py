@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.engine.instructions import Tell
-from relayline.coordinator.http.merge import Arrival, Merge
+from relayline.coordinator.http.replies.merge import Arrival, Merge
 from relayline.coordinator.sessions.generation import TokenEvent
 from relayline.coordinator.sessions.streams import Audience, SessionStream
 from relayline.wire.common.errors import InternalError, RelaylineError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from relayline.coordinator.http.limits import HttpLimits, limits_of
+from relayline.coordinator.http.edge.limits import HttpLimits, limits_of
 from relayline.wire.settings.table import ServingSettings
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from relayline.coordinator.http.bodies import CompletionBody, decode_body
-from relayline.coordinator.http.structure import Shape, grammar_of, shape_of
+from relayline.coordinator.http.requests.bodies import CompletionBody, decode_body
+from relayline.coordinator.http.requests.structure import Shape, grammar_of, shape_of
 from relayline.coordinator.text import grammar_check
 from relayline.coordinator.text.grammar_check import GrammarChecker
 from relayline.coordinator.text.grammar_worker import Bytes

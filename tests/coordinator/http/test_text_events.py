@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayline.coordinator.http.choice import ChoiceState, Ending, Growth
-from relayline.coordinator.http.dialects import ChatDialect, CompletionDialect, Header, OpenAIStream, SoFar
+from relayline.coordinator.http.replies.choice import ChoiceState, Ending, Growth
+from relayline.coordinator.http.replies.dialects import ChatDialect, CompletionDialect, Header, OpenAIStream, SoFar
 from relayline.coordinator.sessions.generation import TokenEvent
 
 TRICKY = '"content":"" "text":""'  # a model may be called anything

@@ -18,10 +18,10 @@ from aiohttp.test_utils import make_mocked_request
 from relayline.coordinator.answers.grammar import weaker
 from relayline.coordinator.answers.reader import CALL_ID_CHARS, AnswerReader
 from relayline.coordinator.answers.tagged_calls import QUOTED
-from relayline.coordinator.http.bodies import ChatBody, decode_body
-from relayline.coordinator.http.sse import EventWriter
-from relayline.coordinator.http.structure import fault_of
-from relayline.coordinator.http.tools import TOOLS_MAX, Offered, check_calls, offered_by
+from relayline.coordinator.http.edge.sse import EventWriter
+from relayline.coordinator.http.requests.bodies import ChatBody, decode_body
+from relayline.coordinator.http.requests.structure import fault_of
+from relayline.coordinator.http.requests.tools import TOOLS_MAX, Offered, check_calls, offered_by
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer

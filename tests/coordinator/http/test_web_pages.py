@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from relayline.coordinator.http.api_keys import protect_http
-from relayline.coordinator.http.listener import HttpListener
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.web_pages import page_rule
+from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.listener import HttpListener
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.edge.web_pages import page_rule
 from relayline.wire.common.errors import UsageError
 from tests.support.http_support import WAIT_S
 

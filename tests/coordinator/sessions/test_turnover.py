@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from relayline.coordinator.http.errors import error_body, retry_headers
-from relayline.coordinator.http.shapes import encode
+from relayline.coordinator.http.edge.errors import error_body, retry_headers
+from relayline.coordinator.http.replies.shapes import encode
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.turnover import HOLDS_MAX, RETRY_AFTER_MAX_S, Holding, Turnover, holdings
 from relayline.wire.common.errors import LaneLimitError, NotReadyError, OverloadedError, StageLostError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.gateway.serve import GatewayConfig
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.listener import HttpListener
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.deploy.cli.gateway import gateway_command
 from relayline.deploy.cli.up import up_command
 from relayline.wire.common.errors import UsageError

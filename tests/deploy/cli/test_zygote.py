@@ -153,4 +153,4 @@ def test_processes_that_a_fork_starts_are_forks_and_its_children(tmp_path: Path)
         assert {"stage-0", "stage-1"} <= named
         assert all(is_fork(pid) for pid in (up.process.pid, *below))
         (serve,) = [pid for pid in below if "serve" in shown(pid)]
-        assert any("relayline.coordinator.http.fork_server" in shown(pid) for pid in children(serve))
+        assert any("relayline.coordinator.http.workers.fork_server" in shown(pid) for pid in children(serve))

@@ -11,9 +11,9 @@ import pytest
 from llama_cpp import llama_cpp as llama
 
 from relayline.coordinator.engine.token_sender import _options
-from relayline.coordinator.http.bodies import CompletionBody, decode_body
-from relayline.coordinator.http.limits import HttpLimits
-from relayline.coordinator.http.validation import plan_completion
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.requests.bodies import CompletionBody, decode_body
+from relayline.coordinator.http.requests.validation import plan_completion
 from relayline.coordinator.sessions.frame import Opening
 from relayline.coordinator.sessions.generation import SamplingParams
 from relayline.coordinator.text.dry import breakers_of

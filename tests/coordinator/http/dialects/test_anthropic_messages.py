@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from relayline.coordinator.http.api_keys import ApiKeys, require_keys
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.server import start_http
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.edge.api_keys import ApiKeys, require_keys
+from relayline.coordinator.http.edge.server import start_http
+from relayline.coordinator.http.replies.service import ServedModel
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer

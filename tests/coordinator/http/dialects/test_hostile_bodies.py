@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from relayline.coordinator.http.bodies import ChatBody
-from relayline.coordinator.http.inner_form import Inner
 from relayline.coordinator.http.messages import asking as messages
+from relayline.coordinator.http.requests.bodies import ChatBody
+from relayline.coordinator.http.requests.inner_form import Inner
 from relayline.coordinator.http.responses import asking as responses
 from relayline.wire.common.errors import InvalidRequestError
 from tests.support.examples import thinned

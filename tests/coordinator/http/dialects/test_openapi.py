@@ -13,8 +13,8 @@ import pytest
 
 from relayline.coordinator.http import openapi
 from relayline.coordinator.http.app import make_app
-from relayline.coordinator.http.bodies import decode_body
-from relayline.coordinator.http.service import ServedModel
+from relayline.coordinator.http.replies.service import ServedModel
+from relayline.coordinator.http.requests.bodies import decode_body
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.deploy.testing.vocabulary_files import CHATML, write_tokenizer

@@ -1,0 +1,365 @@
+"""The two reply formats: how growing choices are written for /v1/completions and for /v1/chat/completions. Pure."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from msgspec import UNSET, UnsetType
+
+from relayline.coordinator.answers.reader import CallPart
+from relayline.coordinator.http.edge.errors import error_body
+from relayline.coordinator.http.edge.sse import DONE, data_frame
+from relayline.coordinator.http.replies import shapes
+from relayline.coordinator.http.replies.choice import LOGPROB_MIN, FinishReason, Growth, Prompt, Scored, Speller
+from relayline.coordinator.http.replies.shapes import Timings, Usage
+from relayline.coordinator.sessions.generation import ROW_TOKEN_MIN, PromptProgress, PromptScore
+from relayline.wire.common.errors import RelaylineError
+
+_TEXT_ALONE = Growth()[1:]  # the other fields of a growth that has a text alone
+NO_TOKEN = -1  # in a prompt's ids, in place of a row of an image; llama.cpp's own number
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Header:
+    """The fields that every body and every event of one reply repeats."""
+
+    id: str
+    created: int  # unix seconds
+    model: str
+    fingerprint: str
+    include_usage: bool  # events carry a `usage` field, null except in the last
+    return_token_ids: bool
+    n_prompt_logprobs: int = -1  # of each token of a prompt, as vLLM shows them; below 0: none
+
+
+class SoFar(NamedTuple):
+    """The figures of the whole answer so far, which each event carries."""
+
+    usage: Usage | None = None
+    timings: Timings | UnsetType = UNSET
+
+
+class Dialect(Protocol):
+    """Writes one reply. Methods that end in `event` return the JSON of one SSE event, which `frame` makes lines of."""
+
+    def frame(self, event: bytes) -> bytes:
+        """Return the lines of an event."""
+
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
+        """Return the event that opens a choice before its first token, if there is one."""
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for one token."""
+
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
+        """Return the event that ends a choice. `stop` is the stop string that did it, empty for none."""
+
+    def closing_events(self) -> Sequence[bytes]:
+        """Return the end of a complete stream."""
+
+    def failure_event(self, error: RelaylineError) -> bytes:
+        """Return the event that ends a stream that is not."""
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event without choices that carries the usage."""
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the body of a reply that was not streamed."""
+
+
+class OpenAIStream:
+    """The parts common to the streams of both older OpenAI routes: events without names, an error like a reply's,
+    [DONE].
+    """
+
+    so_far: Callable[[], SoFar] = SoFar  # called for each event, and for a reply
+    begun_ns: int = 0  # when the request was admitted; of the monotonic clock
+
+    def frame(self, event: bytes) -> bytes:
+        """Return the lines of an event."""
+        return data_frame(event)
+
+    def closing_events(self) -> Sequence[bytes]:
+        """Return the event that marks the end of the stream."""
+        return (DONE,)
+
+    def failure_event(self, error: RelaylineError) -> bytes:
+        """Return the event that makes OpenAI's clients raise."""
+        return shapes.encode(error_body(error))
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, where its reader has asked for that."""
+        return None
+
+
+class _ChoiceStream(OpenAIStream, abc.ABC):
+    """One event adds to one choice. Most add text alone: for each choice all around it is written once."""
+
+    def __init__(self, header: Header, speller: Speller, n_top: int) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities."""
+        self._header, self._speller, self._n_top = header, speller, n_top
+        self._has_text_alone = n_top < 0 and not header.return_token_ids
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    @abc.abstractmethod
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        """Return the key of an event's text in its JSON, and the event that adds an empty one."""
+
+    def _is_text(self, growth: Growth) -> bool:
+        """Return whether an event says nothing but this growth's text."""
+        return self._has_text_alone and growth[1:] == _TEXT_ALONE and self.so_far is SoFar
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Return the event that adds this text."""
+        around = self._around.get(index)
+        if around is None:
+            key, event = self._empty_event(index)
+            before, _, behind = event.partition(key + b'""')  # within a JSON text its quotes would be escaped
+            around = self._around[index] = (before + key, behind)
+        return around[0] + shapes.encode(text) + around[1]
+
+
+class CompletionDialect(_ChoiceStream):
+    """/v1/completions."""
+
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
+        """Return the echoed prompt, and its token ids; None for neither: a completion has no role to announce."""
+        ids = _prompt_ids(self._header, prompt)
+        if not (prompt.echo or ids):
+            return None
+        return self._event([shapes.CompletionChoice(prompt.echo, index, prompt_token_ids=ids)])
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for one token."""
+        if self._is_text(growth):
+            return self._text_event(index, growth.text)
+        return self._event([self._choice(index, growth, None)])
+
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        return b'"text":', self._event([self._choice(index, Growth(), None)])
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, as llama-server has it."""
+        body = self._body([shapes.CompletionChoice("", index)], None if self._header.include_usage else UNSET)
+        body.prompt_progress = shapes.PromptProgress.of(progress, time_ms)
+        return shapes.encode(body)
+
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
+        """Return the event that ends a choice."""
+        return self._event([shapes.CompletionChoice("", index, None, reason)])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that carries the usage."""
+        return self._event([], usage)
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the whole reply."""
+        written = [self._choice(index, growth, reason) for index, (growth, reason) in enumerate(choices)]
+        return shapes.encode(self._body(written, usage))
+
+    def _event(self, choices: list[shapes.CompletionChoice], usage: Usage | None = None) -> bytes:
+        so_far = self.so_far()
+        return shapes.encode(self._body(choices, (usage or so_far.usage) if self._header.include_usage else UNSET))
+
+    def _body(self, choices: list[shapes.CompletionChoice], usage: Usage | UnsetType | None) -> shapes.Completion:
+        header = self._header
+        timings = self.so_far().timings
+        return shapes.Completion(
+            header.id, header.created, header.model, header.fingerprint, choices, usage, timings=timings
+        )
+
+    def _choice(self, index: int, growth: Growth, reason: FinishReason | None) -> shapes.CompletionChoice:
+        logprobs = self._logprobs(growth.scored) if self._n_top >= 0 else None
+        prompt = growth.prompt
+        if logprobs and prompt is not None and prompt.echo:
+            self._echo(logprobs, prompt, growth.prompt_scores)
+        return shapes.CompletionChoice(
+            growth.text,
+            index,
+            logprobs,
+            reason,
+            _token_ids(self._header, growth),
+            _prompt_ids(self._header, prompt),
+            _prompt_logprobs(self._header, self._speller, growth),
+        )
+
+    def _echo(self, logprobs: shapes.CompletionLogprobs, prompt: Prompt, scores: Sequence[PromptScore]) -> None:
+        """Put the log probabilities of an echoed prompt's tokens before those of the answer."""
+        logprobs.tokens[:0] = [self._speller.spell(token)[0] for token in prompt.tokens]
+        logprobs.token_logprobs[:0] = [None, *(max(score.logprob, LOGPROB_MIN) for score in scores)]
+        logprobs.text_offset[:0] = self._speller.offsets(prompt.tokens, prompt.echo)
+        logprobs.top_logprobs[:0] = [None, *(self._top(score.token, score.logprob, score.top) for score in scores)]
+
+    def _top(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return the likeliest tokens of a place; the chosen one is always among them, as OpenAI has it."""
+        leaders = {self._speller.spell(rival)[0]: max(each, LOGPROB_MIN) for rival, each in top[: self._n_top]}
+        return leaders | {self._speller.spell(token)[0]: max(logprob, LOGPROB_MIN)}
+
+    def _logprobs(self, scored: Sequence[Scored]) -> shapes.CompletionLogprobs:
+        name = [self._speller.spell(one.token)[0] for one in scored]
+        top: list[dict[str, float] | None] = [self._top(one.token, one.logprob, one.top) for one in scored]
+        return shapes.CompletionLogprobs(
+            name, [one.logprob for one in scored], top, [one.offset_chars for one in scored]
+        )
+
+
+class ChatDialect(_ChoiceStream):
+    """/v1/chat/completions."""
+
+    def __init__(self, header: Header, speller: Speller, n_top: int, *, has_tools: bool = False) -> None:
+        """`n_top`: alternatives per position, or below 0 for no log probabilities.
+
+        `has_tools`: an answer may say nothing, and only call tools.
+        """
+        super().__init__(header, speller, n_top)
+        self._has_tools = has_tools
+
+    def opening_event(self, index: int, prompt: Prompt) -> bytes | None:
+        """Return the event that announces the assistant's role."""
+        delta = shapes.Delta("assistant", None if self._has_tools else prompt.echo)
+        return self._event([shapes.ChunkChoice(index, delta)], prompt=None if index else prompt)
+
+    def growth_event(self, index: int, growth: Growth) -> bytes:
+        """Return the event for one token."""
+        if self._is_text(growth):
+            return self._text_event(index, growth.text)
+        delta = shapes.Delta(
+            content=None if (growth.reasoning or growth.calls) and not growth.text else growth.text,
+            reasoning_content=growth.reasoning or None,
+            tool_calls=[_call_delta(part) for part in growth.calls] or None,
+        )
+        ids = _token_ids(self._header, growth)
+        return self._event([shapes.ChunkChoice(index, delta, self._logprobs(growth.scored), None, ids)])
+
+    def _empty_event(self, index: int) -> tuple[bytes, bytes]:
+        return b'"content":', self._event([shapes.ChunkChoice(index, shapes.Delta(content=""))])
+
+    def progress_event(self, index: int, progress: PromptProgress, time_ms: int) -> bytes | None:
+        """Return the event that says how far a prompt has been read, as llama-server has it."""
+        header = self._header
+        return shapes.encode(
+            shapes.ChatChunk(
+                header.id,
+                header.created,
+                header.model,
+                header.fingerprint,
+                [shapes.ChunkChoice(index, shapes.Delta())],
+                None if header.include_usage else UNSET,
+                prompt_progress=shapes.PromptProgress.of(progress, time_ms),
+            )
+        )
+
+    def finish_event(self, index: int, reason: FinishReason, stop: str) -> bytes:
+        """Return the event that ends a choice: an empty delta."""
+        return self._event([shapes.ChunkChoice(index, shapes.Delta(), None, reason)])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that carries the usage."""
+        return self._event([], usage)
+
+    def reply(self, choices: Sequence[tuple[Growth, FinishReason]], usage: Usage) -> bytes:
+        """Return the whole reply."""
+        written = [
+            shapes.ChatChoice(
+                index,
+                _message(growth),
+                self._logprobs(growth.scored),
+                reason,
+                _token_ids(self._header, growth),
+            )
+            for index, (growth, reason) in enumerate(choices)
+        ]
+        header = self._header
+        body = shapes.ChatCompletion(
+            header.id,
+            header.created,
+            header.model,
+            header.fingerprint,
+            written,
+            usage,
+            timings=self.so_far().timings,
+            prompt_token_ids=_prompt_ids(header, choices[0][0].prompt),
+            prompt_logprobs=_prompt_logprobs(header, self._speller, choices[0][0]),
+        )
+        return shapes.encode(body)
+
+    def _event(
+        self, choices: list[shapes.ChunkChoice], usage: Usage | None = None, prompt: Prompt | None = None
+    ) -> bytes:
+        header, so_far = self._header, self.so_far()
+        shown = (usage or so_far.usage) if header.include_usage else UNSET
+        body = shapes.ChatChunk(
+            header.id,
+            header.created,
+            header.model,
+            header.fingerprint,
+            choices,
+            shown,
+            timings=so_far.timings,
+            prompt_token_ids=_prompt_ids(header, prompt),
+        )
+        return shapes.encode(body)
+
+    def _logprobs(self, scored: Sequence[Scored]) -> shapes.ChatLogprobs | None:
+        if self._n_top < 0:
+            return None
+        return shapes.ChatLogprobs([token_logprob(self._speller, one, self._n_top) for one in scored])
+
+
+def token_logprob(speller: Speller, one: Scored, n_top: int) -> shapes.TokenLogprob:
+    """Return a token's log probability, with those of at most `n_top` rivals."""
+    name, raw = speller.spell(one.token)
+    top = []
+    for token, logprob in one.top[:n_top]:
+        rival, rival_raw = speller.spell(token)
+        top.append(shapes.TopLogprob(rival, logprob, list(rival_raw)))
+    return shapes.TokenLogprob(name, one.logprob, list(raw), top)
+
+
+def _call_delta(part: CallPart) -> shapes.ToolCall:
+    if not part.name:
+        return shapes.ToolCall(shapes.CalledFunction(part.arguments), index=part.index)
+    return shapes.ToolCall(shapes.CalledFunction(part.arguments, part.name), part.id, "function", part.index)
+
+
+def _message(growth: Growth) -> shapes.AssistantMessage:
+    calls = [
+        shapes.ToolCall(shapes.CalledFunction(call.arguments, call.name), call.id, "function")
+        for call in growth.whole_calls()
+    ]
+    return shapes.AssistantMessage(
+        content=None if calls and not growth.text else growth.text,
+        reasoning_content=growth.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _token_ids(header: Header, growth: Growth) -> list[int] | UnsetType:
+    return list(growth.tokens) if header.return_token_ids else UNSET
+
+
+def _prompt_ids(header: Header, prompt: Prompt | None) -> list[int] | UnsetType:
+    if not header.return_token_ids or prompt is None:
+        return UNSET
+    if prompt.images:
+        return [token if token < ROW_TOKEN_MIN else NO_TOKEN for token in prompt.tokens]
+    return list(prompt.tokens)
+
+
+def _prompt_logprobs(header: Header, speller: Speller, growth: Growth) -> shapes.PromptLogprobs | UnsetType:
+    if header.n_prompt_logprobs < 0:
+        return UNSET
+    found: shapes.PromptLogprobs = [None]
+    for score in growth.prompt_scores:
+        ranks = {token: rank for rank, (token, _) in enumerate(score.top, 1)}
+        shown = [*score.top[: header.n_prompt_logprobs], (score.token, score.logprob)]
+        found.append(
+            {
+                str(token): shapes.PromptLogprob(max(logprob, LOGPROB_MIN), ranks.get(token), speller.spell(token)[0])
+                for token, logprob in shown
+            }
+        )
+    return found

@@ -1,0 +1,163 @@
+"""What a generating request needs of the rest of the coordinator: the model's parts, and workers for its body."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from importlib import metadata
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http.edge.clients import client_of
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.replies.choice import Speller
+from relayline.coordinator.http.replies.images import Images
+from relayline.coordinator.http.replies.observe import note_grammar, wants_content
+from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.workers.body_pool import BodyPool, find_style
+from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
+from relayline.coordinator.http.workers.preparing import as_sent
+from relayline.coordinator.images.encoder import Encoder
+from relayline.coordinator.observe.observer import Observer
+from relayline.coordinator.sessions.generation import Generator
+from relayline.coordinator.text.chat import ChatTemplate
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import InvalidRequestError
+from relayline.wire.common.versions import version_of
+
+OtherForm = Literal["responses", "messages", "counted", "llama", "infill", "embeddings"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of an application, as its clients know it."""
+
+    model_id: str
+    """Its name."""
+    created: int
+    """When it came up, unix seconds."""
+    tokenizer: Tokenizer
+    chat: ChatTemplate
+    encoder: Encoder | None = None
+    """Encodes images, and has been started; None: chats are text alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    """The parts that handlers share; one per application."""
+
+    generator: Generator
+    tokenizer: Tokenizer
+    speller: Speller
+    conversation: Conversation
+    model_id: str
+    created: int  # unix seconds when the model came up
+    fingerprint: str
+    limits: HttpLimits
+    observer: Observer
+    pool: BodyPool
+    images: Images | None = None  # of a model with a projector
+    template_fault: str = ""  # why the chat template cannot be used, or empty
+
+    async def prepared(self, route: Literal["completions", "chat"], request: web.Request, *, content: bool) -> Prepared:
+        """Return a body after reading, checking and tokenising by a worker.
+
+        Raises the body's error. `content`: with its prompts as JSON, for telemetry.
+        """
+        asked = Asked(route, self.generator.ctx_tokens, random_seed(), content)
+        raw = await request.read()
+        answer = await self.pool.ask(client_of(request), asked, raw)
+        return await self._with_images(request, msgspec.msgpack.decode(answer, type=Prepared))
+
+    async def _with_images(self, request: web.Request, prepared: Prepared) -> Prepared:
+        """Put its images into the prompt of a chat. Raises InvalidRequestError, OverloadedError, InternalError."""
+        if self.images is None or not prepared.pictures:
+            return prepared
+        if not self.generator.ctx_tokens:
+            self.generator.check_ready()  # encoding would be for nothing
+        tokens, ctx_tokens = unpacked(prepared.prompts[0]), self.generator.ctx_tokens or CTX_TOKENS_MAX
+        filled = await self.images.fill(client_of(request), tokens, prepared.pictures, ctx_tokens)
+        prepared.prompts, prepared.pictures = [filled.tokens.tobytes()], []
+        prepared.rows = filled.images
+        return prepared
+
+    async def n_counted(self, request: web.Request, prepared: Prepared) -> int:
+        """Return how many tokens a prompt has that is only counted: its images are not encoded."""
+        n_tokens = prepared.n_tokens
+        if self.images is not None and prepared.pictures:
+            n_tokens += await self.images.count(client_of(request), prepared.pictures) - len(prepared.pictures)
+        return n_tokens
+
+    async def read_in(
+        self, route: OtherForm, request: web.Request, raw: bytes, n_context: int = 0, *, is_counted: bool = False
+    ) -> Prepared:
+        """Return a body of another dialect, as `prepared` does; its first `n_context` bytes are the context that it
+        refers to. The images of one that `is_counted` are left as they are.
+        """
+        is_counted |= route == "counted"
+        content = wants_content(self.observer, request)
+        # A text that is only counted may be longer than any stream.
+        ctx_tokens = 0 if route == "counted" else self.generator.ctx_tokens
+        asked = Asked(route, ctx_tokens, random_seed(), content, n_context)
+        prepared = msgspec.msgpack.decode(await self.pool.ask(client_of(request), asked, raw), type=Prepared)
+        try:
+            return prepared if is_counted else await self._with_images(request, prepared)
+        except InvalidRequestError as error:
+            raise as_sent(route, error) from None
+
+    async def answered(self, route: Literal["tokenize", "detokenize", "template"], request: web.Request) -> bytes:
+        """Return a worker's answer to a body. Raises the body's error."""
+        raw = await request.read()
+        return await self.pool.ask(client_of(request), Asked(route, self.generator.ctx_tokens), raw)
+
+    async def shaped(self, prepared: Prepared, request: web.Request) -> Plan:
+        """Return the plan with the grammar that its shape and its tools ask for.
+
+        Raises InvalidRequestError if there is none.
+        """
+        plan = prepared.plan
+        if not prepared.grammar_task:
+            return plan
+        start_ns = time.monotonic_ns()
+        grammar = (await self.pool.ask(client_of(request), Asked("grammar"), prepared.grammar_task)).decode()
+        note_grammar(request, start_ns, time.monotonic_ns())
+        return dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, grammar=grammar))
+
+
+def random_seed() -> int:
+    """Return a seed for a request that brought none (u64)."""
+    return secrets.randbits(64)
+
+
+def make_service(generator: Generator, model: ServedModel, limits: HttpLimits, observer: Observer) -> Service:
+    """Return the parts that the handlers of one application share."""
+    tokenizer, encoder = model.tokenizer, model.encoder
+    setting = setting_of(model.model_id, limits, model.chat, has_images=encoder is not None)
+    style = setting.style = find_style(setting, tokenizer.path)
+    return Service(
+        generator=generator,
+        tokenizer=tokenizer,
+        speller=Speller(tokenizer),
+        conversation=Conversation(model.chat, tokenizer, style.tool_style()),
+        model_id=model.model_id,
+        created=model.created,
+        fingerprint=_fingerprint(),
+        limits=limits,
+        observer=observer,
+        pool=BodyPool(setting, tokenizer),
+        images=Images(encoder) if encoder is not None else None,
+        template_fault=style.fault,
+    )
+
+
+def _fingerprint() -> str:
+    """Return `system_fingerprint`: what computed the answer, as far as its arithmetic goes."""
+    try:
+        return f"relayline-{version_of()}"
+    except metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "relayline-dev"

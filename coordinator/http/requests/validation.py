@@ -1,0 +1,452 @@
+"""From a well-typed body to a plan that can be run: every rule that one field's type cannot express. Pure. Each refusal
+is one line that names the field and its error. Fields that would change the answer and are not supported are refused
+rather than ignored, unless their value changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relayline.coordinator.http.edge.limits import HttpLimits
+from relayline.coordinator.http.requests.bodies import ChatBody, CompletionBody, GenerationBody, MessageBody
+from relayline.coordinator.http.requests.structure import Shape, shape_of
+from relayline.coordinator.http.requests.tools import Offered, check_calls, offered_by
+from relayline.coordinator.sessions.generation import SamplingParams
+from relayline.wire.common.bounds import BIAS_MAX, GRAMMAR_TOKENS_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from relayline.wire.common.sampler_fields import BY_NAME, HTTP_FIELDS
+
+COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's default for /v1/completions; a chat continues to the end of the context
+_U64 = 1 << 64
+NO_LIMIT = -1  # as a client's limit of tokens: as many as the context has room for
+TOP_K_MAX = (1 << 31) - 1  # more than any vocabulary has, hence the same as all; the most that stages accept
+
+# Fields of other servers, and OpenAI's from before tools -> values without effect. Null, 0, false and empty ones have
+# no effect either.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "dynatemp_range": (),
+    "smoothing_factor": (),
+    "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (),
+    "logits_processors": (),
+    "use_beam_search": (),
+    "length_penalty": (1,),
+    "chat_template": (),
+    "grammar_lazy": (),
+    "lora": (),
+    "t_max_predict_ms": (-1,),
+}
+# Fields whose false would change the answer.
+NEUTRAL_IF_TRUE = ("skip_special_tokens",)
+# Tokens that llama-server's `repeat_penalty` and DRY look at; vLLM's `repetition_penalty`: all
+REPEAT_LAST_DEFAULT = 64
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama-server's
+
+NEUTRAL_OF_COMPLETIONS: dict[str, tuple[object, ...]] = {"tools": (), "tool_choice": ("none", "auto")}
+REASONING_FORMATS = ("auto", "deepseek", "none")
+
+Prompts = str | Sequence[int | str | list[int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked request, the same for both routes."""
+
+    n: int  # choices per prompt
+    max_tokens: int | None  # as asked for; None when the client left it open
+    max_tokens_default: int | None  # when left open: this many, or None for all that the context leaves
+    sampling: SamplingParams  # of the first choice; the others derive their seed from it
+    stops: tuple[str, ...]
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    echo: bool
+    return_token_ids: bool
+    cache_prompt: bool
+    prediction: str | tuple[int, ...] = ""  # the client's predicted output, as text or token ids
+    shape: Shape | None = None  # that the answer must have; its grammar goes into `sampling`
+    offered: Offered | None = None  # tools
+    splits_reasoning: bool = True  # a chat's reasoning is shown separately from its text
+    min_tokens: int = 0  # before them no answer may end
+    stop_tokens: tuple[int, ...] = ()  # tokens that end an answer, and are not shown
+    shows_stop: bool = False  # what ended an answer is shown, a string or a token
+    bad_words: tuple[str, ...] = ()  # that are not said; their tokens go into `sampling`
+    dry_texts: tuple[str, ...] = ()  # sequence breakers, where repetitions cost; their tokens go into `sampling`
+    bias_texts: tuple[tuple[str, float], ...] = ()  # whose tokens have that bias; they go into `sampling`
+    n_logprobs: int = -1  # alternatives of each token of the answer; below 0: no log probabilities
+    n_prompt_logprobs: int = -1  # the same of each token of the prompt, as vLLM shows them
+    continuous_usage: bool = False  # each event of a stream carries the usage so far
+    shows_timings: bool = False
+    shows_progress: bool = False  # of the prompt, in a stream
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's own tokens get log probabilities."""
+        return self.n_prompt_logprobs >= 0 or (self.echo and self.n_logprobs >= 0)
+
+    def sampling_of(self, choice: int, n_prompt: int = 0) -> SamplingParams:
+        """Return the sampling of the n-th choice of a prompt: seed + choice, so each can be asked for alone."""
+        if not choice and not self.sampling.held_back_tokens:
+            return self.sampling
+        numbers = self.sampling.numbers
+        if self.sampling.held_back_tokens:
+            numbers = tuple(sorted({**dict(numbers), "held_back_until": float(n_prompt + self.min_tokens)}.items()))
+        return dataclasses.replace(self.sampling, seed=(self.sampling.seed + choice) % _U64, numbers=numbers)
+
+
+NO_PLAN = Plan(
+    n=1,
+    max_tokens=1,
+    max_tokens_default=None,
+    sampling=SamplingParams(temperature=0.0),
+    stops=(),
+    ignore_eos=False,
+    stream=False,
+    include_usage=False,
+    echo=False,
+    return_token_ids=False,
+    cache_prompt=True,
+)
+"""Of a body that asks for no tokens."""
+
+
+def plan_completion(body: CompletionBody, limits: HttpLimits, random_seed: int) -> Plan:
+    """Check a /v1/completions body. `random_seed` (u64) is used when the client sent none.
+
+    Raises InvalidRequestError.
+    """
+    n = _choices(body, limits)
+    _refuse(body, NEUTRAL_OF_COMPLETIONS)
+    if body.best_of not in (None, 1, n):
+        raise _unsupported("best_of", "only 1 or the value of n")
+    if body.suffix and (body.echo or not isinstance(body.prompt, str)):
+        raise InvalidRequestError.of_field("suffix", "only with one prompt of text, and without echo")
+    n_logprobs = -1 if body.logprobs is None else body.logprobs
+    if body.echo and n_logprobs >= 0 and body.stream:
+        raise InvalidRequestError.of_field("stream", "not together with echo and logprobs")
+    max_tokens = _limit("max_tokens", body.max_tokens)
+    is_open = NO_LIMIT in (max_tokens, body.n_predict)
+    default = None if is_open else COMPLETION_TOKENS_DEFAULT
+    return _plan(body, limits, n, max_tokens, default, n_logprobs, random_seed)
+
+
+def plan_chat(body: ChatBody, limits: HttpLimits, random_seed: int) -> Plan:
+    """Check a /v1/chat/completions body. `random_seed` (u64) is used when the client sent none.
+
+    Raises InvalidRequestError.
+    """
+    if body.audio:
+        raise _unsupported("audio", "send none")
+    if body.echo:
+        raise _unsupported("echo", "send none in a chat")
+    if body.modalities and set(body.modalities) != {"text"}:
+        raise _unsupported("modalities", 'only ["text"]')
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError.of_field("top_logprobs", "needs logprobs to be true")
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else -1
+    last = body.messages[-1]
+    if body.continue_final_message and (last.role != "assistant" or not last.content or last.tool_calls):
+        text = "the last message must be the assistant's, with text and without calls"
+        raise InvalidRequestError.of_field("continue_final_message", text)
+    if body.continue_final_message and body.add_generation_prompt:
+        text = "not together with continue_final_message, which begins no new turn; send one of them"
+        raise InvalidRequestError.of_field("add_generation_prompt", text)
+    if body.reasoning_format not in (None, *REASONING_FORMATS):
+        names = ", ".join(REASONING_FORMATS)
+        raise InvalidRequestError.of_field("reasoning_format", f"must be one of {names}")
+    check_messages(body.messages)
+    max_tokens = _limit("max_completion_tokens", body.max_completion_tokens)
+    max_tokens = _limit("max_tokens", body.max_tokens) if max_tokens is None else max_tokens
+    plan = _plan(body, limits, _choices(body, limits), max_tokens, None, n_logprobs, random_seed)
+    offered = offered_by(body)
+    if offered and offered.is_required and plan.shape:
+        text = f"the answer is a call of a tool; send no {plan.shape.param}, or tool_choice auto"
+        raise InvalidRequestError.of_field("tool_choice", text)
+    if offered and offered.needs_grammar:
+        _check_lists(body, "tools")
+    if offered and plan.ignore_eos:
+        raise InvalidRequestError.of_field("ignore_eos", "not together with tools, whose calls end the answer")
+    return dataclasses.replace(plan, offered=offered, splits_reasoning=body.reasoning_format != "none")
+
+
+def check_messages(messages: Sequence[MessageBody]) -> None:
+    """Refuse messages that no template can show: calls without a name, turns without a content."""
+    check_calls(messages)
+    for index, message in enumerate(messages):
+        if message.content is None and message.role in ("user", "system", "developer", "tool"):
+            param = f"messages[{index}].content"
+            raise InvalidRequestError.of_field(param, "required field is missing")
+
+
+def split_prompt(prompt: Prompts, n: int, limits: HttpLimits) -> list[str | list[int]]:
+    """Return the prompts of a /v1/completions body: a text, token ids, several texts, or several lists of ids.
+
+    Raises InvalidRequestError.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids and len(ids) == len(prompt):
+        return [ids]
+    if not prompt or ids:
+        raise InvalidRequestError.of_field("prompt", "must be text, token ids, a list of texts or of token id lists")
+    several = [item if isinstance(item, str) else [*item] for item in prompt if not isinstance(item, int)]
+    if len({type(item) for item in several}) > 1:
+        raise InvalidRequestError.of_field("prompt", "texts and token id lists cannot be mixed")
+    if len(several) * n > limits.choices_max:
+        raise InvalidRequestError.of_field(
+            "prompt", f"{len(several)} prompts with n={n} are {len(several) * n} choices; at most {limits.choices_max}"
+        )
+    return several
+
+
+def check_tokens(tokens: Sequence[int], n_vocab: int, param: str) -> None:
+    """Refuse token ids outside the vocabulary; llama.cpp would abort on them."""
+    if not tokens or (min(tokens) >= 0 and max(tokens) < n_vocab):
+        return
+    for at, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise InvalidRequestError.of_field(param, f"token {token} at index {at} is not in [0, {n_vocab})")
+
+
+def fit_tokens(n_prompt: int, plan: Plan, ctx_tokens: int, param: str, *, is_strict: bool) -> int:
+    """Return how many tokens to generate after a prompt of `n_prompt` tokens.
+
+    As many as the client asked for, or the rest of the context if that is less; with `is_strict` less is an error.
+    Raises InvalidRequestError for an empty prompt, ContextLengthError for a request that cannot fit.
+    """
+    if n_prompt < 1:
+        raise InvalidRequestError.of_field(param, "the prompt has no tokens")
+    room = ctx_tokens - n_prompt
+    grammar_of = plan.shape.param if plan.shape else "tools" if plan.sampling.grammar else ""
+    limit = min(room, GRAMMAR_TOKENS_MAX) if grammar_of else room
+    wanted = plan.max_tokens
+    if wanted is None:
+        wanted = min(limit, limit if plan.max_tokens_default is None else plan.max_tokens_default)
+    elif not is_strict:
+        wanted = min(limit, wanted)
+    elif grammar_of and wanted > GRAMMAR_TOKENS_MAX:
+        text = f"at most {GRAMMAR_TOKENS_MAX} with {grammar_of}, got {wanted}"
+        raise InvalidRequestError.of_field("max_tokens", text)
+    wanted = max(wanted, 1)
+    if wanted > room:
+        raise ContextLengthError.of_request(ctx_tokens, n_prompt, wanted, param)
+    return wanted
+
+
+def nanoseconds(text: str, param: str) -> int:
+    """Return a moment of the coordinator's clock as given in a query; raises InvalidRequestError naming `param`."""
+    is_number = text.isascii() and text.isdigit() and len(text) < len(str(_U64))
+    if not is_number:
+        raise InvalidRequestError.of_field(param, "must be whole nanoseconds, like now_ns of an earlier answer")
+    return int(text)
+
+
+def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
+    """Return the name to answer under. No name at all means the one model there is. Raises ModelNotFoundError."""
+    if not name or name == model_id:
+        return model_id
+    if limits.any_model_name or name in limits.model_aliases:
+        return name
+    raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {model_id!r}", param="model")
+
+
+def _plan(
+    body: GenerationBody,
+    limits: HttpLimits,
+    n: int,
+    max_tokens: int | None,
+    max_tokens_default: int | None,
+    n_logprobs: int,
+    random_seed: int,
+) -> Plan:
+    _refuse(body, NEUTRAL)
+    _refuse_untrue(body)
+    if body.web_search_options is not None:  # empty ones ask for a search too
+        raise _unsupported("web_search_options", "send none")
+    shape = shape_of(body)
+    _check_lists(body, shape.param if shape else "")
+    if max_tokens is None and body.n_predict not in (None, NO_LIMIT, -2, 0):
+        max_tokens = body.n_predict
+    max_tokens = None if max_tokens == NO_LIMIT else max_tokens
+    _check_together(body, shape, max_tokens)
+    biases, bias_texts = _biases(body.logit_bias or {})
+    n_prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    sampling = SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=min(max(0, body.top_k or 0), TOP_K_MAX),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=(random_seed if body.seed in (None, -1) else body.seed) % _U64,
+        n_logprobs=max(n_logprobs, n_prompt_logprobs),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=biases,
+        numbers=_numbers(body),
+        allowed_tokens=tuple(sorted(set(body.allowed_token_ids or ()))),
+    )
+    return Plan(
+        n=n,
+        max_tokens=max_tokens,
+        max_tokens_default=max_tokens_default,
+        sampling=sampling,
+        stops=_stops(body.stop, limits),
+        ignore_eos=bool(body.ignore_eos),
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        return_token_ids=bool(body.return_token_ids),
+        cache_prompt=body.cache_prompt is not False,
+        prediction=_prediction(body.prediction, limits),
+        shape=shape,
+        min_tokens=body.min_tokens or 0,
+        stop_tokens=tuple(sorted(set(body.stop_token_ids or ()))),
+        shows_stop=bool(body.include_stop_str_in_output),
+        bad_words=tuple(body.bad_words or ()),
+        bias_texts=bias_texts,
+        dry_texts=_dry_texts(body) if "dry_multiplier" in dict(sampling.numbers) else (),
+        n_logprobs=n_logprobs,
+        n_prompt_logprobs=n_prompt_logprobs,
+        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        shows_timings=bool(body.timings_per_token),
+        shows_progress=bool(body.return_progress and body.stream),
+    )
+
+
+def _limit(param: str, asked: int | None) -> int | None:
+    """Return a limit of tokens, NO_LIMIT for none. Raises InvalidRequestError for 0."""
+    if asked == 0:
+        raise InvalidRequestError.of_field(param, "expected int >= 1, or -1 for no limit")
+    return asked
+
+
+def _check_together(body: GenerationBody, shape: Shape | None, max_tokens: int | None) -> None:
+    """Refuse fields that contradict each other."""
+    if body.min_tokens and max_tokens is not None and body.min_tokens > max_tokens:
+        raise InvalidRequestError.of_field("min_tokens", f"more than max_tokens, which is {max_tokens}")
+    if shape and body.ignore_eos:
+        raise InvalidRequestError.of_field("ignore_eos", f"not together with {shape.param}, whose end ends the answer")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError.of_field("stream", "not together with prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError.of_field("stream_options", "only together with stream")
+
+
+def _dry_texts(body: GenerationBody) -> tuple[str, ...]:
+    return tuple(DRY_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
+
+
+def _choices(body: GenerationBody, limits: HttpLimits) -> int:
+    n = body.n or 1
+    if n > limits.choices_per_prompt_max:
+        raise InvalidRequestError.of_field("n", f"at most {limits.choices_per_prompt_max} choices, got {n}")
+    return n
+
+
+def _biases(
+    sent: Mapping[str, float] | Sequence[tuple[int | str, float]],
+) -> tuple[tuple[tuple[int, float], ...], tuple[tuple[str, float], ...]]:
+    """Return biases of tokens and of texts, from OpenAI's form or llama-server's; false means "never"."""
+    if isinstance(sent, Mapping):
+        for token in sent:
+            is_number = token.isascii() and token.isdigit() and len(token) <= len(str(1 << 32))
+            if not is_number or str(int(token)) != token:  # 007 would be 7 a second time
+                raise InvalidRequestError.of_field("logit_bias", f"{token[:40]!r} is not a token id")
+        return tuple(sorted((int(token), bias) for token, bias in sent.items() if bias)), ()
+    biases = [(key, -BIAS_MAX if bias is False else bias) for key, bias in sent]
+    tokens = {key: bias for key, bias in biases if isinstance(key, int)}
+    if min(tokens, default=0) < 0:
+        raise InvalidRequestError.of_field("logit_bias", f"{min(tokens)} is not a token id")
+    texts = tuple((key, bias) for key, bias in biases if isinstance(key, str) and key and bias)
+    return tuple(sorted((token, bias) for token, bias in tokens.items() if bias)), texts
+
+
+def _stops(stop: str | list[str] | None, limits: HttpLimits) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > limits.stops_max:
+        raise InvalidRequestError.of_field("stop", f"at most {limits.stops_max} strings, got {len(stops)}")
+    for text in stops:
+        if not 1 <= len(text) <= limits.stop_chars_max:
+            raise InvalidRequestError.of_field("stop", f"each string has 1 to {limits.stop_chars_max} characters")
+    return stops
+
+
+def _prediction(sent: Any, limits: HttpLimits) -> str | tuple[int, ...]:
+    """Return the text of a prediction, parts as one, or its token ids; empty predicts nothing."""
+    if sent is None:
+        return ""
+    if not isinstance(sent, Mapping):
+        raise _bad_prediction("must be an object with type and content")
+    if sent.get("type") != "content":
+        raise _bad_prediction('type must be "content"')
+    content = sent.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    texts: list[str] = []
+    if parts and all(type(part) is int for part in parts):  # as in a prompt of /v1/completions
+        return tuple(parts)
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _bad_prediction("content must be text, or a list of text parts, or of token ids")
+        texts.append(text)
+    n_chars = sum(map(len, texts))
+    if n_chars > limits.prediction_chars_max:
+        raise _bad_prediction(f"at most {limits.prediction_chars_max} characters, got {n_chars}")
+    return "".join(texts)
+
+
+def _bad_prediction(text: str) -> InvalidRequestError:
+    return InvalidRequestError.of_field("prediction", text)
+
+
+def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]]) -> None:
+    for param, neutral in unsupported.items():
+        value = getattr(body, param)
+        if value and value not in neutral:
+            raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")
+
+
+def _refuse_untrue(body: GenerationBody) -> None:
+    for param in NEUTRAL_IF_TRUE:
+        if getattr(body, param) not in (None, True):
+            raise _unsupported(param, "only true")
+
+
+def _numbers(body: GenerationBody) -> tuple[tuple[str, float], ...]:
+    """Return the numbers of the table of sampler fields that change something, by name."""
+    found: dict[str, float] = {}
+    for param, field in HTTP_FIELDS.items():
+        value = getattr(body, param)
+        if value is None or value in field.off:
+            continue
+        value = min(value, field.high) if field.is_whole and not field.is_kind else value
+        if not field.low <= value <= field.high or (field.is_whole and value != int(value)):
+            kind = "a whole number" if field.is_whole else "a number"
+            text = f"must be {kind} between {field.low:g} and {field.high:g}, got {value:g}"
+            raise InvalidRequestError.of_field(param, text)
+        if value != field.neutral:
+            found[field.name] = value
+    found = {name: value for name, value in found.items() if BY_NAME[name].only_with in ("", *found)}
+    if "repetition_penalty" in found and body.repeat_penalty is not None and body.repeat_last_n is None:
+        found["repeat_last_n"] = REPEAT_LAST_DEFAULT
+    if "dry_multiplier" in found and body.dry_penalty_last_n is None:
+        found["dry_penalty_last_n"] = REPEAT_LAST_DEFAULT
+    return tuple(sorted(found.items()))
+
+
+def _check_lists(body: GenerationBody, shape_param: str) -> None:
+    """Refuse token lists that cannot be kept together with the shape of an answer, and a length that contradicts."""
+    for param in ("min_tokens", "allowed_token_ids", "bad_words", "stop_token_ids"):
+        if shape_param and getattr(body, param):
+            text = f"not together with {shape_param}, which defines the answer's form and its end"
+            raise InvalidRequestError.of_field(param, text)
+    if not all(word.strip() for word in body.bad_words or ()):
+        raise InvalidRequestError.of_field("bad_words", "each word must have at least one character")
+
+
+def _unsupported(param: str, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError.of_field(param, f"not supported by this server yet; {allowed}")

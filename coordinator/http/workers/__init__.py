@@ -1,0 +1,1 @@
+"""The processes that read, check and tokenise bodies, and their schedule."""

@@ -1,0 +1,85 @@
+"""The coordinator's end of the fork server: one for the whole process, started when it is first needed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+from relayline.wire.common.child_command import module_command
+
+
+class ForkServer:
+    """Makes worker processes that have a vocabulary, and ends them. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, tokenizer: Path) -> tuple[int, socket.socket]:
+        """Return a new worker's number and the socket to talk to it. It may still take a while to begin.
+
+        Raises OSError if no server can be started.
+        """
+        ours, its = socket.socketpair()
+        number = next(self._numbers)
+        order = json.dumps({"number": number, "path": str(tokenizer.absolute())}).encode()
+        with self._lock, its:
+            try:
+                socket.send_fds(self._started(), [order], [its.fileno()])
+            except (BrokenPipeError, ConnectionError):  # killed, by the kernel perhaps
+                self._stop()
+                socket.send_fds(self._started(), [order], [its.fileno()])
+        return number, ours
+
+    def end(self, number: int) -> None:
+        """End a worker at once, whatever its activity."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._control is not None:
+                self._control.send(json.dumps({"number": number}).encode())
+
+    def close(self) -> None:
+        """End the server and all workers."""
+        with self._lock:
+            self._stop()
+
+    def _started(self) -> socket.socket:
+        if self._control is None:
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = module_command("relayline.coordinator.http.workers.fork_server", str(its.fileno()))
+            with its:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[its.fileno()],
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            ours.setblocking(False)
+            self._control = ours
+        return self._control
+
+    def _stop(self) -> None:
+        control, process = self._control, self._process
+        self._control = self._process = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            try:
+                process.wait(2)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+fork_server = ForkServer()  # of this process
+atexit.register(fork_server.close)

@@ -1,0 +1,379 @@
+"""From the bytes of a body to the pipeline's request: everything whose cost grows with the body.
+
+It runs in a separate process (`body_worker.py`): a body may be megabytes of brackets, a text may be one word of a
+megabyte, and strangers write a model's chat template. Its result is small and typed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from relayline.coordinator.answers.template import Conversation
+from relayline.coordinator.http.embeddings import asking as embeddings_asking
+from relayline.coordinator.http.llama import asking as llama_asking
+from relayline.coordinator.http.messages import asking as messages_asking
+from relayline.coordinator.http.requests import tokenizing, validation
+from relayline.coordinator.http.requests.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    decode_body,
+)
+from relayline.coordinator.http.requests.chat_form import ChatForm, chat_grammar
+from relayline.coordinator.http.requests.inner_form import Inner
+from relayline.coordinator.http.requests.plan_tokens import PlanTokens
+from relayline.coordinator.http.requests.structure import grammar_of
+from relayline.coordinator.http.requests.validation import Plan
+from relayline.coordinator.http.responses import asking as responses_asking
+from relayline.coordinator.http.workers.prepared import Asked, Phase, Prepared, Route, Setting, Style, packed, unpacked
+from relayline.coordinator.images.parts import Marked, take_images
+from relayline.coordinator.text.chat import ChatTemplate, content_text
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
+from relayline.wire.common.errors import ContextLengthError, InvalidRequestError
+
+# Other dialects' bodies as chats, and errors about the chat as errors about the body.
+_CHATS: dict[Route, tuple[Callable[[bytes | bytearray, int], Inner], Callable[[Any], Any]]] = {
+    "responses": (responses_asking.read, responses_asking.rename),
+    "messages": (messages_asking.read, messages_asking.rename),
+    "counted": (messages_asking.read_counted, messages_asking.rename),
+}
+
+PROMPT_TOKENS_MAX = CTX_TOKENS_MAX  # of one request, all its prompts together
+_MAX_TOKENS_MAX = (1 << 64) - 1  # more than any context holds, and the most that msgpack can carry
+_GOES_ON = "q7VxK2goes-on"  # marks the place where a turn is to be continued, while its chat is rendered
+
+
+class Preparer:
+    """Reads and checks bodies for one application, in a worker."""
+
+    def __init__(self, setting: Setting, tokenizer: Tokenizer) -> None:
+        """Nothing is done yet that could take long."""
+        self._setting, self._tokenizer = setting, tokenizer
+        self._made: Conversation | None = None
+        self._plan_tokens = PlanTokens(tokenizer)
+
+    def answer(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        """Return the answer to one request, in its route's form; `enter` gets the name of each activity. Raises its
+        errors.
+        """
+        enter("reading")
+        if asked.route == "style":
+            enter("template")
+            return msgspec.msgpack.encode(self._style())
+        if asked.route == "grammar":
+            return self._grammar(bytes(raw)).encode()
+        ctx_tokens = asked.ctx_tokens or CTX_TOKENS_MAX
+        if asked.route == "tokenize":
+            return self._tokenized(asked, raw, enter)
+        if asked.route == "template":
+            return self._templated(raw, enter)
+        if asked.route == "detokenize":
+            return tokenizing.detokenized(decode_body(raw, DetokenizeBody), self._tokenizer)
+        if asked.route == "references":
+            return responses_asking.references(raw)
+        if asked.route == "embeddings":
+            return msgspec.msgpack.encode(self._embedded(raw, ctx_tokens, enter))
+        if asked.route in _CHATS:
+            return msgspec.msgpack.encode(self._of_other_dialect(asked, raw, ctx_tokens, enter))
+        prepare = {"chat": self._chat, "completions": self._completion}.get(asked.route, self._llama)
+        return msgspec.msgpack.encode(prepare(asked, raw, ctx_tokens, enter))
+
+    def _style(self) -> Style:
+        chat = _chat_template(self._setting)
+        fault = chat.fault()
+        return Style.of(Conversation(chat, self._tokenizer).style, fault)
+
+    def _conversation(self) -> Conversation:
+        if self._made is None:
+            style = self._setting.style
+            self._made = Conversation(
+                _chat_template(self._setting), self._tokenizer, style.tool_style() if style else None
+            )
+        return self._made
+
+    def _completion(
+        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
+    ) -> Prepared:
+        limits = self._setting.limits
+        body = decode_body(raw, CompletionBody)
+        plan = validation.plan_completion(body, limits, asked.seed)
+        sent: Sequence[str | list[int]] = validation.split_prompt(body.prompt, plan.n, limits)
+        if body.suffix and isinstance(body.prompt, str):
+            enter("tokens")
+            sent = [llama_asking.filled_in(self._tokenizer, body.prompt, body.suffix, param="prompt")]
+        return self._prepared_completion(asked, body, plan, sent, ctx_tokens, enter)
+
+    def _llama(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        """Read a body in llama-server's own form."""
+        limits, tokenizer = self._setting.limits, self._tokenizer
+        if asked.route == "infill":
+            found = llama_asking.read_infill(raw, tokenizer, ctx_tokens)
+        else:
+            found = llama_asking.read(raw, tokenizer, limits)
+        plan = validation.plan_completion(found.body, limits, asked.seed)
+        # Its answers always have timings, and may be of any length.
+        plan = dataclasses.replace(plan, shows_timings=True, max_tokens_default=None)
+        prepared = self._prepared_completion(asked, found.body, plan, found.prompts, ctx_tokens, enter)
+        texts = [tokenizer.decode(unpacked(prompt)) for prompt in prepared.prompts] if tokenizer.has_text else []
+        prepared.answer_options = llama_asking.answer_options(found, plan, texts or [""] * len(prepared.prompts))
+        return prepared
+
+    def _prepared_completion(
+        self,
+        asked: Asked,
+        body: CompletionBody,
+        plan: Plan,
+        sent: Sequence[str | list[int]],
+        ctx_tokens: int,
+        enter: Callable[[Phase], None],
+    ) -> Prepared:
+        tokenizer = self._tokenizer
+        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
+        plan = self._plan_tokens.of_texts(plan)
+        self._check_shape(plan)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        _check_fit([len(each) for each in sent if not isinstance(each, str)], ctx_tokens)
+        prompts: list[list[int]] = []
+        for each in sent:
+            if isinstance(each, str):
+                add_special = body.add_special_tokens is not False
+                prompts.append(tokenizer.encode(each, add_special=add_special, ctx_tokens=ctx_tokens))
+            else:
+                validation.check_tokens(each, tokenizer.n_vocab, "prompt")
+                prompts.append(each)
+            _check_fit(list(map(len, prompts)), ctx_tokens)
+        echoes = [each if isinstance(each, str) else tokenizer.decode(each) for each in sent] if plan.echo else []
+        prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
+        texts = [("user", tokenizer.decode(prompt)) for prompt in prompts] if asked.wants_content else []
+        task = _task(plan, None) if plan.shape else b""
+        return Prepared(
+            model=model,
+            plan=_lean(plan),
+            prompts=[packed(prompt) for prompt in prompts],
+            echoes=echoes,
+            prediction=packed(prediction),
+            is_thinking=False,
+            grammar_task=task,
+            input_json=_messages_json(texts),
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+        )
+
+    def _embedded(self, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        tokenizer = self._tokenizer
+        body = embeddings_asking.read(raw)
+        model = validation.check_model(body.model, self._setting.model_id, self._setting.limits)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        prompts = embeddings_asking.inputs_of(body, tokenizer, ctx_tokens)
+        _check_fit(list(map(len, prompts)), ctx_tokens)
+        for prompt in prompts:
+            validation.check_tokens(prompt, tokenizer.n_vocab, "input")
+        return Prepared(
+            model=model,
+            plan=validation.NO_PLAN,
+            prompts=list(map(packed, prompts)),
+            echoes=[],
+            prediction=b"",
+            is_thinking=False,
+            grammar_task=b"",
+            input_json="",
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+            answer_options=msgspec.msgpack.encode(embeddings_asking.answer_options(body)),
+        )
+
+    def _of_other_dialect(
+        self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]
+    ) -> Prepared:
+        read, rename = _CHATS[asked.route]
+        inner = read(raw, asked.n_context)
+        try:
+            prepared = self._prepared_chat(asked, inner.chat, ctx_tokens, enter)
+        except InvalidRequestError as error:
+            raise rename(error) from None
+        prepared.answer_options = inner.answer_options
+        return prepared
+
+    def _chat(self, asked: Asked, raw: bytes | bytearray, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        return self._prepared_chat(asked, decode_body(raw, ChatBody), ctx_tokens, enter)
+
+    def _prepared_chat(self, asked: Asked, body: ChatBody, ctx_tokens: int, enter: Callable[[Phase], None]) -> Prepared:
+        limits, tokenizer = self._setting.limits, self._tokenizer
+        model = validation.check_model(body.model, self._setting.model_id, limits)
+        plan = self._plan_tokens.of_texts(validation.plan_chat(body, limits, asked.seed))
+        if not tokenizer.has_text:
+            text = "this model has no tokenizer; send token ids to /v1/completions"
+            raise InvalidRequestError(text, param="messages")
+        self._check_shape(plan)
+        if self._setting.style is not None and self._setting.style.fault:
+            raise InvalidRequestError(self._setting.style.fault, param="messages")
+        enter("template")
+        rendered, messages, marked = self._rendered(body, plan)
+        is_thinking = self._conversation().is_thinking(rendered)
+        enter("tokens")
+        start_ns = time.monotonic_ns()
+        prompt = self._chat_tokens(rendered, marked, ctx_tokens)
+        if plan.scores_prompt and marked.pictures:
+            raise InvalidRequestError.of_field("prompt_logprobs", "not for prompts with images")
+        prediction = self._plan_tokens.of_prediction(plan, ctx_tokens)
+        texts = [(each["role"], marked.shown(_text(each))) for each in messages] if asked.wants_content else []
+        offered = plan.offered
+        has_grammar = plan.shape is not None or (offered is not None and offered.needs_grammar)
+        return Prepared(
+            model=model,
+            plan=_lean(plan),
+            prompts=[packed(prompt)],
+            echoes=[],
+            prediction=packed(prediction),
+            is_thinking=is_thinking,
+            grammar_task=_task(plan, is_thinking) if has_grammar else b"",
+            input_json=_messages_json(texts),
+            start_ns=start_ns,
+            end_ns=time.monotonic_ns(),
+            pictures=marked.pictures,
+        )
+
+    def _chat_tokens(self, rendered: str, marked: Marked, ctx_tokens: int) -> list[int]:
+        """Return the tokens of a rendered chat, with a number below 0 in place of each image."""
+        if not marked.pictures:
+            return self._tokenizer.encode_chat(rendered, ctx_tokens)
+        (first, *texts), numbers = marked.split(rendered)
+        tokens = self._tokenizer.encode_chat(first, ctx_tokens)
+        for number, text in zip(numbers, texts, strict=True):
+            tokens.append(-1 - number)
+            tokens += self._tokenizer.encode(text, add_special=False, ctx_tokens=ctx_tokens, param="messages")
+            _check_fit([len(tokens)], ctx_tokens)
+        return tokens
+
+    def _rendered(self, body: ChatBody, plan: Plan) -> tuple[str, list[dict[str, Any]], Marked]:
+        """Return the prompt of a checked chat as text, its messages as the template saw them, and its images."""
+        messages = [msgspec.to_builtins(message) for message in body.messages]
+        marked = take_images(messages) if self._setting.has_images else Marked(messages, [], "")
+        messages = marked.messages
+        conversation = self._conversation()
+        variables = conversation.variables(body.reasoning_effort, body.chat_template_kwargs or {})
+        if body.continue_final_message or body.add_generation_prompt is False:
+            variables = {**variables, "add_generation_prompt": False}
+        if body.continue_final_message:
+            messages[-1]["content"] = f"{content_text(messages[-1]['content'], 'messages')}{_GOES_ON}"
+        rendered = conversation.render(messages, plan.offered.shown if plan.offered else (), variables)
+        return (_up_to_mark(rendered) if body.continue_final_message else rendered), messages, marked
+
+    def _templated(self, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        body = decode_body(raw, ChatBody)
+        plan = validation.plan_chat(body, self._setting.limits, 0)
+        if self._setting.style is not None and self._setting.style.fault:
+            raise InvalidRequestError(self._setting.style.fault, param="messages")
+        enter("template")
+        rendered, _, marked = self._rendered(body, plan)
+        return msgspec.json.encode({"prompt": marked.shown(rendered)})
+
+    def _check_shape(self, plan: Plan) -> None:
+        if plan.shape is not None and not self._tokenizer.has_text:
+            raise InvalidRequestError.of_field(plan.shape.param, "this model has no tokenizer")
+
+    def _grammar(self, task: bytes) -> str:
+        plan, is_thinking = pickle.loads(task)  # made by `_completion` or `_chat`, in a process like this one
+        if is_thinking is None:
+            return grammar_of(plan.shape) if plan.shape else ""
+        return chat_grammar(plan, ChatForm(self._conversation(), plan.offered, plan.splits_reasoning, is_thinking))
+
+    def _tokenized(self, asked: Asked, raw: bytes | bytearray, enter: Callable[[Phase], None]) -> bytes:
+        body, tokenizer = decode_body(raw, TokenizeBody), self._tokenizer
+        if [body.content, body.prompt, body.messages].count(None) != 2:
+            raise InvalidRequestError.of_field("content", "send one of content, prompt and messages")
+        if body.messages is not None:
+            chat = decode_body(raw, ChatBody)  # the prompt is made as a chat's is
+            plan = validation.plan_chat(chat, self._setting.limits, 0)
+            enter("template")
+            rendered = self._rendered(chat, plan)[0]
+            enter("tokens")
+            ids = tokenizer.encode_chat(rendered, CTX_TOKENS_MAX)
+        elif body.prompt is not None:
+            enter("tokens")
+            ids = tokenizer.encode(body.prompt, add_special=body.add_special_tokens)
+        else:
+            enter("tokens")
+            ids = tokenizer.encode(
+                body.content or "", add_special=body.add_special, parse_special=body.parse_special, param="content"
+            )
+        return tokenizing.tokenized(body, ids, tokenizer, asked.ctx_tokens)
+
+
+def as_sent(route: Route, error: InvalidRequestError) -> InvalidRequestError:
+    """Return an error about a chat as one about the body that the chat was made from."""
+    found: InvalidRequestError = _CHATS[route][1](error) if route in _CHATS else error
+    return found
+
+
+def _chat_template(setting: Setting) -> ChatTemplate:
+    template = functools.partial(ChatTemplate, bos_text=setting.bos_text, eos_text=setting.eos_text)
+    of_tools = template(setting.tool_template) if setting.tool_template is not None else None
+    return template(setting.template, for_tools=of_tools)
+
+
+def _up_to_mark(rendered: str) -> str:
+    """Return a prompt up to the place where its last turn continues.
+
+    Raises InvalidRequestError if the template drops that.
+    """
+    prompt, mark, _ = rendered.rpartition(_GOES_ON)
+    if not mark:
+        text = "the model's chat template does not end an assistant's turn"
+        raise InvalidRequestError.of_field("continue_final_message", text)
+    return prompt
+
+
+def _check_fit(lengths: Sequence[int], ctx_tokens: int) -> None:
+    """Raise ContextLengthError for prompts of these lengths, in tokens, that cannot fit."""
+    longest = max(lengths, default=0)
+    if longest > ctx_tokens:
+        raise ContextLengthError.of_prompt(ctx_tokens, f"{longest} tokens", "prompt")
+    if sum(lengths) > PROMPT_TOKENS_MAX:
+        raise ContextLengthError(
+            f"prompt: the prompts of one request have at most {PROMPT_TOKENS_MAX} tokens", "prompt"
+        )
+
+
+def _task(plan: Plan, is_thinking: bool | None) -> bytes:
+    """Return the parts of a grammar, for the route "grammar"; `is_thinking`: of a chat."""
+    if plan.offered:
+        plan = dataclasses.replace(plan, offered=dataclasses.replace(plan.offered, shown=()))
+    try:
+        return pickle.dumps((plan, is_thinking))
+    except RecursionError:
+        raise InvalidRequestError.of_field("tools", "a schema is nested too deeply") from None
+
+
+def _lean(plan: Plan) -> Plan:
+    """Return the plan without the parts that only its making needed."""
+    return dataclasses.replace(
+        plan,
+        max_tokens=None if plan.max_tokens is None else min(plan.max_tokens, _MAX_TOKENS_MAX),
+        prediction="",
+        shape=dataclasses.replace(plan.shape, texts=()) if plan.shape else None,
+        offered=dataclasses.replace(plan.offered, shown=(), schemas={}) if plan.offered else None,
+    )
+
+
+def _messages_json(messages: Sequence[tuple[str, str]]) -> str:
+    parts = [{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages]
+    return json.dumps(parts) if parts else ""
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Return a chat message's text; parts of other kinds have none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)

@@ -38,6 +38,8 @@ HEAD = """# Settings
 Each setting can be given by a flag, by an environment variable (for `relayline up` and `relayline serve`) and in a
 manifest, below `spec`. A flag wins over a variable, and a variable over the manifest. A value that is not allowed is
 refused with one line, before anything is done.
+
+Sizes in bytes may have a unit: `4M` and `4MiB` are 4 times 1,024², `4MB` is 4,000,000; so with K, G and T, and `1.5G`.
 """
 METRICS_HEAD = """# Metrics
 

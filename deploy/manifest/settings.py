@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from relayline.deploy.manifest.scalars import Text
 from relayline.wire.settings.setting import STAGES, Setting, Settings, Table, entries, entry_of
+from relayline.wire.settings.sizes import CHARS_MAX, SIZE, read_size
 from relayline.wire.settings.table import TABLES, EngineSettings
 
 LANES, TOKENS = (entry_of(EngineSettings, name) for name in ("n_lanes", "ctx_tokens"))
@@ -57,9 +58,13 @@ def annotation_of(entry: Setting) -> Any:
         found = Text
     elif entry.low is not None:
         found = Annotated[entry.kind, Field(ge=entry.low, le=entry.high)]
+    if entry.is_size:
+        written: Any = found | Annotated[str, Field(pattern=SIZE)]
+        found = Annotated[found, BeforeValidator(_bytes, json_schema_input_type=written)]
     if entry.words:
         word: Any = _LITERAL[tuple(entry.words)]
-        found = Annotated[Annotated[word, Tag("word")] | Annotated[found, Tag("count")], Discriminator(_tag)]
+        tag = _tag_of_size(entry.words) if entry.is_size else _tag
+        found = Annotated[Annotated[word, Tag("word")] | Annotated[found, Tag("count")], Discriminator(tag)]
     return found | None if entry.is_optional else found
 
 
@@ -70,6 +75,19 @@ def _checked(form: Callable[[str], Any]) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def _bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return read_size(value)
+    except ValueError as error:
+        raise ValueError(f"{value[:CHARS_MAX]!r} {error}") from None
+
+
+def _tag_of_size(words: Mapping[str, int]) -> Callable[[Any], str]:
+    return lambda value: "word" if isinstance(value, str) and value in words else "count"
 
 
 def _tag(value: Any) -> str:

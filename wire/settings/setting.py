@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.texts import printable
+from relayline.wire.settings.sizes import FORMS, read_size, size_text
 
 MARK = "setting"  # key of a field's metadata
 STAGES = "stages[]"  # the place of a stage's own settings in a manifest
@@ -81,6 +82,11 @@ class Setting:
         return self.kind is bool
 
     @property
+    def is_size(self) -> bool:
+        """Whether it is a number of bytes, which people may write with a unit."""
+        return self.kind is int and self.name.endswith("_bytes")
+
+    @property
     def is_negated(self) -> bool:
         """Whether the flag means that the setting is false."""
         return self.is_switch and bool(self.default)
@@ -105,7 +111,7 @@ class Setting:
         """The allowed values, as text for people; empty: any."""
         numbers = "" if self.low is None else f"{self.low:g}..{self.high:g}"
         if self.kind is int:
-            numbers = "" if self.low is None else f"{self.low:.0f}..{self.high:.0f}"
+            numbers = "" if self.low is None else f"{self._number(self.low)}..{self._number(self.high)}"
         return ", ".join([*self.choices, *self.words, *([numbers] if numbers else [])])
 
     def check(self, value: Any) -> Any:
@@ -124,12 +130,18 @@ class Setting:
                 raise UsageError(f"{self.flag} {value!r}: {error}") from None
         if self.low is None or self.high is None or value in self.words.values() or self.low <= value <= self.high:
             return value
-        if self.words:
+        if self.words or self.is_size:
             raise UsageError(f"{self.flag} {value!r} is not {self._expected}")
         raise UsageError(f"{self.flag} {value} is outside {self.allowed}")
 
+    def _number(self, number: float | None) -> str:
+        assert number is not None
+        return size_text(int(number)) if self.is_size else f"{number:.0f}"
+
     @property
     def _expected(self) -> str:
+        if self.is_size:
+            return ", ".join([*self.words, FORMS, f"at most {self._number(self.high)}"])
         kind_text = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
         return (
             f"{', '.join(self.words)} or a number from {self.low:.0f} to {self.high:.0f}" if self.words else kind_text
@@ -142,6 +154,8 @@ class Setting:
         if value in self.words:
             return self.words[value]
         try:
+            if self.is_size:
+                return self.check(read_size(value))
             if self.kind is bool:
                 return {"true": True, "false": False}[value]
             number = self.kind(value)
@@ -149,7 +163,7 @@ class Setting:
                 raise ValueError(value)
             return self.check(number)
         except (ValueError, KeyError, UsageError) as error:
-            if isinstance(error, UsageError) and not self.words:
+            if isinstance(error, UsageError) and not (self.words or self.is_size):
                 raise
             raise UsageError(f"{self.flag} {value!r} is not {self._expected}") from None
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from relayline.deploy.cli.console_http import Coordinator, key_option, url_option
+from relayline.deploy.cli.console_http import Coordinator, fetch, key_option, url_option
 from relayline.deploy.cli.move import PATH, followed, moved_text
 from relayline.deploy.cli.options import Name
 from relayline.wire.common.errors import StartError
@@ -88,8 +88,15 @@ async def added(url: str, api_key: str, name: str, *, is_spare: bool = False) ->
             await coordinator.post(STAGES_PATH, {"name": name, "spare": is_spare}, WANTED)
 
 
-def let_join(launched: Launched, name: str) -> None:
+def let_join(launched: Launched, name: str, *, is_spare: bool = False) -> None:
     """Do the same for a pipeline that runs on this machine. Raises StartError."""
     from relayline.deploy.launch.control import key_of
 
-    asyncio.run(added(launched.state.url, key_of(launched), name))
+    asyncio.run(added(launched.state.url, key_of(launched), name, is_spare=is_spare))
+
+
+def is_known(launched: Launched, name: str) -> bool:
+    """Return whether a stage has its place in a pipeline that runs on this machine. Raises StartError."""
+    from relayline.deploy.launch.control import key_of
+
+    return name in fetch(launched.state.url, PATH, key_of(launched), WANTED)["hosts"]

@@ -124,24 +124,29 @@ def _config(given: dict[str, Any], joined: Joined) -> JoinConfig:
 @click.argument("stage", type=Name())
 @click.option("--pipeline", default=None, help="Name of the pipeline, if several run here.")
 @click.option("--host", default="", help="Address of a machine that the manifest does not name.")
+@click.option("--spare", "is_spare", is_flag=True, help="With --host: the new stage stands by, without layers.")
 @click.option("--state-dir", type=click.Path(path_type=Path, file_okay=False), help="State directory of the pipeline.")
-def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path | None) -> None:
+def invite_command(stage: str, pipeline: str | None, host: str, state_dir: Path | None, *, is_spare: bool) -> None:
     """Print a new line with which STAGE joins from its host, if the last one has expired or was used, or the host's
     disk is gone.
 
-    With --host, STAGE may be new: it joins the running pipeline and gets layers. Add it to the manifest too, so that
-    the next start knows it.
+    With --host, STAGE may be new: it joins the running pipeline and gets layers, unless --spare lets it stand by. Add
+    it to the manifest too, so that the next start knows it. If the manifest fixes `layers`, only a spare can join.
 
     The line printed before no longer works. A certificate from it stays valid until `relayline certs revoke`.
     """
-    from relayline.deploy.cli.drain import let_join
+    from relayline.deploy.cli.drain import is_known, let_join
     from relayline.deploy.launch.control import find
-    from relayline.deploy.launch.inviting import fresh_line
+    from relayline.deploy.launch.inviting import check_shares, fresh_line
 
+    if is_spare and not host:
+        raise UsageError("--spare is for a new stage; give its address too: --host ADDRESS")
     found = find(pipeline, state_dir)
     if found is None:
         raise UsageError("no pipeline runs here; `relayline up MANIFEST` starts one and prints the line of each host")
+    if host and not is_spare and found.is_running and found.state.url and not is_known(found, stage):
+        check_shares(found, stage)
     line = fresh_line(found, stage, host)
     if host:
-        let_join(found, stage)
+        let_join(found, stage, is_spare=is_spare)
     click.echo(line)

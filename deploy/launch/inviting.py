@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relayline.deploy.launch.invitations import can_sign, invite, invited_host
+from relayline.deploy.launch.target import MANIFEST_SUFFIXES
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import is_gateway
 from relayline.wire.common.errors import RelaylineError, UsageError
@@ -68,3 +69,21 @@ def fresh_line(launched: Launched, name: str, host: str = "") -> str:
             f"hosts of {pipeline} get their credentials by hand: its links are plaintext, or its CA's key is elsewhere"
         )
     return join_line(address, invite(authority, name, host))
+
+
+def check_shares(launched: Launched, name: str) -> None:
+    """Raise UsageError if a new stage would share layers that the user's manifest fixes, as `up` refuses it too.
+
+    The manifest is read again: a user may have taken the layers out meanwhile. Raises ManifestError (a UsageError).
+    """
+    path = Path(launched.state.manifest)
+    if path.suffix.lower() not in MANIFEST_SUFFIXES or not path.exists():
+        return  # of a model without a manifest, which fixes nothing
+    manifest = load_manifest(path)
+    running = {stage.name for stage in load_manifest(launched.directory.manifest).members}
+    fixed = [stage.name for stage in manifest.stages if stage.layer_range is not None and stage.name in running]
+    if fixed:
+        raise UsageError(
+            f"{name} would share all layers with the others, and {path.name} fixes `layers` of {', '.join(fixed)}; "
+            f"leave these out of it until {name} has joined, or give --spare: {name} then stands by"
+        )

@@ -7,14 +7,19 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from click.testing import CliRunner
 
+from relayline.deploy.cli import drain
 from relayline.deploy.cli.control import _status_text
+from relayline.deploy.cli.join import invite_command
+from relayline.deploy.launch import control
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.certificates import CA_KEY_FILE
 from relayline.deploy.launch.control import Launched, describe
 from relayline.deploy.launch.here import addresses_of, at_home, facing, is_this_machine
-from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite
+from relayline.deploy.launch.invitations import SigningAuthority, has_joined, invite, invited_host
 from relayline.deploy.launch.inviting import authority_of, fresh_line
 from relayline.deploy.launch.own_tls import make_own_tls
 from relayline.deploy.launch.prepare import override
@@ -191,6 +196,54 @@ def test_a_fresh_line_is_for_a_stage_on_another_host_of_a_pipeline_that_runs(tmp
     )
     with pytest.raises(UsageError, match="four does not run"):
         fresh_line(Launched(directory, ended), "old")
+
+
+def with_layers(four: Launched, file: Path, layers: str) -> Launched:
+    """Return a launch whose user's manifest is `file`, with `layers` in the first stage."""
+    text = (
+        "apiVersion: relayline.dev/v1alpha1\nkind: Pipeline\nmetadata: {name: four}\nspec:\n  model: {path: m.gguf}\n"
+        f"  stages: [{{name: desk, host: desk.test{layers}}}, {{name: mini}}]\n"
+    )
+    file.write_text(text)
+    return Launched(four.directory, msgspec.structs.replace(four.state, manifest=str(file), url="http://127.0.0.1:1"))
+
+
+def invited(monkeypatch: pytest.MonkeyPatch, four: Launched, *arguments: str, known: bool = False) -> tuple[int, str]:
+    """Return the exit code of `relayline invite`, and what it printed or had done."""
+    done: list[str] = []
+    monkeypatch.setattr(control, "find", lambda pipeline, state_dir: four)
+    monkeypatch.setattr(drain, "is_known", lambda launched, name: known)
+    monkeypatch.setattr(drain, "let_join", lambda launched, name, is_spare: done.append(f"{name} spare={is_spare}"))
+    result = CliRunner().invoke(invite_command, arguments)
+    if isinstance(result.exception, UsageError):
+        return 2, result.exception.message
+    return result.exit_code, " ".join([*done, result.output])
+
+
+def test_layers_that_a_manifest_fixes_are_not_shared_anew_by_an_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`invite` refuses what `up` refuses, makes no invitation, and names the ways out; each of them works."""
+    file = tmp_path / "four.yaml"
+    four = with_layers(launched_four(tmp_path), file, ", layers: [0, 4]")
+    code, text = invited(monkeypatch, four, "later", "--host", "10.0.0.7")
+    assert code == 2
+    assert text == (
+        "later would share all layers with the others, and four.yaml fixes `layers` of desk; leave these out of it "
+        "until later has joined, or give --spare: later then stands by"
+    )
+    assert invited_host(tmp_path / "tls", "later") == ""
+    code, text = invited(monkeypatch, four, "later", "--host", "10.0.0.7", "--spare")
+    assert (code, text.split()[:4]) == (0, ["later", "spare=True", "relayline", "join"])
+    code, text = invited(monkeypatch, four, "later", "--host", "10.0.0.7", known=True)
+    assert (code, text.split()[:2]) == (0, ["later", "spare=False"]), "it has its place already"
+    free = with_layers(four, file, "")
+    code, text = invited(monkeypatch, free, "more", "--host", "10.0.0.8")
+    assert (code, text.split()[:4]) == (0, ["more", "spare=False", "relayline", "join"])
+    file.unlink()
+    assert invited(monkeypatch, free, "more", "--host", "10.0.0.8")[0] == 0
+    code, text = invited(monkeypatch, four, "later", "--spare")
+    assert (code, text) == (2, "--spare is for a new stage; give its address too: --host ADDRESS")
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -89,6 +89,10 @@ class StageService:
         """Report live counters."""
         return self.report.status(request)
 
+    async def notes(self, request: pb.NotesRequest, context: Context) -> pb.NotesResponse:
+        """Keep, and tell, what coordinators note about stored prefixes."""
+        return self._states.notes(request)
+
     async def configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureResponse:
         """Begin a new epoch of a route: connect downstream, and report the rows that its sessions still hold here."""
         try:
@@ -226,6 +230,7 @@ def handlers(
             "Batches": unary("batches", pb.BatchesRequest),
             "Beat": unary("beat", pb.BeatRequest),
             "SetTelemetry": unary("set_telemetry", pb.SetTelemetryRequest),
+            "Notes": unary("notes", pb.NotesRequest),
             "Revoke": unary("revoke", pb.RevokeRequest),
             "Relay": grpc.stream_stream_rpc_method_handler(streamed("relay"), None, rpc.serialize),
             "Watch": grpc.stream_stream_rpc_method_handler(streamed("watch"), None, None),

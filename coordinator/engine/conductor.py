@@ -26,6 +26,7 @@ from relayline.coordinator.engine.instructions import (
     Instruction,
     Log,
     Lose,
+    Note,
     Progressed,
     Replayed,
     Send,
@@ -117,6 +118,10 @@ class Conductor:
         self._out: list[Instruction] = []
 
     def _instructions(self) -> list[Instruction]:
+        tier = self.prefixes.tier
+        if tier.new_notes:
+            notes, tier.new_notes = tier.new_notes, {}
+            self._out.append(Note(notes))
         out, self._out = self._out, []
         return out
 

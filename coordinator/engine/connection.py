@@ -8,12 +8,13 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from typing import Any
 
 from relayline.coordinator.engine.descriptions import check_stages, described_costs, merge, stage_cost
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.engine.heartbeat import Heartbeat
+from relayline.coordinator.engine.noting import Noting
 from relayline.coordinator.engine.revoking import check_servers, push_revocations, tell
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -73,6 +74,8 @@ class EpochTerms:
     """Dtype of the rows between stages (wire.envelopes.dtypes)."""
     wants_rows: bool = False
     """Whether stage 0 gets rows of images."""
+    known_prefixes: Collection[int] = ()
+    """Keys of stored prefixes on which no notes are wanted."""
     gives_grants: bool = False
     """Whether the last stage links to stage 0."""
 
@@ -107,11 +110,14 @@ class Connection:
         self.held = held_by_all(held)
         self.link: RelayLink
         self.heartbeat = Heartbeat(stages)
+        self.notes: Mapping[int, bytes] = {}
+        """On stored prefixes, by key, as stage 0 has them; only where some were not known."""
+        self.noting = Noting(stages[0])
         self._tasks: list[asyncio.Task[None]] = []
 
     def merged(self) -> EpochFacts:
         """Return what the stages' descriptions say together."""
-        return merge(self.facts, self.held, self.stage_costs(), self._wire_dtype)
+        return merge(self.facts, self.held, self.stage_costs(), self._wire_dtype, self.notes)
 
     def stage_costs(self) -> list[StageCost]:
         """Return each stage's speed, as it was when it was described."""
@@ -140,11 +146,13 @@ class Connection:
             for index in reversed(range(len(stages))):
                 held.append(await stages[index].configure(_order(index, peers, facts, pipeline, passes, terms)))
             connection = cls(terms, events, stages, facts, held)
-            await asyncio.gather(*(connection._listen(index, passes[index]) for index in range(len(stages))))
+            listening = (connection._listen(index, passes[index]) for index in range(len(stages)))
+            await asyncio.gather(connection._learn(terms.known_prefixes), *listening)
             hello = _hello(pipeline, terms)
             connection.link = await RelayLink.open(
                 addresses[0], hello, events.on_lost, security, passes[0], is_watched=False
             )
+            connection._keep(connection.noting.keep())
             if revocations is not None:
                 connection._keep(push_revocations(revocations, stages, security, events.on_lost))
             await connection.heartbeat.first()
@@ -152,6 +160,12 @@ class Connection:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
         return connection
+
+    async def _learn(self, known: Collection[int]) -> None:
+        """Ask stage 0 for its notes, if it has stored what is not known."""
+        first = self.facts[0]
+        if first.keeps_notes and any(stored.key not in known for stored in first.stored):
+            self.notes = await self.stages[0].notes()
 
     async def _listen(self, index: int, upstream_pass: str) -> None:
         """Subscribe to what a stage returns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from relayline.coordinator.engine.epoch_facts import EpochFacts
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -21,10 +22,17 @@ Descriptions = Sequence[pb.DescribeResponse]
 """Of all stages of a pipeline, in layer order."""
 
 
-def merge(stages: Descriptions, held: Mapping[int, int], costs: Sequence[StageCost], wire_dtype: int) -> EpochFacts:
+def merge(
+    stages: Descriptions,
+    held: Mapping[int, int],
+    costs: Sequence[StageCost],
+    wire_dtype: int,
+    notes: Mapping[int, bytes] = MappingProxyType({}),
+) -> EpochFacts:
     """Return what the stages of an epoch say together.
 
-    held: {session id: tokens that all of them hold}; costs: of each stage; wire_dtype: of the rows between stages.
+    held: {session id: tokens that all of them hold}; costs: of each stage; wire_dtype: of the rows between stages;
+    notes: stage 0's on stored prefixes, by key.
     """
     takes_mutual_rows = all(stage.takes_mutual_rows for stage in stages)
     return EpochFacts(
@@ -36,14 +44,14 @@ def merge(stages: Descriptions, held: Mapping[int, int], costs: Sequence[StageCo
         rewinds=all(stage.rewinds for stage in stages),
         keeps_state=any(stage.keeps_state for stage in stages),
         rewind_rows=min((stage.rewind_rows for stage in stages if not stage.rewinds), default=0),
-        tier=_tier_of(stages, wire_dtype),
+        tier=_tier_of(stages, wire_dtype, notes),
         options=frozenset(stages[-1].options) & OPTIONS,
         mutual_rows_max=min(stage.max_rows for stage in stages) if takes_mutual_rows else 0,
         takes_grids=all(stage.takes_grids for stage in stages),
     )
 
 
-def _tier_of(stages: Descriptions, wire_dtype: int) -> TierFacts:
+def _tier_of(stages: Descriptions, wire_dtype: int, notes: Mapping[int, bytes]) -> TierFacts:
     """Return which prefixes the tiers of all stages have, and what these cost."""
     stored = [{each.key: each.n_tokens for each in stage.stored} for stage in stages]
     return TierFacts(
@@ -53,6 +61,8 @@ def _tier_of(stages: Descriptions, wire_dtype: int) -> TierFacts:
         token_ns=sum(_price_ns(stage.restore_token_ns) for stage in stages),
         store_from_ns=max(stage.store_from_ns for stage in stages),
         rounding=f"{pb.Dtype.Name(pb.Dtype.ValueType(wire_dtype))} {[stage.layer_start for stage in stages]}",
+        keeps_notes=stages[0].keeps_notes,
+        notes=notes,
     )
 
 

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from relayline.coordinator.engine.balance import Balance
 from relayline.coordinator.engine.conductor import Conductor
@@ -162,6 +162,7 @@ class Epochs:
             self._conductor.begin_epoch(),
             config.wire_dtype,
             wants_rows=bool(config.serving.mmproj),
+            known_prefixes=self._conductor.prefixes.tier.keys(),
             gives_grants=config.schedule.grant_steps > 0,
         )
         connection = await Connection.open(peers, file, terms, EpochEvents(self._on_return, self.lose, self._on_heard))
@@ -194,6 +195,11 @@ class Epochs:
         if self._sender is not None:
             now_ns = time.monotonic_ns()
             self._sender.push(frames, self._observer.sent(frames, now_ns), now_ns)
+
+    def note(self, notes: Mapping[int, bytes]) -> None:
+        """Let stage 0 keep notes on stored prefixes, by key."""
+        if self.connection is not None:
+            self.connection.noting.push(notes)
 
     def lose(self, error: RelaylineError) -> None:
         """End the epoch; only its first error counts."""
@@ -256,3 +262,5 @@ class Epochs:
         self._fail_all(NotReadyError("the server is shutting down"))
         if self._sender is not None and not self._lost.done():
             await self._sender.flush(bounds.HANDSHAKE_TIMEOUT_S)
+            if self.connection is not None:
+                await self.connection.noting.flush(bounds.HANDSHAKE_TIMEOUT_S)

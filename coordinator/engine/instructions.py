@@ -43,6 +43,12 @@ class Lose(NamedTuple):
     error: RelaylineError
 
 
+class Note(NamedTuple):
+    """Let stage 0 keep these notes on stored prefixes, by key."""
+
+    notes: Mapping[int, bytes]
+
+
 class Dispatch(NamedTuple):
     """Call `Conductor.dispatch` once everything else that has come by now has been dealt with."""
 
@@ -95,5 +101,5 @@ class Log(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    "Send | Tell | Progressed | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"
+    "Send | Tell | Progressed | Note | Lose | Dispatch | TryLanes | Started | Generated | Replayed | Ended | Log"
 )

@@ -24,6 +24,7 @@ from relayline.coordinator.engine.instructions import (
     Instruction,
     Log,
     Lose,
+    Note,
     Progressed,
     Replayed,
     Send,
@@ -269,6 +270,8 @@ class Pipeline:
             case Progressed(session_id, progress):
                 if (audience := self._audiences.get(session_id)) is not None:
                     audience.progressed(progress)
+            case Note(notes):
+                self.epochs.note(notes)
             case Dispatch():
                 loop.call_soon(self.dispatch)
             case Lose(error):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -95,6 +95,25 @@ class StageClient:
         if len(answer.held) > bounds.SESSIONS_PER_LINK_MAX:
             raise ProtocolError(f"{self.address} reports {len(answer.held)} sessions, more than a stage can hold")
         return {held.session_id: held.n_tokens for held in answer.held}
+
+    async def note(self, notes: Mapping[int, bytes]) -> None:
+        """Let the stage keep notes on stored prefixes, by key; what does not arrive is lost."""
+        await self._notes(pb.NotesRequest(notes=[pb.StoredNote(key=key, note=note) for key, note in notes.items()]))
+
+    async def notes(self) -> dict[int, bytes]:
+        """Return the notes on prefixes that the stage has stored, by key; none without an answer."""
+        answer = await self._notes(pb.NotesRequest(wants_known=True))
+        return {each.key: each.note for each in answer.notes}
+
+    async def _notes(self, request: pb.NotesRequest) -> pb.NotesResponse:
+        timeout_s, bytes_max = bounds.HANDSHAKE_TIMEOUT_S, bounds.NOTES_ANSWER_BYTES_MAX
+        try:
+            answer: pb.NotesResponse = await rpc.call(
+                self._channel, "Notes", request, pb.NotesResponse, self.address, timeout_s, bytes_max
+            )
+        except RelaylineError:
+            return pb.NotesResponse()
+        return answer
 
     async def revoke(self, crl_pem: bytes) -> None:
         """Hand the stage a list of revoked certificates. Raises the stage's typed refusal, or its loss."""

@@ -15,12 +15,14 @@ A message ends with a token that ends answers, as nearly all chat templates have
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from relayline.coordinator.sessions.session import Session, State
 from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
 
 STOP_TOKENS_MIN = 32  # a checkpoint that saves fewer would save hardly more than it costs
+TAIL_TOKENS_MAX = 256  # that a chat template adds behind the last message, for the answer
 SEARCHED_TOKENS_MAX = 32_768  # of each end of a history: 2 ms, where no message ends there
 
 
@@ -36,6 +38,15 @@ def stops_of(session: Session, ends_message: Callable[[int], bool]) -> list[int]
     last = len(history) - 1
     found = {*ends, *(() if last - ends[1] < STOP_TOKENS_MIN else (last,))}
     return sorted(at for at in found if at >= STOP_TOKENS_MIN and at > session.n_sent)
+
+
+def turn_ends(session: Session, ends_message: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return where the next turn's prompt may stop agreeing with a session: behind the last message of its prompt, and
+    where its answer begins.
+    """
+    prompt = session.request.prompt_tokens
+    tail = range(len(prompt) - 1, max(-1, len(prompt) - 1 - TAIL_TOKENS_MAX), -1)
+    return (*(at + 1 for at in itertools.islice(filter(lambda at: ends_message(prompt[at]), tail), 1)), len(prompt))
 
 
 def nearest(source: Session, n_tokens: int, *, is_held: bool) -> int:

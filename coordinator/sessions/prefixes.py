@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from relayline.coordinator.sessions.checkpoints import nearest, stop_at, stops_of
+from relayline.coordinator.sessions.checkpoints import nearest, stop_at, stops_of, turn_ends
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session, State
 from relayline.coordinator.sessions.tier import NO_TIER, Stored, Tier, TierFacts
@@ -37,6 +37,8 @@ class Kept:
 
     session: Session  # of no client; its history lists the lane's tokens
     lane: int
+    places: tuple[int, ...] = ()
+    """Where a turn of a chat ended."""
 
     @property
     def tokens(self) -> list[int]:
@@ -114,7 +116,7 @@ class Prefixes:
         if self._n_asked == 0 or not session.request.cache_prompt or session.replays:
             return None, 0
         n_least = n_now + PREFIX_TOKENS_MIN - 1
-        stored, n_stored = self.tier.longest(session.history, n_least, keeps_state=self._keeps_state)
+        stored, n_stored = self.tier.longest(session.history, n_least)
         n_stored = session.request.whole_until(n_stored)
         return (stored, n_stored) if n_stored > n_least else (None, 0)
 
@@ -148,11 +150,12 @@ class Prefixes:
             return []
         # Of a lane with a recurrent state no other than the whole can be copied: guesses behind its end go first.
         guesses = [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.drafter else []
-        on_disk = self.tier.store(session, len(held)) if self.tier.is_on_disk else []
-        in_lane = self._keep_lane(session, held)
-        return [*guesses, *on_disk, *(self.tier.store(session, len(held)) if in_lane is None else in_lane)]
+        places = turn_ends(session, self._ends_message) if self.tier.is_used and not self._keeps_state else ()
+        on_disk = self.tier.store(session, len(held), places) if self.tier.is_on_disk else []
+        in_lane = self._keep_lane(session, held, places)
+        return [*guesses, *on_disk, *(self.tier.store(session, len(held), places) if in_lane is None else in_lane)]
 
-    def _keep_lane(self, session: Session, held: list[int]) -> list[OutFrame] | None:
+    def _keep_lane(self, session: Session, held: list[int], places: tuple[int, ...]) -> list[OutFrame] | None:
         """Copy a session's tokens into a spare lane; None if there is none."""
         if not self.n_max:
             return None
@@ -172,11 +175,11 @@ class Prefixes:
             frames += self._retire(self._kept[0])
             free = [lane for lane in lanes if lane not in self.lanes]
         if not free:
-            return [*frames, *self.tier.store(session, len(held))]
+            return [*frames, *self.tier.store(session, len(held), places)]
         request = GenerationRequest("", tuple(held), 1, SamplingParams())
         lane = free[-1]  # running ones take the lowest
         copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, is_kept=True)
-        self._kept.append(Kept(copy, lane))
+        self._kept.append(Kept(copy, lane, places))
         return [*frames, *copy.start(), *copy.continue_from(session, len(held))]
 
     def refused(self, session_ids: Collection[int], *, is_full: bool) -> list[OutFrame]:
@@ -217,7 +220,7 @@ class Prefixes:
         every row would attend over the kept cells too.
         """
         self._kept.clear()
-        self.tier.renew(tier, read_ns)
+        self.tier.renew(tier, read_ns, keeps_state=keeps_state)
         self._left_rows, self._keeps_state = dict(left_rows), keeps_state
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
@@ -259,7 +262,7 @@ class Prefixes:
 
     def _retire(self, kept: Kept) -> list[OutFrame]:
         """Give up a kept lane; its tokens go to the stages' tier."""
-        return [*self.tier.store(kept.session, len(kept.tokens)), *self._drop(kept)]
+        return [*self.tier.store(kept.session, len(kept.tokens), kept.places), *self._drop(kept)]
 
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)

@@ -5,23 +5,22 @@ Stages keep it by a key of the tokens, each as long as its bounds allow. The coo
 them have, with their tokens. It restores the prefix that a new prompt begins with. A stage that loses its copy, or did
 not keep it, says so (`Tier.lost`), and the others then forget theirs. If that comes too late, or from an older release
 not at all, the stage refuses the restore; then the prefix is forgotten here, and the prompt is read. In each handshake
-the stages list their keys. For entries of an earlier coordinator only the length is known, so a prompt must begin with
-the entire entry.
+the stages list their keys. Of entries of an earlier coordinator the length is known, and that coordinator's note at
+stage 0: the keys of some beginnings (`coordinator.sessions.marks`). Without one, a prompt must begin with the entire
+entry.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from relayline.coordinator.sessions.marks import MarkIndex, Marks, digest_of, key_of_digest, marks_in, marks_of, note_of
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.common.bounds import STORED_STATES_MAX, STORED_TOKENS_MAX
 from relayline.wire.envelopes.frames import Flag
-
-_KEY_MASK = (1 << 63) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,6 +39,10 @@ class TierFacts:
     """A prefix that is read in less time is not worth storing."""
     rounding: str = ""
     """Where and how rows are rounded on their way through the stages: cells of another rounding are other cells."""
+    keeps_notes: bool = False
+    """Whether stage 0 keeps a note with each key."""
+    notes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
+    """Those that it has, if any key was not known."""
 
 
 NO_TIER = TierFacts()
@@ -55,6 +58,8 @@ class Stored:
     """None: an earlier coordinator stored it."""
     checkpoints: tuple[int, ...] = ()
     """The positions to which stages can rewind a recurrent state, besides its end."""
+    marks: Marks | None = None
+    """Without tokens: of what an earlier coordinator noted."""
 
 
 class Tier:
@@ -65,7 +70,11 @@ class Tier:
         self._stored: collections.OrderedDict[int, Stored] = collections.OrderedDict()
         self._n_tokens = self._n_stored = self._n_restored = 0
         self._read_ns: Callable[[int], float] = lambda _: 0.0
+        self._keeps_state = False
         self._restored: dict[int, int] = {}  # session id -> key, of running sessions
+        self._index = MarkIndex()  # of entries whose tokens are not known
+        self.new_notes: dict[int, bytes] = {}
+        """Notes for stage 0, by key; whoever takes them clears it."""
 
     @property
     def is_used(self) -> bool:
@@ -77,17 +86,36 @@ class Tier:
         """Whether the tier survives a stage's restart."""
         return self._facts.is_used and self._facts.is_on_disk
 
-    def renew(self, facts: TierFacts, read_ns: Callable[[int], float]) -> None:
-        """Begin an epoch: what some stage no longer has is forgotten. `read_ns(n)` predicts the reading of a prompt."""
+    def renew(self, facts: TierFacts, read_ns: Callable[[int], float], *, keeps_state: bool = False) -> None:
+        """Begin an epoch: what some stage no longer has is forgotten. `read_ns(n)` predicts the reading of a prompt.
+
+        keeps_state: stages can rewind to checkpoints alone.
+        """
         known = self._stored if facts.rounding == self._facts.rounding else {}
-        self._facts, self._read_ns = facts, read_ns
+        self._facts, self._read_ns, self._keeps_state = facts, read_ns, keeps_state
         self._stored, self._n_tokens = collections.OrderedDict(), 0
         self._restored.clear()
+        self.new_notes.clear()
+        self._index = MarkIndex()
         if not facts.is_used:
             return
         for key, n_tokens in facts.stored.items():
             before = known.get(key)
-            self._add(before if before and before.n_tokens == n_tokens else Stored(key, n_tokens, None))
+            self._add(before if before and before.n_tokens == n_tokens else self._unknown(key, n_tokens))
+        for stored in self._stored.values():
+            if stored.marks is not None:
+                self._index.add(stored.key, stored.marks)
+
+    def _unknown(self, key: int, n_tokens: int) -> Stored:
+        """Return an entry of an earlier coordinator."""
+        marks = marks_in(self._facts.notes.get(key, b""))
+        if marks is None or (self._keeps_state and not marks.are_checkpoints):
+            return Stored(key, n_tokens, None)
+        return Stored(key, n_tokens, None, tuple(marks.places) if marks.are_checkpoints else (), marks)
+
+    def keys(self) -> frozenset[int]:
+        """Return the keys of all entries."""
+        return frozenset(self._stored)
 
     def _add(self, stored: Stored) -> None:
         self._stored[stored.key] = stored
@@ -99,9 +127,9 @@ class Tier:
         if (stored := self._stored.pop(key, None)) is not None:
             self._n_tokens -= _weight(stored)
 
-    def store(self, session: Session, n_tokens: int) -> list[OutFrame]:
+    def store(self, session: Session, n_tokens: int, places: Iterable[int] = ()) -> list[OutFrame]:
         """Store the first n_tokens of a session's lane before the lane is given away; entries of earlier turns make
-        room.
+        room. `places`: where turns of a chat ended.
 
         Returns the frames that do it. They go before the session's close, and before frames of the lane's next session.
         None where reading the prefix again would not take long.
@@ -122,10 +150,17 @@ class Tier:
             self._drop(frame.argument)
         checkpoints = tuple(at for at in session.checkpoints if at <= n_tokens)
         self._add(Stored(key, n_tokens, tokens, checkpoints))
+        self._note(key, tokens, checkpoints if self._keeps_state else places)
         self._n_stored += 1
         return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
 
-    def longest(self, history: Sequence[int], n_least: int, *, keeps_state: bool) -> tuple[Stored | None, int]:
+    def _note(self, key: int, tokens: array[int], places: Iterable[int]) -> None:
+        """Let stage 0 know marks of an entry, for coordinators that come later."""
+        if self._facts.keeps_notes:
+            marks = marks_of(tokens, self._facts.rounding, places, are_checkpoints=self._keeps_state)
+            self.new_notes[key] = note_of(marks)
+
+    def longest(self, history: Sequence[int], n_least: int) -> tuple[Stored | None, int]:
         """Return the stored prefix that covers most of a prompt, and how many tokens of it, more than n_least; else
         None.
 
@@ -136,7 +171,7 @@ class Tier:
         known = array("i", history[:-1])
         best, n_best = self._of_others(known, n_least)
         for stored in self._stored.values():
-            n_common = _common(stored, known, n_best, keeps_state=keeps_state)
+            n_common = _common(stored, known, n_best, keeps_state=self._keeps_state)
             if n_common > n_best:
                 best, n_best = stored, n_common
         if best is None or self._facts.token_ns * best.n_tokens > self._read_ns(n_best - n_least) > 0:
@@ -144,24 +179,27 @@ class Tier:
         return best, n_best
 
     def _of_others(self, known: array[int], n_least: int) -> tuple[Stored | None, int]:
-        """Return the longest prefix that is known by its key alone."""
+        """Return the prefix that covers most of a prompt, of those that are known by keys alone."""
         unknown = sorted((each for each in self._stored.values() if each.tokens is None), key=lambda e: e.n_tokens)
-        best, n_best, at, digest = None, n_least, 0, _digest(self._facts.rounding)
+        best, n_best, at, digest = None, n_least, 0, digest_of(self._facts.rounding)
         for stored in unknown:
             if stored.n_tokens > len(known):
                 break
             digest.update(known[at : stored.n_tokens].tobytes())
             at = stored.n_tokens
-            if at > n_best and _key(digest) == stored.key:
+            if at > n_best and key_of_digest(digest) == stored.key:
                 best, n_best = stored, at
-        return best, n_best
+        marked, n_marked = self._index.longest(known, n_best, self._facts.rounding, self._stored.__contains__)
+        return (self._stored[marked], n_marked) if marked is not None else (best, n_best)
 
     def restore(self, session: Session, stored: Stored, n_tokens: int) -> list[OutFrame]:
         """Let a session that was just started read on behind a prefix; as `Session.continue_from`."""
-        if stored.tokens is None:  # they are the prompt's: from now on a part of them will do
+        if stored.tokens is None and n_tokens == stored.n_tokens:  # they are the prompt's: from now on any part will do
             tokens = array("i", session.history[: stored.n_tokens])
             self._drop(stored.key)
-            self._add(Stored(stored.key, stored.n_tokens, tokens))
+            self._add(Stored(stored.key, stored.n_tokens, tokens, stored.checkpoints))
+            if stored.marks is None:
+                self._note(stored.key, tokens, stored.checkpoints)
         self._stored.move_to_end(stored.key)
         self._restored[session.session_id] = stored.key
         self._n_restored += 1
@@ -206,18 +244,9 @@ def stored_by_all(stored: Sequence[Mapping[int, int]]) -> dict[int, int]:
 
 def key_of(tokens: array[int], rounding: str = "") -> int:
     """Return the key of a prefix: 63 bits of a hash in which clients cannot construct collisions."""
-    digest = _digest(rounding)
+    digest = digest_of(rounding)
     digest.update(tokens.tobytes())
-    return _key(digest)
-
-
-def _digest(rounding: str) -> hashlib.blake2b:
-    salt = hashlib.blake2b(rounding.encode(), digest_size=hashlib.blake2b.SALT_SIZE).digest()
-    return hashlib.blake2b(digest_size=8, person=b"relayline prefix", salt=salt)
-
-
-def _key(digest: hashlib.blake2b) -> int:
-    return int.from_bytes(digest.digest(), "little") & _KEY_MASK
+    return key_of_digest(digest)
 
 
 def _weight(stored: Stored) -> int:

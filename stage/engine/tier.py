@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.stage.engine.tier_disk import TierDisk
+from relayline.stage.engine.tier_notes import TierNotes
 from relayline.wire.common.bounds import STORED_READS_MAX, STORED_STATES_MAX
 
 State = npt.NDArray[np.uint8]
@@ -52,6 +53,7 @@ class Tier:
         self.store_from_ns = store_from_ns
         self.on_dropped: Callable[[int], None] = lambda key: None
         """Called with the key of each state that is lost, of itself; in any thread, without a lock."""
+        self._notes = TierNotes() if disk is None else disk.notes
         if disk is not None:
             disk.on_gone = self._gone_from_disk
         self._lock = threading.Lock()
@@ -102,6 +104,7 @@ class Tier:
         with self._lock:
             lost = [key for key in keys if key not in self._memory and key not in on_disk]
         for key in lost:
+            self._notes.drop(key)
             self.on_dropped(key)
 
     def _gone_from_disk(self, key: int) -> None:
@@ -157,6 +160,7 @@ class Tier:
         with self._lock:
             self._forget_memory(key)
             self._read.pop(key, None)
+        self._notes.drop(key)
         if self._disk is not None:
             self._disk.forget(key)
 
@@ -171,6 +175,17 @@ class Tier:
             in_memory = {key: n_tokens for key, (n_tokens, _) in self._memory.items()}
         found = {key: n_tokens for key, n_tokens in on_disk.items() if key not in in_memory} | in_memory
         return dict(list(found.items())[-STORED_STATES_MAX:])
+
+    def note(self, key: int, note: bytes) -> None:
+        """Keep a coordinator's note on a state for as long as the state, see `TierNotes`."""
+        if self._disk is not None:
+            self._disk.note(key, note)
+        else:
+            self._notes.put(key, note)
+
+    def notes(self) -> dict[int, bytes]:
+        """Return the notes on states that can be brought back."""
+        return self._notes.on(self.stored())
 
     def figures(self) -> TierFigures:
         """Return its contents and counters."""

@@ -2,7 +2,8 @@
 
 A file's name is its key; it begins with a head that states its length and hash. So a cut or changed file is detected
 when it is read, reported in one line, and removed. Files are written under another name and renamed, without waiting
-for the disk. Damage from a power cut is detected in the same way.
+for the disk. Damage from a power cut is detected in the same way. A coordinator's note on a state lies beside it; who
+reads it checks it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from relayline.wire.common.bounds import STORED_STATES_MAX, STORED_WRITES_MAX
+from relayline.stage.engine.tier_notes import TierNotes
+from relayline.wire.common.bounds import NOTE_BYTES_MAX, STORED_STATES_MAX, STORED_WRITES_MAX
 
 log = logging.getLogger("relayline.stage")
 
 _HEAD = struct.Struct("<8sQQQQ")  # magic, key, tokens, bytes of the state, their xxh3-64
 _MAGIC = b"rlstate1"
-_SUFFIX = ".state"
+_SUFFIX, _NOTE_SUFFIX = ".state", ".note"
 _LOCK = "lock"
 State = npt.NDArray[np.uint8]
 
@@ -55,6 +57,8 @@ class TierDisk:
         self._lock = threading.Lock()
         self._files: collections.OrderedDict[int, tuple[int, int]] = collections.OrderedDict()  # key -> tokens, bytes
         self._writing: set[int] = set()
+        self._noting: set[int] = set()  # keys whose notes are to be written
+        self.notes = TierNotes()
         self._has_failed = False
         self.on_gone: Callable[[int], None] = lambda key: None
         """Called with the key of each file that is gone unasked, or could not be written; in any thread, without a
@@ -64,8 +68,8 @@ class TierDisk:
         self._writer = ThreadPoolExecutor(1, "tier-write")
         self._reader = ThreadPoolExecutor(1, "tier-read")
 
-    def _path(self, key: int) -> Path:
-        return self._directory / f"{key:016x}{_SUFFIX}"
+    def _path(self, key: int, suffix: str = _SUFFIX) -> Path:
+        return self._directory / f"{key:016x}{suffix}"
 
     def _take_up(self) -> None:
         """List the files of an earlier process, the last used one at the end; remove files that are no states."""
@@ -81,6 +85,12 @@ class TierDisk:
             self._files[read[0]] = (read[1], path.stat().st_size)
             self.n_bytes += path.stat().st_size
         self._make_room()
+        for key in self._files:
+            with contextlib.suppress(OSError), self._path(key, _NOTE_SUFFIX).open("rb") as file:
+                self.notes.put(key, file.read(NOTE_BYTES_MAX + 1))
+        for path in self._directory.glob(f"*{_NOTE_SUFFIX}"):
+            if not path.with_suffix(_SUFFIX).exists():
+                path.unlink(missing_ok=True)
 
     def _make_room(self) -> list[int]:
         gone = []
@@ -92,8 +102,9 @@ class TierDisk:
     def _drop(self, key: int) -> None:
         if (known := self._files.pop(key, None)) is not None:
             self.n_bytes -= known[1]
-            with contextlib.suppress(OSError):
-                self._path(key).unlink()
+            for suffix in (_SUFFIX, _NOTE_SUFFIX):
+                with contextlib.suppress(OSError):
+                    self._path(key, suffix).unlink()
 
     def stored(self) -> dict[int, int]:
         """Return the tokens of each key, the one used last at the end."""
@@ -134,6 +145,7 @@ class TierDisk:
                 self._files[key] = (n_tokens, _HEAD.size + state.nbytes)
                 self.n_bytes += _HEAD.size + state.nbytes
                 gone = self._make_room()
+            self._write_note(key)
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
@@ -145,6 +157,32 @@ class TierDisk:
                 self._writing.discard(key)
             for each in gone:
                 self.on_gone(each)
+
+    def note(self, key: int, note: bytes) -> None:
+        """Keep a note on a state that has a file or will have one; it is written in the background."""
+        if not self.notes.put(key, note):
+            return
+        with self._lock:
+            if key not in self._files or key in self._noting:
+                return
+            self._noting.add(key)
+        with contextlib.suppress(RuntimeError):  # the stage ends
+            self._writer.submit(self._write_note, key)
+
+    def _write_note(self, key: int) -> None:
+        with self._lock:
+            self._noting.discard(key)
+        if (note := self.notes.get(key)) is None:
+            return
+        partial = self._directory / f".{key:016x}{_NOTE_SUFFIX}.part"
+        with contextlib.suppress(OSError):  # of a full disk the next state tells
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(note)
+            with self._lock:
+                if key in self._files:
+                    partial.replace(self._path(key, _NOTE_SUFFIX))
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
     def _drop_known(self, key: int) -> None:
         if (known := self._files.pop(key, None)) is not None:

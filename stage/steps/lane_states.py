@@ -200,10 +200,20 @@ class LaneStates:
         """Describe the stored states, and the speed of restoring them, in a handshake. Any thread."""
         if self._tier is None or self._saver is None:
             return
-        message.stores, message.stores_on_disk = True, self._tier.is_on_disk
+        message.stores, message.keeps_notes, message.stores_on_disk = True, True, self._tier.is_on_disk
         message.restore_token_ns, message.store_from_ns = self._saver.token_ns, self._tier.store_from_ns
         stored = self._tier.stored()
         message.stored.extend(pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items())
+
+    def notes(self, request: pb.NotesRequest) -> pb.NotesResponse:
+        """Keep a coordinator's notes on stored states, and tell the known ones if they are wanted. Any thread."""
+        tier = self._tier
+        if tier is None:
+            return pb.NotesResponse()
+        for each in request.notes:
+            tier.note(each.key, each.note)
+        known = tier.notes() if request.wants_known else {}
+        return pb.NotesResponse(notes=[pb.StoredNote(key=key, note=note) for key, note in known.items()])
 
     def count(self, message: pb.StatusResponse) -> None:
         """Add the tier's contents and counters to a stage's counters. Any thread."""

@@ -129,7 +129,9 @@ class Fleet:
         run_ahead: str = "auto",
         ctx_tokens: int = CTX,
         window_cells: str = "auto",
+        tier_dir: Path | None = None,
     ) -> None:
+        self._tier_dir = tier_dir
         self._run_ahead, self._window_cells = run_ahead, window_cells
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
@@ -151,6 +153,8 @@ class Fleet:
             max_rows=self._max_rows,
             kv_layout=self._kv_layout,
             prefix_memory_bytes=self._tier_bytes,
+            prefix_disk_bytes=self._tier_bytes if self._tier_dir is not None else 0,
+            prefix_disk_dir=str(self._tier_dir / str(index)) if self._tier_dir is not None else "",
             rewind_rows=self._rewind_rows,
             run_ahead=self._run_ahead,
             window_cells=self._window_cells,
@@ -226,9 +230,12 @@ async def fleet(
     grant_steps: int = 0,
     ctx_tokens: int = CTX,
     window_cells: str = "auto",
+    tier_dir: Path | None = None,
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
-    made = Fleet(paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells)
+    made = Fleet(
+        paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells, tier_dir
+    )
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)

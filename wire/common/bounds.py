@@ -36,6 +36,12 @@ OPTIONS_PER_ENVELOPE_BYTES_MAX = 2 * 1024 * 1024  # of all open frames of one en
 CTX_TOKENS_MAX = 1 << 20  # tokens per stream
 STORED_STATES_MAX = 1_024  # in a stage's tier; an answer to Describe names them all, in 20 bytes each
 STORED_TOKENS_MAX = 8 << 20  # of all stored prefixes together whose tokens a coordinator remembers, in 4 bytes each
+NOTE_BYTES_MAX = (
+    4_096  # what a coordinator notes about one stored prefix: a mark of 12 bytes for every 128 of 32,768 tokens
+)
+NOTES_BYTES_MAX = (
+    1024 * 1024
+)  # of all that a stage keeps; the oldest go first. One answer holds them all, and their keys
 STORED_WRITES_MAX = 4  # states on their way to a disk; one more is kept in memory alone
 STORED_READS_MAX = 4  # states that were read from a disk and wait for their sessions
 GRANT_STEPS_MAX = 256  # steps for which stages continue a stream by themselves; ceiling of --grant-steps
@@ -58,6 +64,7 @@ MESSAGE_FIELDS_MAX = 1 << 21  # fields of one message; checking so many takes ab
 UNARY_BYTES_MAX = 64 * 1024  # of a request, an answer, a handshake, a report; but for these, which are longer:
 ORDER_BYTES_MAX = 4 * 1024 * 1024  # a stage's order holds pipeline.json, some hundred bytes for each layer and tensor
 STATUS_BYTES_MAX = 512 * 1024  # an answer with recent waits and step intervals holds ten thousand of up to ten bytes
+NOTES_ANSWER_BYTES_MAX = NOTES_BYTES_MAX + 20 * STORED_STATES_MAX
 BATCHES_BYTES_MAX = 4 * 1024 * 1024  # an answer with all batches that a stage remembers
 HAND_OVER_PART_BYTES = 1024 * 1024  # of a lane's cells in one message, as layers change hands
 # For lanes to change hands; between them as long as reading them again takes. New requests wait until then, and are
@@ -128,4 +135,6 @@ assert OPTIONS_BYTES_MAX >= PLAIN_OPTIONS_BYTES_MAX + 4 * GRAMMAR_TOKENS_MAX + G
 assert OPTIONS_PER_ENVELOPE_BYTES_MAX >= 8 * OPTIONS_BYTES_MAX  # some sessions always open together
 assert 3 * ERROR_TEXT_BYTES_MAX < 8 * 1024
 assert 4 * BEAT_EVERY_S <= QUIET_AFTER_S < LOST_AFTER_S <= 12 - 2 * BEAT_EVERY_S
-assert max(RETURN_BYTES_MAX, BATCHES_BYTES_MAX) <= ORDER_BYTES_MAX <= MESSAGE_BYTES_MAX  # which every channel takes
+assert (
+    max(RETURN_BYTES_MAX, BATCHES_BYTES_MAX, NOTES_ANSWER_BYTES_MAX) <= ORDER_BYTES_MAX <= MESSAGE_BYTES_MAX
+)  # which every channel takes

@@ -126,6 +126,7 @@ CALLS: dict[str, Call] = {
     _STAGE_SERVICE + "Status": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Batches": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "SetTelemetry": Call(_COORDINATOR, Proof.COORDINATOR),
+    _STAGE_SERVICE + "Notes": Call(_COORDINATOR, Proof.COORDINATOR),
     _STAGE_SERVICE + "Revoke": Call(_COORDINATOR, Proof.COORDINATOR, "the list is signed by the CA"),
     _STAGE_SERVICE + "Return": Call(_COORDINATOR, Proof.COORDINATOR, "a route stays with the peer that began it"),
     _STAGE_SERVICE + "Relay": Call(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from relayline.coordinator.engine.conductor import Conductor, ConductorConfig
 from relayline.coordinator.engine.epoch_facts import EpochFacts
-from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Send, Tell, TryLanes
+from relayline.coordinator.engine.instructions import Dispatch, Ended, Instruction, Lose, Note, Send, Tell, TryLanes
 from relayline.coordinator.schedule.stage_cost import StageCost
 from relayline.coordinator.sessions.prefixes import held_by_all
 from relayline.coordinator.sessions.silence import Silence, Work
@@ -360,6 +360,10 @@ class Coordinator:
                 case Tell(session_id, event):
                     silent_ns = [node.process.silent_since_ns for node in self.line if not node.process.answers]
                     self.audiences.tell(session_id, event, silent_ns)
+                case Note(notes):
+                    if self.line[0].process.answers:
+                        told = [pb.StoredNote(key=key, note=note) for key, note in notes.items()]
+                        self.line[0].executor.sessions.states.notes(pb.NotesRequest(notes=told))
                 case Dispatch():
                     self._clock.after(0, lambda: self.carry(self.conductor.dispatch(self._clock.now_ns)))
                 case Lose(error):
@@ -386,6 +390,11 @@ def tier_of(nodes: Sequence[Node]) -> TierFacts:
     is_on_disk = all(
         message.stores and node.memory.tier_survives for node, message in zip(nodes, descriptions, strict=True)
     )
+    known = nodes[0].executor.sessions.states.notes(pb.NotesRequest(wants_known=True))
     return TierFacts(
-        stored_by_all(stored), is_used=all(message.stores for message in descriptions), is_on_disk=is_on_disk
+        stored_by_all(stored),
+        is_used=all(message.stores for message in descriptions),
+        is_on_disk=is_on_disk,
+        keeps_notes=descriptions[0].keeps_notes,
+        notes={each.key: each.note for each in known.notes},
     )

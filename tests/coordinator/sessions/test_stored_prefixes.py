@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from array import array
+from collections.abc import Callable
 
 import pytest
 
@@ -186,3 +188,112 @@ def test_with_disks_every_answer_is_stored_as_it_ends() -> None:
     made = prefixes(2, (1, 2), TierFacts(is_used=True, is_on_disk=True))
     assert controls_of(made.keep(ended(1, run_of(0, 50)))) == [("store", 1, 50), ("open", 100, 0), ("copy", 100, 50)]
     assert controls_of(made.start(session_of(2, [*run_of(0, 50), 4])))[1:] == [("copy", 2, 50)], "a lane is nearer"
+
+
+def later(
+    made: Prefixes,
+    facts: TierFacts,
+    *,
+    keeps_state: bool = False,
+    ends_message: Callable[[int], bool] = lambda _: False,
+) -> Prefixes:
+    """Return what a coordinator knows that comes later: what the stages list, and the notes that the first one made."""
+    notes = made.tier.new_notes
+    stored = {key: len(each.tokens or ()) for key, each in made.tier._stored.items()}
+    after = Prefixes(None, itertools.count(900), lambda: (), {}, ends_message)
+    facts = dataclasses.replace(facts, stored=stored, notes=notes)
+    after.renew(4, is_per_lane=False, tier=facts, read_ns=READ_NS, keeps_state=keeps_state)
+    return after
+
+
+NOTED = TierFacts(is_used=True, keeps_notes=True)
+
+
+def test_a_chat_whose_answer_comes_back_as_other_tokens_is_restored_after_a_restart() -> None:
+    made, prompt = prefixes(facts=NOTED), run_of(0, 150)
+    session = session_of(1, prompt)
+    session.history += [*run_of(500, 40), 9]  # the answer
+    session.state = State.DONE
+    assert controls_of(made.keep(session)) == [("store", 1, 190)]
+    after = later(made, NOTED)
+    following = session_of(2, [*prompt, 77, *run_of(501, 39), 4, 5])
+    assert controls_of(after.start(following))[1:] == [("restore", 2, 150)], "to where the answer began"
+    assert (following.n_sent, following.n_copied) == (150, 150)
+    assert controls_of(after.start(session_of(3, [*prompt[:140], 77])))[1:] == [("restore", 3, 128)]
+    assert controls_of(after.start(session_of(4, [*session.history, 77])))[1:] == [("restore", 4, 190)], "all of it"
+    assert after.tier.figures()["restored"] == 3
+    unnoted = later(prefixes(), dataclasses.replace(NOTED, stored={}))
+    assert controls_of(unnoted.start(session_of(5, [*prompt, 77]))) == [("open", 5, 0)]
+
+
+def test_a_turn_ends_where_its_last_message_did() -> None:
+    """Some templates leave out of a later prompt what they added for the answer."""
+    made = Prefixes(None, itertools.count(100), lambda: (), {}, lambda token: token == 7_777)
+    made.renew(4, is_per_lane=False, tier=NOTED, read_ns=READ_NS)
+    session = session_of(1, [*run_of(0, 100), 7_777, 1, 2])
+    session.history += run_of(500, 40)
+    session.state = State.DONE
+    made.keep(session)
+    after = later(made, NOTED)
+    assert controls_of(after.start(session_of(2, [*run_of(0, 100), 7_777, 3, 4])))[1:] == [("restore", 2, 101)]
+    assert controls_of(after.start(session_of(3, [*run_of(0, 100), 7_777, 1, 2, 3])))[1:] == [("restore", 3, 103)]
+
+
+def test_a_kept_lane_is_stored_with_the_turns_of_its_session() -> None:
+    made = prefixes(2, (1, 2))
+    made.renew(4, is_per_lane=True, tier=NOTED, read_ns=READ_NS)
+    session = session_of(1, run_of(0, 50))
+    session.history += run_of(500, 40)
+    session.state = State.DONE
+    made.keep(session)
+    assert made.tier.new_notes == {}, "it is not stored yet"
+    made.start(session_of(2, run_of(900, 40), lane=2))
+    after = later(made, NOTED)
+    assert controls_of(after.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
+
+
+def test_after_a_restart_too_a_recurrent_state_comes_back_at_checkpoints() -> None:
+    made = prefixes(facts=NOTED, keeps_state=True)
+    session = ended(1, run_of(0, 150))
+    session.checkpoints = [36, 90]
+    made.keep(session)
+    after = later(made, NOTED, keeps_state=True)
+    part = session_of(2, [*run_of(0, 140), 7])
+    assert controls_of(after.start(part))[1:] == [("restore", 2, 90)]
+    assert part.checkpoints == [36, 90]
+    whole = session_of(3, [*run_of(0, 150), 7])
+    assert controls_of(after.start(whole))[1:] == [("restore", 3, 150)]
+    assert whole.checkpoints == [36, 90]
+    assert controls_of(
+        later(prefixes_of_plain_lanes(), NOTED, keeps_state=True).start(session_of(4, run_of(0, 140)))
+    ) == [("open", 4, 0)], "a place that is no checkpoint"
+
+
+def prefixes_of_plain_lanes() -> Prefixes:
+    made = prefixes(facts=NOTED)
+    made.keep(ended(1, run_of(0, 150)))
+    return made
+
+
+def test_an_entry_without_marks_gets_some_once_its_tokens_are_known() -> None:
+    made = prefixes(facts=dataclasses.replace(NOTED, stored={key_of(array("i", run_of(0, 150))): 150}))
+    made.start(session_of(1, run_of(0, 160)))
+    assert len(made.tier.new_notes) == 1
+    made.start(session_of(2, run_of(0, 160)))
+    after = later(made, NOTED)
+    assert controls_of(after.start(session_of(3, run_of(0, 140))))[1:] == [("restore", 3, 128)]
+
+
+def test_marks_outlast_an_epoch_and_are_not_asked_for_again() -> None:
+    after = later(prefixes_of_plain_lanes(), NOTED)
+    (key,) = after.tier.keys()
+    after.renew(4, is_per_lane=False, tier=dataclasses.replace(NOTED, stored={key: 150}), read_ns=READ_NS)
+    assert controls_of(after.start(session_of(2, run_of(0, 140))))[1:] == [("restore", 2, 128)]
+    after.lost([key])
+    assert controls_of(after.start(session_of(3, run_of(0, 140)))) == [("open", 3, 0)], "a stage does not have it"
+
+
+def test_an_older_stage_gets_no_notes() -> None:
+    made = prefixes()
+    made.keep(ended(1, run_of(0, 150)))
+    assert made.tier.new_notes == {}

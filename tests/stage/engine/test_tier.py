@@ -14,7 +14,9 @@ from relayline.stage.engine import open_tier as open_tier_module
 from relayline.stage.engine.open_tier import AUTO_FROM_NS, open_tier, spare_memory_bytes
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
+from relayline.stage.engine.tier_notes import TierNotes
 from relayline.stage.steps.lane_states import LaneStates
+from relayline.wire.common.bounds import NOTE_BYTES_MAX, NOTES_BYTES_MAX, STORED_STATES_MAX
 from relayline.wire.settings.table import EngineSettings
 
 ARTIFACT: Any = SimpleNamespace(
@@ -226,6 +228,72 @@ def test_a_damaged_file_is_reported_in_one_line_and_removed(
     assert not path.exists()
     assert tier.stored() == {2: 20}
     tier.close()
+
+
+def until_written(tier: Tier) -> None:
+    tier._disk._writer.submit(lambda: None).result(10)  # type: ignore[union-attr]
+
+
+def test_notes_last_as_long_as_their_states(tmp_path: Path) -> None:
+    tier = Tier(2_500)
+    for key in (1, 2):
+        tier.note(key, b"first")
+        tier.store(key, 10, state(key))
+        tier.note(key, b"%d" % key)
+    assert tier.notes() == {1: b"1", 2: b"2"}
+    tier.store(3, 30, state(3))
+    assert tier.notes() == {2: b"2"}, "1 had to make room"
+    tier.note(3, bytes(NOTE_BYTES_MAX + 1))
+    assert tier.notes() == {2: b"2"}, "too long"
+    tier.forget(2)
+    tier.store(2, 10, state(2))
+    assert tier.notes() == {}
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_restart_finds_the_notes_on_disk(comes_first: bool, tmp_path: Path) -> None:
+    first = Tier(0, disk(tmp_path, 2_500))
+    for key in (1, 2, 3):
+        if comes_first:
+            first.note(key, b"%d" % key)
+        first.store(key, 10 * key, state(key))
+        until_written(first)
+        if not comes_first:
+            first.note(key, b"%d" % key)
+    first.close()
+    assert {path.name for path in tmp_path.rglob("*.note")} == {f"{key:016x}.note" for key in (2, 3)}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.rglob("*.note")), "they are the owner's alone"
+    stray = next(tmp_path.rglob("*.state")).with_name(f"{9:016x}.note")
+    stray.write_bytes(b"?")  # an older release removed the state
+    second = Tier(0, disk(tmp_path, 2_500))
+    assert second.notes() == {2: b"2", 3: b"3"}
+    assert not stray.exists()
+    second.close()
+
+
+def test_a_note_that_cannot_be_written_fails_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = Tier(0, disk(tmp_path))
+    tier.store(1, 10, state(1))
+    until_written(tier)
+    (folder,) = tmp_path.iterdir()
+    (folder / f".{1:016x}.note.part").mkdir()  # where it would be written
+    tier.note(1, b"1")
+    tier.close()
+    assert tier.notes() == {1: b"1"}
+    tier.note(1, b"after the end")
+    assert not caplog.records
+
+
+def test_the_notes_of_a_tier_are_bounded() -> None:
+    notes = TierNotes()
+    long, n_max = bytes(NOTE_BYTES_MAX), NOTES_BYTES_MAX // NOTE_BYTES_MAX
+    for key in range(n_max + 1):
+        notes.put(key, long)
+    assert notes.get(0) is None, "the oldest goes"
+    assert notes.on(range(n_max + 1)).keys() == set(range(1, n_max + 1))
+    for key in range(2 * STORED_STATES_MAX):
+        notes.put(key, b"")
+    assert len(notes.on(range(2 * STORED_STATES_MAX))) == STORED_STATES_MAX
 
 
 def test_one_process_has_a_directory_at_a_time(tmp_path: Path) -> None:

@@ -86,6 +86,28 @@ class HandOverResponse(_message.Message):
     data: bytes
     def __init__(self, route_id: _Optional[int] = ..., session_id: _Optional[int] = ..., lane: _Optional[int] = ..., n_tokens: _Optional[int] = ..., forms: _Optional[_Iterable[bytes]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class StoredNote(_message.Message):
+    __slots__ = ("key", "note")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    note: bytes
+    def __init__(self, key: _Optional[int] = ..., note: _Optional[bytes] = ...) -> None: ...
+
+class NotesRequest(_message.Message):
+    __slots__ = ("notes", "wants_known")
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    notes: _containers.RepeatedCompositeFieldContainer[StoredNote]
+    wants_known: bool
+    def __init__(self, notes: _Optional[_Iterable[_Union[StoredNote, _Mapping]]] = ..., wants_known: _Optional[bool] = ...) -> None: ...
+
+class NotesResponse(_message.Message):
+    __slots__ = ("notes",)
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    notes: _containers.RepeatedCompositeFieldContainer[StoredNote]
+    def __init__(self, notes: _Optional[_Iterable[_Union[StoredNote, _Mapping]]] = ...) -> None: ...
+
 class RevokeRequest(_message.Message):
     __slots__ = ("crl_pem",)
     CRL_PEM_FIELD_NUMBER: _ClassVar[int]
@@ -105,7 +127,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "has_tiles", "place", "takes_lanes_apart", "takes_rows", "options")
+    __slots__ = ("protocol_version", "software_version", "architecture", "source_sha256", "pipeline_id", "stage_index", "stage_count", "layer_start", "layer_end", "n_embd", "n_vocab", "n_lanes", "ctx_tokens", "max_rows", "instance_id", "decode_curve", "prefill_curve", "context_ns", "context_tiled_ns", "kv_per_lane", "rope_original_tokens", "rewinds", "name", "takes_mutual_rows", "takes_grids", "runs_ahead", "keeps_state", "rewind_rows", "stores", "stores_on_disk", "restore_token_ns", "stored", "store_from_ns", "keeps_notes", "has_tiles", "place", "takes_lanes_apart", "takes_rows", "options")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +161,7 @@ class DescribeResponse(_message.Message):
     RESTORE_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     STORE_FROM_NS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_NOTES_FIELD_NUMBER: _ClassVar[int]
     HAS_TILES_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     TAKES_LANES_APART_FIELD_NUMBER: _ClassVar[int]
@@ -177,12 +200,13 @@ class DescribeResponse(_message.Message):
     restore_token_ns: float
     stored: _containers.RepeatedCompositeFieldContainer[StoredState]
     store_from_ns: int
+    keeps_notes: bool
     has_tiles: bool
     place: Place
     takes_lanes_apart: bool
     takes_rows: bool
     options: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., architecture: _Optional[str] = ..., source_sha256: _Optional[str] = ..., pipeline_id: _Optional[str] = ..., stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., n_embd: _Optional[int] = ..., n_vocab: _Optional[int] = ..., n_lanes: _Optional[int] = ..., ctx_tokens: _Optional[int] = ..., max_rows: _Optional[int] = ..., instance_id: _Optional[str] = ..., decode_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., prefill_curve: _Optional[_Iterable[_Union[CostPoint, _Mapping]]] = ..., context_ns: _Optional[float] = ..., context_tiled_ns: _Optional[float] = ..., kv_per_lane: _Optional[bool] = ..., rope_original_tokens: _Optional[int] = ..., rewinds: _Optional[bool] = ..., name: _Optional[str] = ..., takes_mutual_rows: _Optional[bool] = ..., takes_grids: _Optional[bool] = ..., runs_ahead: _Optional[bool] = ..., keeps_state: _Optional[bool] = ..., rewind_rows: _Optional[int] = ..., stores: _Optional[bool] = ..., stores_on_disk: _Optional[bool] = ..., restore_token_ns: _Optional[float] = ..., stored: _Optional[_Iterable[_Union[StoredState, _Mapping]]] = ..., store_from_ns: _Optional[int] = ..., keeps_notes: _Optional[bool] = ..., has_tiles: _Optional[bool] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., takes_lanes_apart: _Optional[bool] = ..., takes_rows: _Optional[bool] = ..., options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("host_id", "devices", "cores", "n_threads")

@@ -23,7 +23,9 @@ async def end_task(task: asyncio.Task[Any]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    while error is not None:
+    seen: set[int] = set()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

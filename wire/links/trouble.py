@@ -43,7 +43,10 @@ async def first_call(
         raise await explained(late, address, security) from error
     except StageLostError as error:
         await channel.close()
-        raise await explained(error, address, security) from error
+        reason = await explained(error, address, security)
+        if reason is error:  # as its own cause it would be a chain without an end
+            raise
+        raise reason from error
     except BaseException:
         await channel.close()
         raise

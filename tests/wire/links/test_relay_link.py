@@ -214,8 +214,13 @@ async def test_silence_ends_after_the_handshake_timeout(monkeypatch: pytest.Monk
 async def test_nobody_listening_is_a_lost_stage():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(StageLostError, match="cannot be reached"):
+        with pytest.raises(StageLostError, match="cannot be reached") as raised:
             await RelayLink.open(f"127.0.0.1:{taken.getsockname()[1]}", HELLO, Lost())
+    cause, chain = raised.value.__cause__, [raised.value]
+    while cause is not None:
+        assert cause not in chain, "a chain of causes without an end"
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
 
 
 # --- credits ----------------------------------------------------------------------------------------------------------

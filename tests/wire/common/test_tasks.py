@@ -1,0 +1,39 @@
+"""A task that is ended leaves nothing behind, however its errors hang together."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+import pytest
+
+from relayline.wire.common.errors import StageLostError
+from relayline.wire.common.tasks import end_task
+
+
+class _Owner:
+    """Something that a task's frame refers to."""
+
+
+async def _wait_in_an_error(refers: list[_Owner], begun: asyncio.Event, *, is_own_cause: bool) -> None:
+    owner = refers.pop()
+    error = StageLostError("it is lost")
+    try:
+        raise error from (error if is_own_cause else OSError("it is refused"))
+    except StageLostError:
+        begun.set()
+        await asyncio.Event().wait()  # as one that tries again in a while
+    assert owner
+
+
+@pytest.mark.timeout(30)  # a chain without an end would be followed for ever, and the event loop with it
+@pytest.mark.parametrize("is_own_cause", [False, True])
+async def test_frames_of_an_ended_task_let_go(is_own_cause: bool) -> None:
+    owner = _Owner()
+    gone, begun, refers = weakref.ref(owner), asyncio.Event(), [owner]
+    del owner
+    task = asyncio.create_task(_wait_in_an_error(refers, begun, is_own_cause=is_own_cause))
+    await begun.wait()
+    await end_task(task)
+    assert task.cancelled()
+    assert gone() is None, "the error's traceback keeps the task's frame"

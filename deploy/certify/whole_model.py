@@ -178,10 +178,12 @@ def _load(path: Path, *, config: WholeConfig | None = None) -> Any:
     """Load the model as configured, or its vocabulary alone."""
     params = llama.llama_model_default_params()
     rope = None  # llama.cpp reads from it until the model is loaded
+    params.n_gpu_layers = config.settings.gpu_layers if config is not None else 0
+    if not params.n_gpu_layers:
+        ggml.leave_gpus(params)
     if config is None:
         params.vocab_only = True
     else:
-        params.n_gpu_layers = config.settings.gpu_layers
         rope = choose_rope(params, config.long_rope, config.settings.ctx_tokens)
     ggml.LOG.watch()
     model = llama.llama_model_load_from_file(bytes(path), params)

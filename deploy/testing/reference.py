@@ -40,7 +40,7 @@ class ReferenceModel:
         llama.llama_backend_init()
         self._context = self._model = None
         model_params = llama.llama_model_default_params()
-        model_params.n_gpu_layers = 0
+        ggml.leave_gpus(model_params)
         self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
         assert self._model, f"{path} does not load"
         params = llama.llama_context_default_params()

@@ -37,7 +37,14 @@ def chosen(settings: EngineSettings, found: Sequence[D]) -> list[D]:
     gpus = [device for device in found if device.is_gpu]
     if settings.devices:
         return _named(settings.devices, gpus)
-    return [device for device in gpus if not device.shares_memory] or gpus[:1]  # as llama.cpp chooses
+    # As llama.cpp chooses: those of the host's own memory only where there are no others, and of one backend.
+    own = [device for device in gpus if not device.shares_memory]
+    return own or [device for device in gpus if _backend(device) == _backend(gpus[0])]
+
+
+def _backend(device: Known) -> str:
+    """Return what the names of a backend's devices begin with, such as Vulkan."""
+    return device.name.rstrip("0123456789")
 
 
 def computing(settings: EngineSettings, found: Sequence[D]) -> list[D]:

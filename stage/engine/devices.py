@@ -65,6 +65,8 @@ def place(params: Any, settings: EngineSettings, artifact: StageArtifact, found:
     params.main_gpu = settings.main_gpu
     check_devices(settings, found)
     used, held = chosen(settings, found), []
+    if not (settings.gpu_layers or settings.devices or settings.override_tensor):
+        ggml.leave_gpus(params)
     if settings.devices:
         handles = (ctypes.c_void_p * (len(used) + 1))(*(device.handle for device in used))  # NULL ends it
         params.devices = ctypes.addressof(handles)

@@ -200,6 +200,18 @@ def list_devices() -> tuple[Device, ...]:
     )
 
 
+_NO_DEVICES = (ctypes.c_void_p * 1)()  # a list that ends at once
+
+
+def leave_gpus(params: Any) -> None:
+    """Set in llama_model_params that no GPU has a part in the model.
+
+    Without layers on a GPU, llama.cpp would still keep memory there, compute steps of 32 rows and more there with
+    weights that it copies for each, and not repack the host's weights for the processor's kernels.
+    """
+    params.n_gpu_layers, params.devices = 0, ctypes.addressof(_NO_DEVICES)
+
+
 def buffer_type(device: Device) -> int:
     """Return the kind of memory in which weights lie on a device: a ggml_backend_buffer_type_t."""
     return int(_lib.ggml_backend_dev_buffer_type(device.handle))

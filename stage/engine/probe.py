@@ -8,7 +8,6 @@ time and memory for any size of artifact.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -51,9 +50,8 @@ def dry(path: Path) -> None:
     ggml.LOG.watch()
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
-    params.no_alloc, params.load_mode, params.n_gpu_layers = True, llama.LLAMA_LOAD_MODE_NONE, 0
-    no_devices = (ctypes.c_void_p * 1)()  # running processes may fill a GPU
-    params.devices = ctypes.addressof(no_devices)
+    params.no_alloc, params.load_mode = True, llama.LLAMA_LOAD_MODE_NONE
+    ggml.leave_gpus(params)  # running processes may fill them
     model = llama.llama_model_load_from_file(bytes(path), params)
     if not model:
         raise ModelFileError(f"{path}: cannot be loaded: {ggml.LOG.reason('llama.cpp gave no reason')}")

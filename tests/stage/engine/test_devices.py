@@ -52,11 +52,30 @@ def overrides_of(params: Any) -> list[tuple[str, int]]:
 def test_unset_values_are_llama_cpps_defaults(artifact: StageArtifact) -> None:
     params, held = placed(artifact)
     default = llama.llama_model_default_params()
-    for name in ("split_mode", "main_gpu", "devices", "tensor_buft_overrides"):
+    for name in ("split_mode", "main_gpu", "tensor_buft_overrides"):
         assert getattr(params, name) == getattr(default, name), name
     assert not params.tensor_split
     assert params.n_gpu_layers == 0
     assert not held.elsewhere
+
+
+def listed(params: Any) -> list[int]:
+    """Return llama.cpp's list of devices as it reads it, up to the empty end."""
+    handles, found = ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p)), []
+    while handles[len(found)] is not None:
+        found.append(handles[len(found)])
+    return found
+
+
+def test_a_stage_without_layers_on_gpus_leaves_them_alone(artifact: StageArtifact) -> None:
+    """Without a list llama.cpp would compute prompts there, and keep the host's weights unprepared for its kernels."""
+    params, _ = placed(artifact)
+    assert params.devices
+    assert listed(params) == []
+    for given in ({"gpu_layers": -1}, {"gpu_layers": 1}, {"override_tensor": "ffn=CPU"}):
+        assert not placed(artifact, **given)[0].devices, given
+    params, _ = placed(artifact, devices="CUDA1")  # named, and so wanted
+    assert listed(params) == [2000]
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "row", "tensor"])
@@ -122,6 +141,9 @@ def test_a_gpu_with_the_hosts_memory_counts_where_there_is_no_other(artifact: St
         devices.place(params, given, artifact, (inside, FOUND[0], CPU))
     with pytest.raises(UsageError, match=re.escape("1 GPU (Metal)")):
         devices.place(params, given, artifact, (inside, CPU))
+    several = tuple(Device(name, "Iris", 2, 5000) for name in ("Vulkan0", "Vulkan1", "SYCL0"))
+    with pytest.raises(UsageError, match=re.escape("2 GPUs (Vulkan0, Vulkan1)")):
+        devices.place(params, EngineSettings(tensor_split="1,1,1"), artifact, several)
 
 
 def test_experts_of_the_first_layers_go_to_the_host(artifact: StageArtifact) -> None:

@@ -208,7 +208,7 @@ class Epochs:
         self._spawn(self._end_later(route))
 
     def peer_silent(self, route_id: int, epoch: int, error: StageLostError) -> bool:
-        """End the epoch of a peer that gives no sign of life. Returns whether the epoch stood until now."""
+        """End the epoch of a peer that sends no heartbeat. Returns whether the epoch stood until now."""
         route = self.at(route_id, epoch)
         if route is None or self._is_closing:
             return False

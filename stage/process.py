@@ -76,7 +76,7 @@ async def serve_changing(config: StageConfig, load: Load | None = None) -> Async
     """Serve a stage whose engine may be replaced later; yields the handle of its port. Raises as `serve`."""
     load = load or Load()
     try:
-        # In a thread, so that a joined stage can continue its signs of life.
+        # In a thread, so that a joined stage can continue its heartbeats.
         facts, executor = await asyncio.to_thread(load_stage, config, load)
     except asyncio.CancelledError:
         load.stop()

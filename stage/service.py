@@ -167,7 +167,7 @@ class StageService:
             route.unlisten(listener)
 
     async def watch(self, requests: Any, context: Context) -> None:
-        """Send signs of life to the peer of a route, and end its epoch when that peer gives none."""
+        """Send heartbeats to the peer of a route, and end its epoch when that peer gives none."""
         try:
             hello = await first_beat(context)
             route = self.epochs.standing(hello.route_id, hello.epoch)

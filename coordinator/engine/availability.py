@@ -1,7 +1,7 @@
 """The pipeline's state as clients see it, since when, and when each stage was last heard. Pure.
 
-A hung stage counts as lost from its last sign of life, not from the moment of detection. A request that arrives after
-that sign of life waits at most `lost_wait_s`. Then its client gets a status that says to retry. Requests that were
+A hung stage counts as lost from its last heartbeat, not from the moment of detection. A request that arrives after
+that heartbeat waits at most `lost_wait_s`. Then its client gets a status that says to retry. Requests that were
 already running wait longer, see PipelineConfig.
 """
 
@@ -21,7 +21,7 @@ DOUBTED_AFTER_S = 3.0  # of silence: from then on a stage is not asked for figur
 
 
 class Availability:
-    """The phase of one pipeline, and the signs of life of its stages. Times are monotonic nanoseconds of the caller."""
+    """The phase of one pipeline, and the heartbeats of its stages. Times are monotonic nanoseconds of the caller."""
 
     def __init__(self, names: Sequence[str], lost_wait_s: float, now_ns: int) -> None:
         """`names` of the stages in layer order, for people."""
@@ -72,7 +72,7 @@ class Availability:
                 return NotReadyError(f"the pipeline is unreachable: {'; '.join(self._refused.values())}")
             lost_s = (now_ns - self.lost_at_ns) / 1e9
             silent = [f"{self._names[index]} ({seconds:.0f} s)" for index, seconds in self._quiet(now_ns)]
-            who = f"; no sign of life: {', '.join(silent)}" if silent else ""
+            who = f"; no heartbeat: {', '.join(silent)}" if silent else ""
             return NotReadyError(f"the pipeline is unreachable: a stage was lost {lost_s:.0f} s ago{who}; try again")
         return NotReadyError(f"the pipeline is {self.phase.value}; try again shortly")
 
@@ -90,10 +90,10 @@ class Availability:
     def _waited_enough(self, now_ns: int) -> bool:
         return self.phase.is_paused and now_ns - self.lost_at_ns >= self._lost_wait_ns
 
-    # --- signs of life ------------------------------------------------------------------------------------------------
+    # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def heard(self, index: int, now_ns: int) -> str:
-        """A stage gave a sign of life. Returns what to say where it had been silent, else nothing."""
+        """A stage sent a heartbeat. Returns what to say where it had been silent, else nothing."""
         self._refused.pop(index, None)
         was_silent, silent_s = self.is_silent(index), (now_ns - self._heard_ns[index]) / 1e9
         self._silences[index].heard()
@@ -156,7 +156,7 @@ class Availability:
         return {"phase": self.phase.value, "phase_s": round((now_ns - self.since_ns) / 1e9, 3)}
 
     def describe_stage(self, index: int, now_ns: int) -> dict[str, object]:
-        """Return one stage's signs of life and its number of restarts.
+        """Return one stage's heartbeats and its number of restarts.
 
         `last_heard_s` is null for a stage that was never heard.
         """

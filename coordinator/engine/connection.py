@@ -89,7 +89,7 @@ class EpochEvents:
     on_lost: Callable[[RelaylineError], None]
     """Called when a stream breaks or a message is missing: the epoch is over."""
     on_heard: Callable[[int], None] = lambda index: None
-    """Called with the index of a stage whenever it gives a sign of life."""
+    """Called with the index of a stage whenever it sends a heartbeat."""
 
 
 class Connection:
@@ -261,7 +261,7 @@ def _lost_at(index: int, on_lost: Callable[[RelaylineError], None], error: Relay
 async def _describe_all(stages: Sequence[StageClient], on_heard: Callable[[int], None]) -> list[pb.DescribeResponse]:
     """Ask every stage, and hear them all out before the first failure is raised: each may have its own to tell.
 
-    Meanwhile, those that have answered keep giving signs of life. Nothing else asks them while one stage is waited for,
+    Meanwhile, those that have answered keep sending heartbeats. Nothing else asks them while one stage is waited for,
     and their silence would be taken for their own.
     """
     asking = [asyncio.create_task(stage.describe()) for stage in stages]

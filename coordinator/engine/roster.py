@@ -38,7 +38,7 @@ class Roster(Protocol):
     def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
         """Have `on_lost` called whenever a stage that was among `present()` no longer is.
 
-        `on_heard` is called with the index of a stage that gave a sign of life here.
+        `on_heard` is called with the index of a stage that sent a heartbeat here.
         """
 
     def addresses(self) -> Sequence[str]:
@@ -142,7 +142,7 @@ class JoinedRoster:
         return addresses
 
     def watch(self, on_lost: OnLost, on_heard: OnHeard = lambda index: None) -> None:
-        """Have `on_lost` called when a serving member leaves or returns, `on_heard` at each sign of life."""
+        """Have `on_lost` called when a serving member leaves or returns, `on_heard` at each heartbeat."""
         self._on_lost, self._on_heard = on_lost, on_heard
 
     def addresses(self) -> Sequence[str]:
@@ -211,7 +211,7 @@ class JoinedRoster:
         return self._membership.place_of(ticket)
 
     def heard(self, ticket: int) -> None:
-        """Note that a member gave a sign of life."""
+        """Note that a member sent a heartbeat."""
         place = self._membership.place_of(ticket)
         if place is not None and place.index in self.holders:
             self._on_heard(self.holders.index(place.index))

@@ -217,7 +217,7 @@ class StageClient:
     ) -> None:
         """Subscribe to samples and faults, and watch the stage; returns once nothing can be missed any more.
 
-        `on_lost` is called when the stream ends or the stage gives no sign of life, `on_heard` when it does.
+        `on_lost` is called when the stream ends or the stage sends no heartbeat, `on_heard` when it does.
         """
         stream = self._channel.unary_stream(
             rpc.method("Return"),

@@ -1,4 +1,4 @@
-"""The open Join calls: introductions to the roster, signs of life both ways, and the end, whatever is ordered."""
+"""The open Join calls: introductions to the roster, heartbeats both ways, and the end, whatever is ordered."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class OpenMembership:
     index: int
     secret: bytes
     replaced: asyncio.Event
-    beats: bool  # whether it gives signs of life and takes ours
+    beats: bool  # whether it sends heartbeats and takes ours
     moves: bool  # whether it takes orders of planned changes
     stands_by: bool  # whether it takes an order to hold no layers
     hands_over: bool  # whether it gives and takes lanes
@@ -69,7 +69,7 @@ class OpenMembership:
 
 
 class MemberService(abc.ABC):
-    """Memberships, whatever is ordered: carries introductions to the roster, signs of life both ways, and the end."""
+    """Memberships, whatever is ordered: carries introductions to the roster, heartbeats both ways, and the end."""
 
     def __init__(self, config: JoinConfig, roster: JoinedRoster) -> None:
         self._config, self._roster = config, roster
@@ -201,7 +201,7 @@ class MemberService(abc.ABC):
 
     @abc.abstractmethod
     async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
-        """Take a report other than a sign of life or a failure; return whether it makes sense."""
+        """Take a report other than a heartbeat or a failure; return whether it makes sense."""
 
     @abc.abstractmethod
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:

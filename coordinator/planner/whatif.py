@@ -80,7 +80,8 @@ def explain(instance: Instance) -> Infeasible:
         f"but has {short.usable_bytes / GIB:.2f}: {short.missing_bytes / GIB:.2f} GiB are missing"
         for short in shortages
     )
-    ways = f"; any of these helps: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"
+    lead = "any of these helps" if len(remedies) > 1 else "what helps"
+    ways = f"; {lead}: {', or '.join(remedies)}" if remedies else f"; {NOTHING_ALONE}"
     return Infeasible(f"the model does not fit: {shortage_text}{ways}", shortages, remedies)
 
 

@@ -18,7 +18,7 @@ LOOKS_SURE = 3  # times in a row that no stage has anything of a session: stages
 TRANSIT_MAX_S = 60.0  # a message that has left and not come, while nothing else moves on its link either, is lost
 
 UnderWay = Mapping[int, tuple[int, int]]
-"""Session id -> (end of its first frame under way, frames under way). A changed value is a sign of life."""
+"""Session id -> (end of its first frame under way, frames under way). A changed value is progress."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ state_dir_option = click.option(
 @click.pass_context
 def status_command(ctx: click.Context, name: str | None, as_json: bool, state_dir: Path | None) -> None:
     """Show what clients get from the pipelines that `relayline up` started here, and their processes: uptime, restarts,
-    last sign of life.
+    last heartbeat.
 
     NAME is a pipeline's name or its manifest; the default is all that run. Exit code 1 if that pipeline does not run.
     """

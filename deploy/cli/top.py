@@ -292,7 +292,7 @@ def _row(stage: dict[str, Any], row: dict[str, Any]) -> list[str]:
     layers = layer_range(*stage["layers"])
     if not row["up"]:
         heard_s = stage.get("last_heard_s")
-        silent = f"no sign of life for {heard_s:.0f} s" if stage.get("silent") and heard_s is not None else ""
+        silent = f"no heartbeat for {heard_s:.0f} s" if stage.get("silent") and heard_s is not None else ""
         state = stage.get("state", HostState.READY)
         why = silent or (state if state != HostState.READY else "no answer")
         return [name, layers, f"[red]{escape(why)}[/red]", *[""] * 7, ""]

@@ -33,7 +33,7 @@ SEE_LOG = "see its log"
 _REMEDIES: dict[str, str] = {
     Phase.LOADING: "it waits for stages; `relayline status` names them",
     Phase.RECOVERING: "a stage was lost just now; `relayline status` names it",
-    Phase.UNREACHABLE: "a stage gives no sign of life; start it again if it has ended",
+    Phase.UNREACHABLE: "a stage sends no heartbeat; start it again if it has ended",
     Phase.DRAINING: "it was told to end; start it again with `relayline up`",
 }
 OTLP_PORTS = {"http": 4318, "https": 4318, "grpc": 4317, "": 4317}

@@ -157,7 +157,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(
         f"{plan.name}: {plan.model}, {plan.instance.model.n_layers} layers over "
         f"{len(plan.best.edges)} {'stage' if len(plan.best.edges) == 1 else 'stages'}; "
-        f"{load.n_lanes} lanes of {load.ctx_tokens} tokens, {load.kv_type} cache, {load.kv_layout}",
+        f"{load.n_lanes} lanes of {load.ctx_tokens:,} tokens, {load.kv_type} cache, {load.kv_layout}",
         highlight=False,
         soft_wrap=True,
     )

@@ -46,7 +46,7 @@ class Member:
     def __init__(
         self, channel: grpc.aio.Channel, bulk: grpc.aio.Channel, call: Any, order: pb.JoinResponse, peer: str
     ) -> None:
-        """`bulk` carries the artifact: on the membership's own connection it would hold up signs of life."""
+        """`bulk` carries the artifact: on the membership's own connection it would hold up heartbeats."""
         self.order, self.peer = order, peer
         self.changes: asyncio.Queue[pb.JoinResponse] = asyncio.Queue(CHANGES_MAX)
         """Further orders: planned changes of layers."""

@@ -1,6 +1,6 @@
 """Goal: a stopped (not ended) process is noticed within 12 s at every link, and every page and command reports it.
 
-Method: real processes and SIGSTOP. A stopped process keeps its connections, so only missing signs of life reveal it.
+Method: real processes and SIGSTOP. A stopped process keeps its connections, so only missing heartbeats reveal it.
 """
 
 from __future__ import annotations

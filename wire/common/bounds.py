@@ -93,7 +93,7 @@ KEEPALIVE_TIMEOUT_MS = 10_000  # until the peer's kernel acknowledges sent data
 # For the peer itself to answer a ping. Pings queue behind data, so a short time here would cut slow, busy links. It is
 # for links without `Watch`, which notices sooner.
 PING_TIMEOUT_MS = 60_000
-BEAT_EVERY_S = 1.0  # between signs of life of one end of a link
+BEAT_EVERY_S = 1.0  # between heartbeats of one end of a link
 QUIET_AFTER_S = 5.0  # of silence before a host is reported as not answering
 LOST_AFTER_S = 9.0  # of silence, after which a peer is taken for lost; with what follows from it, within 12 s
 

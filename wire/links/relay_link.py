@@ -79,7 +79,7 @@ class RelayLink:
         """Connect, identify this end and wait to be accepted; `shown_pass` is the coordinator's pass for this link.
 
         `on_lost` is called once, from the event loop, if the link breaks later, and where the link `is_watched` also
-        once the other side gives no sign of life.
+        once the other side sends no heartbeat.
 
         Raises the typed error with which the other side refuses: HandshakeError or StaleEpochError. Raises
         StageLostError when it cannot be reached within HANDSHAKE_TIMEOUT_S. Raises UnauthenticatedError when

@@ -3,7 +3,7 @@
 A process that hangs keeps its connections, since the kernel still acknowledges data for it. gRPC's own pings notice
 that, but they wait behind the data of their connection. Over a slow link an envelope, or an artifact that is being
 fetched, delays them for many seconds. A ping timeout short enough to be useful would cut links that are only busy. So
-signs of life have a separate connection. Both ends send one every BEAT_EVERY_S from their event loops, which keep
+heartbeats have a separate connection. Both ends send one every BEAT_EVERY_S from their event loops, which keep
 running during a native step, and treat the other end as lost after LOST_AFTER_S of silence.
 """
 
@@ -42,7 +42,7 @@ async def until_silent(silence: Silence) -> None:
 
 
 async def beat(write: Callable[[Any], Awaitable[Any]], message: Any = BEAT) -> None:
-    """Send `message` as a sign of life forever. Raises the errors of `write`."""
+    """Send `message` as a heartbeat forever. Raises the errors of `write`."""
     while True:
         await asyncio.sleep(bounds.BEAT_EVERY_S)
         await write(message)
@@ -54,12 +54,12 @@ async def first_beat(context: Any) -> pb.WatchRequest:
         async with asyncio.timeout(bounds.HANDSHAKE_TIMEOUT_S):
             message = await context.read()
     except TimeoutError as error:
-        raise ProtocolError("the call brought no first sign of life") from error
+        raise ProtocolError("the call brought no first heartbeat") from error
     if not isinstance(message, bytes):
         return pb.WatchRequest()
     if len(message) > bounds.UNARY_BYTES_MAX:
-        raise ProtocolError(f"a first sign of life of {len(message)} bytes is over the limit")
-    return messages.read(pb.WatchRequest, message, "first sign of life")
+        raise ProtocolError(f"a first heartbeat of {len(message)} bytes is over the limit")
+    return messages.read(pb.WatchRequest, message, "first heartbeat")
 
 
 async def answer(context: Any, silence: Silence) -> bool:
@@ -99,7 +99,7 @@ class Watch:
         """`route` (id, epoch) is the route that the peer ends if this end goes silent.
 
         `shown_pass` is the coordinator's pass for that route. `on_silent` is called at most once, `on_heard` at every
-        sign of life. `who` names the peer in the loss. Raises UsageError when `security` does not allow a link to
+        heartbeat. `who` names the peer in the loss. Raises UsageError when `security` does not allow a link to
         `address`.
         """
         self._who = who or address

@@ -61,7 +61,7 @@ async function look() {
     error = caught;
     if (error.status === 401) askForKey(error.message, look);
   }
-  const text = !error || error.status === 401 ? "" : error.status ? sentence(error.message) : "The gateway does not answer. What is shown is the last that it said.";
+  const text = !error || error.status === 401 ? "" : error.status ? sentence(error.message) : "The gateway does not answer. This is its last known state.";
   notice.hidden = !text;
   say(notice, text);
   if (!error || error.status !== 401) timer = setTimeout(look, EVERY_MS);

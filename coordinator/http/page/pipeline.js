@@ -265,7 +265,7 @@ export function pipelineView() {
     (row, item) => (item.stage ? showMachine(row, item.stage, feed.state) : showLink(row, item.from, item.to)),
   );
   const entry = h("p");
-  const stored = h("p", { title: "KV cells of prompts whose lane another stream has taken. Who comes back to one reads only what is new." });
+  const stored = h("p", { title: "KV cells of prompts whose lane another stream has taken. A prompt that begins with one computes only the rest." });
   const requests = requestRows((id) => {
     location.hash = `#/requests/${encodeURIComponent(id)}`;
   });

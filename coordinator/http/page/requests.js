@@ -152,7 +152,7 @@ const BATCHES = [
   ["Step", "n", "Time of the native step"],
   ["Predicted", "n", "Time of the step as the cost curve gives it, and by how much the step took more or less"],
   ["Closed by", "", "Why the batch took no more rows"],
-  ["Upstream", "n", "Wait in the queue of whoever sent the rows. Granted: the last stage sent the token back, and the coordinator was not waited for"],
+  ["Upstream", "n", "Wait at the sender of the rows, a stage or the coordinator. Granted: the last stage sent the token back, and the coordinator was not waited for"],
   ["Queue", "n", "Rows that waited at the stage before and after the step"],
   ["Mates", "", "Other requests with rows in the step"],
 ];

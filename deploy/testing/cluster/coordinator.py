@@ -279,7 +279,7 @@ class Coordinator:
             self.mover.ended()
         self._clock.after(RETRY_NS, self._attempt)
 
-    # --- signs of life ------------------------------------------------------------------------------------------------
+    # --- heartbeats ---------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         self._clock.after(BEAT_NS, self._beat)
@@ -292,7 +292,7 @@ class Coordinator:
         self.carry(conductor.look(now_ns))
         n_looks = [self._silences[node.place].look() for node in line]
         if max(n_looks) >= looks.looks_of(LOST_AFTER_S):
-            self.lose(StageLostError("a stage gives no sign of life"))
+            self.lose(StageLostError("a stage sends no heartbeat"))
         if self.is_connected:
             self._look_for_lost_sessions()
         if self.mover is not None:

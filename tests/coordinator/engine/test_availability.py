@@ -55,7 +55,7 @@ def test_a_stage_that_beats_or_was_never_heard_is_not_silent():
 def test_a_silent_host_is_named_once_and_again_when_it_answers():
     world = World()
     world.hung = {1}
-    world.second(QUIET - 2)  # the first look at the last sign of life has been
+    world.second(QUIET - 2)  # the first look at the last heartbeat has been
     assert world.lines_logged == []
     world.second(30)
     assert world.lines_logged == ["laptop has not answered for 5 s"]
@@ -104,7 +104,7 @@ def test_a_hung_stage_is_lost_from_its_last_sign_of_life_on():
     world.second(15 - LOST)
     assert world.available.phase is Phase.UNREACHABLE
     assert world.n_refusals == 1
-    assert "no sign of life: laptop (15 s)" in world.available.refusal(world.now_ns).message
+    assert "no heartbeat: laptop (15 s)" in world.available.refusal(world.now_ns).message
 
 
 def test_a_second_loss_during_the_first_one_counts_separately():

@@ -320,7 +320,7 @@ def test_a_manifests_need_of_memory_and_disk_is_known(
 PHASES = {
     Phase.LOADING: "it waits for stages",
     Phase.RECOVERING: "a stage was lost just now",
-    Phase.UNREACHABLE: "a stage gives no sign of life",
+    Phase.UNREACHABLE: "a stage sends no heartbeat",
     Phase.DRAINING: "it was told to end",
 }
 APART = "  stages: [{name: a}, {name: b, host: box.test}]\n  coordinator: {host: head.test}\n"

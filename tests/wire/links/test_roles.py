@@ -338,7 +338,7 @@ async def join(address: str, security: LinkSecurity, name: str, process_id: str 
 async def put_out(member: Member) -> None:
     """Wait until the coordinator removes a member.
 
-    If a sign of life of the member crosses the end of its call, gRPC loses the reason; asking again gives it.
+    If a heartbeat of the member crosses the end of its call, gRPC loses the reason; asking again gives it.
     """
     async with asyncio.timeout(WAIT_S):
         message = (await member.lost).message

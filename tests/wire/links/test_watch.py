@@ -208,7 +208,7 @@ async def test_a_link_whose_other_end_hangs_is_lost_while_nothing_is_sent(is_wat
 
 
 async def test_a_link_that_is_stuck_behind_its_data_is_not_cut():
-    """The neighbour reads nothing that is sent, as over a slow line, and still gives signs of life."""
+    """The neighbour reads nothing that is sent, as over a slow line, and still sends heartbeats."""
     lost: asyncio.Future[RelaylineError] = asyncio.get_running_loop().create_future()
     hello = pb.LinkOpen(route_id=7, epoch=3, n_embd=8, dtype=pb.DTYPE_F32)
     async with peer(alive) as other:

@@ -31,7 +31,9 @@ FEATURES = {
     "AVX512": "avx512f",
     "AVX512_VNNI": "avx512_vnni",
     "NEON": "asimd",
+    "FP16_VA": "asimdhp",
     "DOTPROD": "asimddp",
+    "MATMUL_INT8": "i8mm",
     "SVE": "sve",
 }
 # pip's cache knows a wheel by its version alone, and would give back the one that was built without the flags.

@@ -216,6 +216,34 @@ def test_a_build_for_gpus_that_finds_none() -> None:
     assert native.judge_llama(facts, set(), wants_gpu=True)[2] == wanted
 
 
+GRAVITON_3 = """\
+processor	: 0
+BogoMIPS	: 2100.00
+Features	: fp asimd aes crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve svei8mm svebf16 i8mm bf16
+CPU implementer	: 0x41
+CPU part	: 0xd40
+"""
+
+
+@pytest.mark.parametrize(
+    ("system", "missing"),
+    [
+        ("CPU : NEON = 1 | ARM_FMA = 1 |", "this CPU also has FP16_VA, DOTPROD, MATMUL_INT8, SVE"),
+        ("CPU : NEON = 1 | ARM_FMA = 1 | FP16_VA = 1 | MATMUL_INT8 = 1 | SVE = 1 | DOTPROD = 1 |", ""),
+    ],
+)
+def test_a_build_for_any_arm_misses_what_this_one_has(system: str, missing: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(GRAVITON_3)
+    facts = {**llama(system=system, kernels=None), **dict.fromkeys(
+        ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"), ""
+    )}  # fmt: skip
+    program = f"print(); print({json.dumps(json.dumps(facts))})"
+    found = native.look_native(wants_gpu=False, program=program, cpuinfo=tmp_path / "cpuinfo")
+    assert found[0].outcome is (WARNING if missing else OK)
+    assert found[0].found.endswith(missing)
+    assert "do not help this build" in found[1].found
+
+
 V3 = "CPU : AVX = 1 | AVX2 = 1 | FMA = 1 | F16C = 1 |"
 
 

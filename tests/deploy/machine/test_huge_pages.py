@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from relayline.deploy.cli import main as cli
+from relayline.deploy.machine import huge_pages
 from relayline.deploy.machine.huge_pages import environment_of
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux alone")
@@ -32,6 +34,16 @@ def test_only_processes_with_weights_ask_and_a_users_setting_stays(
     made = environment_of([command, "--threads", "1"], environment)
     assert made.get("GLIBC_TUNABLES") == after
     assert made["PATH"] == "/bin"
+
+
+@on_linux
+@pytest.mark.parametrize(("size", "is_asked"), [("2097152\n", True), ("33554432\n", False), ("536870912\n", False)])
+def test_huge_pages_of_arm_kernels_with_large_pages_are_too_large(
+    size: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "HUGE_PAGE_SIZE", tmp_path / "size")
+    huge_pages.HUGE_PAGE_SIZE.write_text(size)
+    assert ("GLIBC_TUNABLES" in environment_of(["stage"], {})) == is_asked
 
 
 def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

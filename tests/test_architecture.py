@@ -155,6 +155,7 @@ WALL_CLOCK = (
     "wire/telemetry/telemetry.py",
     "wire/common/file_hash.py",
     "stage/engine/load_attempts.py",
+    "deploy/launch/process_id.py",
     "deploy/planning/known_hosts.py",
     "tests/wire/common/test_file_hash.py",
     "tests/stage/engine/test_load_attempts.py",

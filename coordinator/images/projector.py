@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from relayline.coordinator.images.cleared_rows import clearing
 from relayline.coordinator.images.segments import Grid, Segment, n_rows_in
 from relayline.wire.common.bounds import IMAGE_PIXELS_MAX
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
+from relayline.wire.common.usable_cores import usable_cores
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _ERROR, _CONTINUED = 4, 5  # levels of ggml's log
@@ -63,7 +63,7 @@ class Projector:
         settings.use_gpu = True  # where this llama.cpp has one
         settings.print_timings = False
         settings.warmup = False
-        settings.n_threads = len(os.sched_getaffinity(0))
+        settings.n_threads = len(usable_cores())
         settings.media_marker = _MARK
         self._clearing = settings.cb_eval = clearing(mtmd_cpp._libmtmd)  # kept alive as well
         if max_tokens:

@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from relayline.wire.common.bounds import GRAMMAR_ITEMS_MAX, GRAMMAR_LEXER_FUEL_MAX
 from relayline.wire.common.grammars import step_items_max, without_forcing
+from relayline.wire.common.limits import lower_limit
 
 CPU_S_MAX = 0.5  # of one grammar; a thread of the last stage takes as long for it. Honest ones take 0.06
 MEMORY_BYTES_MAX = 2 << 30
@@ -45,9 +46,9 @@ class Runs(Bytes):
 
 def main() -> None:
     """Answer until stdin ends. A grammar that is too costly ends the process."""
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES_MAX)
-    _limit(resource.RLIMIT_STACK, STACK_BYTES_MAX)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_AS, MEMORY_BYTES_MAX)
+    lower_limit(resource.RLIMIT_STACK, STACK_BYTES_MAX)
     vocabulary = LLTokenizer(TokenizerWrapper(Runs()))
     for line in sys.stdin.buffer:
         asked = json.loads(line)
@@ -62,11 +63,6 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _limit(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _fault(vocabulary: LLTokenizer, grammar: str) -> str:

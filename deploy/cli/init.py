@@ -12,6 +12,7 @@ from relayline.deploy.manifest import parse_manifest
 from relayline.deploy.manifest.schema import SCHEMA_FILE
 from relayline.deploy.manifest.starter import MachineFacts, ModelChoice, starter_text
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.usable_cores import usable_cores
 
 GIB = 1 << 30
 
@@ -49,7 +50,7 @@ def machine_facts() -> MachineFacts:
     import llama_cpp
 
     return MachineFacts(
-        n_cores=len(os.sched_getaffinity(0)),
+        n_cores=len(usable_cores()),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         has_gpu_build=bool(llama_cpp.llama_supports_gpu_offload()),
     )

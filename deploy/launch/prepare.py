@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.planning.inputs import cuts_for
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.links.security import TOKEN_FILE
 
 Split = Callable[[Path, tuple[int, ...]], Path]
@@ -174,7 +174,7 @@ def threads_for(stage: Stage, stages: tuple[Stage, ...]) -> int:
     if stage.threads or not stage.is_local:
         return stage.threads
     local = [other for other in stages if other.is_local]
-    left = len(os.sched_getaffinity(0)) - sum(other.threads for other in local)
+    left = len(usable_cores()) - sum(other.threads for other in local)
     return max(1, left // sum(1 for other in local if not other.threads))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from relayline.wire.common.errors import UsageError
+from relayline.wire.common.usable_cores import usable_cores
 
 Cores = tuple[int, ...]
 
@@ -48,12 +49,15 @@ def write_cores(cores: Iterable[int]) -> str:
 
 def keep_to(cores: Cores) -> None:
     """Keep this process to these cores, with the threads that libraries have started already. Raises UsageError."""
-    allowed = os.sched_getaffinity(0)
-    if missing := set(cores) - allowed:
+    bind = getattr(os, "sched_setaffinity", None)
+    if bind is None:
+        raise UsageError("--cores: this system keeps no process to cores; leave it out")
+    allowed = usable_cores()
+    if missing := set(cores) - set(allowed):
         raise UsageError(f"--cores {write_cores(missing)}: this process may run on {write_cores(allowed)}")
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread), cores)
+            bind(int(thread), cores)
 
 
 def shares(n_threads: Sequence[int]) -> list[Cores] | None:
@@ -61,7 +65,7 @@ def shares(n_threads: Sequence[int]) -> list[Cores] | None:
 
     They do where there are fewer cores than threads, and where the system does not say where its cores are.
     """
-    places = _places(sorted(os.sched_getaffinity(0)))
+    places = _places(usable_cores())
     return None if places is None else divided(in_order(places), n_threads)
 
 

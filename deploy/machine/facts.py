@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from relayline.wire.common.memory import available_memory_bytes as available_memory_bytes
 from relayline.wire.common.memory import total_memory_bytes as total_memory_bytes
+from relayline.wire.common.usable_cores import usable_cores
 
 BANDWIDTH_PROBE_BYTES = 64 << 20  # beyond most caches
 FLOPS_PROBE_SIZE = 768
@@ -23,7 +23,7 @@ READ_SHARE, FLOPS_SHARE = 0.9, 0.8
 
 def cores() -> int:
     """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(usable_cores())
 
 
 @functools.cache

@@ -115,7 +115,7 @@ class _Process:
         self.pid = begun.pid
 
     async def connect(self) -> None:
-        loop, handle = asyncio.get_running_loop(), os.pidfd_open(self.pid)
+        loop, handle = asyncio.get_running_loop(), os.pidfd_open(self.pid)  # type: ignore[attr-defined, unused-ignore]
 
         def ended() -> None:
             loop.remove_reader(handle)

@@ -138,7 +138,7 @@ def wait_gone(pids: Sequence[int]) -> None:
     """Block until every process has ended; fails after TIMEOUT_S."""
     for pid in pids:
         try:
-            handle = os.pidfd_open(pid)
+            handle = os.pidfd_open(pid)  # type: ignore[attr-defined, unused-ignore]
         except ProcessLookupError:
             continue
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from relayline.stage.engine import ggml
 from relayline.stage.engine.device_choice import check_devices, computing
 from relayline.stage.engine.ggml import Device
+from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.settings.table import EngineSettings
 
@@ -26,7 +27,7 @@ def place_of(settings: EngineSettings) -> pb.Place:
             pb.Device(id=device_id(device, part), name=device.name, description=device.description)
             for device in computing(settings, ggml.list_devices())
         ],
-        cores=sorted(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         n_threads=settings.threads_used,
     )
 

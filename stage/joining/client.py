@@ -17,6 +17,7 @@ from relayline.stage.speed.machine_key import ENGINE_PACKAGE, processor_name
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import HandshakeError, InternalError, ProtocolError, RelaylineError, StageLostError
 from relayline.wire.common.memory import available_memory_bytes, total_memory_bytes
+from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.common.versions import version_of
 from relayline.wire.envelopes import messages
 from relayline.wire.links import rpc
@@ -184,7 +185,7 @@ def introduction(name: str, process_id: str) -> pb.StageHello:
         host=pb.HostFacts(
             hostname=socket.gethostname(),
             system=f"{platform.system()} {platform.machine()}",
-            n_cores=len(os.sched_getaffinity(0)),
+            n_cores=len(usable_cores()),
             memory_bytes=memory_bytes,
             memory_available_bytes=available_memory_bytes() or 0,
             processor=processor_name(),

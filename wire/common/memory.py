@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
+STATM = Path("/proc/self/statm")
 CGROUPS = Path("/sys/fs/cgroup")  # in a container, its own
 
 
@@ -27,8 +28,17 @@ _VERSIONS = (
 
 def resident_bytes() -> int | None:
     """Return this process's memory; None where it is unknown."""
+    return _pages(1)
+
+
+def address_space_bytes() -> int | None:
+    """Return the size of this process's address space, which RLIMIT_AS bounds; None where it is unknown."""
+    return _pages(0)
+
+
+def _pages(field: int) -> int | None:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(STATM.read_text().split()[field]) * resource.getpagesize()
     except (OSError, IndexError, ValueError):
         return None
 

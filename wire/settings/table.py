@@ -7,10 +7,10 @@ of child processes, a stage's order and the page of settings follow; run `make r
 from __future__ import annotations
 
 import dataclasses
-import os
 
 from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, WINDOW_CELLS, asked_layout, choose_layout
+from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
@@ -302,7 +302,7 @@ class EngineSettings(Settings):
     @property
     def threads_used(self) -> int:
         """Threads after resolving 0 to the cores this process may run on."""
-        return self.n_threads or len(os.sched_getaffinity(0))
+        return self.n_threads or len(usable_cores())
 
     def of_architecture(self, architecture: str) -> EngineSettings:
         """Return the same for a model of this architecture: where only one layout will do, auto means that."""

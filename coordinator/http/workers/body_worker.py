@@ -5,13 +5,13 @@ body. Frames from it: one byte for the kind of content, a u32 size, and the cont
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import socket
 import struct
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +20,8 @@ from relayline.coordinator.http.workers.prepared import Asked, Phase, Setting
 from relayline.coordinator.http.workers.preparing import Preparer
 from relayline.coordinator.text.tokenizer import Tokenizer
 from relayline.wire.common.errors import InternalError, OverloadedError, RelaylineError
+from relayline.wire.common.limits import lower_limit
+from relayline.wire.common.memory import address_space_bytes
 
 CPU_S_MAX = 10.0  # of one request; a million tokens take 3 s
 TEMPLATE_CPU_S_MAX = 1.0  # of its template; a chat of 128,000 tokens takes 0.1 s
@@ -95,16 +97,13 @@ def _answer(preparer: Preparer, asked: Asked, raw: bytearray, enter: Any) -> tup
 def _limit_self(niceness: int) -> None:
     for number in (signal.SIGCHLD, signal.SIGPROF, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(AttributeError):  # macOS has none: there a child ends when its socket does
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.nice(niceness)
-    now_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_AS, now_bytes + MEMORY_BYTES_MAX)
-
-
-def _lower(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    lower_limit(resource.RLIMIT_CORE, 0)
+    now_bytes = address_space_bytes()
+    if now_bytes is not None:
+        lower_limit(resource.RLIMIT_AS, now_bytes + MEMORY_BYTES_MAX)
 
 
 def _read_frame(pipe: socket.socket) -> tuple[bytearray, bytearray] | None:

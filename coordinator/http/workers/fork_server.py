@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import socket
@@ -16,9 +15,9 @@ import sys
 from pathlib import Path
 
 from relayline.coordinator.http.workers.body_worker import serve
+from relayline.coordinator.http.workers.fork_orders import read_order
 from relayline.coordinator.text.tokenizer import Tokenizer
 
-MESSAGE_BYTES_MAX = 16 * 1024
 _TOKENIZERS_MAX = 8  # a coordinator has one; tests have several
 
 
@@ -30,11 +29,11 @@ def main() -> None:
     tokenizers: dict[str, Tokenizer] = {}
     children: dict[int, int] = {}  # number -> process id
     while True:
-        message, given, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 1)
+        asked = read_order(control)
         _reap(children)
-        if not message:
+        if asked is None:
             break
-        order = json.loads(message)
+        order, given = asked
         number = order["number"]
         if "path" not in order:
             _end(children, number)

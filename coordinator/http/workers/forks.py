@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import os
 import socket
 import subprocess
 import threading
 from pathlib import Path
 
+from relayline.coordinator.http.workers.fork_orders import order_frame
 from relayline.wire.common.child_command import module_command
 
 
@@ -31,29 +31,35 @@ class ForkServer:
         """
         ours, its = socket.socketpair()
         number = next(self._numbers)
-        order = json.dumps({"number": number, "path": str(tokenizer.absolute())}).encode()
+        order = order_frame({"number": number, "path": str(tokenizer.absolute())})
         with self._lock, its:
             try:
-                socket.send_fds(self._started(), [order], [its.fileno()])
+                self._say(self._started(), order, its.fileno())
             except (BrokenPipeError, ConnectionError):  # killed, by the kernel perhaps
                 self._stop()
-                socket.send_fds(self._started(), [order], [its.fileno()])
+                self._say(self._started(), order, its.fileno())
         return number, ours
 
     def end(self, number: int) -> None:
         """End a worker at once, whatever its activity."""
         with self._lock, contextlib.suppress(OSError):
             if self._control is not None:
-                self._control.send(json.dumps({"number": number}).encode())
+                self._say(self._control, order_frame({"number": number}))
 
     def close(self) -> None:
         """End the server and all workers."""
         with self._lock:
             self._stop()
 
+    def _say(self, control: socket.socket, order: bytes, *given: int) -> None:
+        """Send an order, which the socket has room for unless the server hangs. Raises OSError."""
+        if socket.send_fds(control, [order], given) < len(order):  # what follows would be read as its rest
+            self._stop()
+            raise BlockingIOError("the fork server does not read its orders")
+
     def _started(self) -> socket.socket:
         if self._control is None:
-            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, its = socket.socketpair()  # of a stream: macOS has no other that says its end
             command = module_command("relayline.coordinator.http.workers.fork_server", str(its.fileno()))
             with its:
                 self._process = subprocess.Popen(

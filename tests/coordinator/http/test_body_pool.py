@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from relayline.coordinator.http.edge.clients import CLIENT, client_of
 from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.workers import body_pool
 from relayline.coordinator.http.workers.body_pool import INLINE_BYTES_MAX, BodyPool, find_style
+from relayline.coordinator.http.workers.fork_orders import order_frame, read_order
 from relayline.coordinator.http.workers.prepared import Asked, Prepared, setting_of, unpacked
 from relayline.coordinator.text.chat import ChatTemplate
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -191,6 +193,22 @@ async def test_a_fork_server_that_was_killed_is_started_again(pool: BodyPool) ->
     pool._quick._is_closed = False
     for _ in range(2):
         assert unpacked((await completed(pool, {"prompt": [104]})).prompts[0]) == (104,)
+
+
+async def test_the_fork_server_needs_no_sockets_of_packets(pool: BodyPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    body_pool.fork_server.close()
+    monkeypatch.delattr(socket, "SOCK_SEQPACKET")  # macOS has them not between processes of one host
+    found = await completed(pool, {"prompt": [104]})
+    assert unpacked(found.prompts[0]) == (104,)
+
+
+def test_an_order_arrives_whole_or_not_at_all() -> None:
+    ours, its = socket.socketpair()
+    with its:
+        frames = [order_frame({"number": number}) for number in range(3)]
+        ours.sendall(b"".join(frames)[:-1])
+        ours.close()
+        assert [read_order(its) for _ in range(3)] == [({"number": 0}, []), ({"number": 1}, []), None]
 
 
 @pytest.mark.parametrize(

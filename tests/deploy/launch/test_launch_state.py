@@ -7,12 +7,14 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 
 from relayline.deploy.cli.control import _process_table, _status_text
+from relayline.deploy.launch import process_id
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.control import Launched, describe, end, find
@@ -85,6 +88,18 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
 
+@pytest.fixture(params=["proc", "ps"])
+def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are known by /proc and pidfds, and by what there is without (macOS)."""
+    if request.param == "ps":
+        if shutil.which("ps") is None:
+            pytest.skip("no ps is installed")
+        monkeypatch.setattr(process_id, "PROCESSES", tmp_path)
+        for module, name in ((os, "pidfd_open"), (signal, "pidfd_send_signal"), (time, "CLOCK_BOOTTIME")):
+            monkeypatch.delattr(module, name)
+
+
+@pytest.mark.usefixtures("way")
 def test_a_recycled_pid_is_never_signalled() -> None:
     with sleeper() as process:
         real = identify(process.pid)
@@ -102,6 +117,7 @@ def test_a_recycled_pid_is_never_signalled() -> None:
     assert not send_signal(real, signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_zombie_does_not_run() -> None:
     process = sleeper()
     real = identify(process.pid)

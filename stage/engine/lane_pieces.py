@@ -5,7 +5,8 @@ There are two other ways, by the layout of the cells:
 
 * Lanes with their own cells, in this host's memory: cells are read and written in place (`stage.engine.own_cells`). A
 lane that is put back must also be known to llama.cpp. So a step of the same rows is begun whose graph ends at its first
-node: llama.cpp then counts them as the lane's, and nothing is computed.
+node: llama.cpp then counts them as the lane's, and nothing is computed. Sliding windows whose cells alone are kept come
+last, in one go (`stage.engine.window_copies`).
 * Lanes that share cells: some positions of a lane are lent to a spare sequence, and the state of that is copied.
 
 In both, the lane may be given to another stream as soon as a copy of it is `begun`. What the new stream overwrites must
@@ -24,8 +25,10 @@ from relayline.stage.engine import layer_cells
 from relayline.stage.engine.cell_state import CellState, bytes_of
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.lane_state import read_lane, write_lane
+from relayline.stage.engine.lane_windows import LaneWindows
 from relayline.stage.engine.layer_cells import LayerCells
 from relayline.stage.engine.own_cells import OwnCells
+from relayline.stage.engine.window_copies import WindowCopies
 from relayline.wire.common.errors import NativeError
 
 if TYPE_CHECKING:
@@ -42,7 +45,12 @@ class OwnPieces:
 
     copies = True
 
-    def __init__(self, engine: NativeEngine, cells: OwnCells, claims: Claims) -> None:
+    def __init__(
+        self, engine: NativeEngine, cells: OwnCells, claims: Claims, windows: WindowCopies | None = None
+    ) -> None:
+        """windows: where layers keep those alone, which `cells` then lacks."""
+        self._windows = windows
+        self.window_positions = windows.n_positions if windows is not None else 0
         self._engine, self._cells, self._claims, self.forms = engine, cells, claims, cells.forms
         self.piece_tokens = max(1, OWN_PIECE_BYTES // bytes_of(cells.forms))
         self.token_ns = 0.0
@@ -70,6 +78,19 @@ class OwnPieces:
         self._claim(target, end, total)
         self._cells.copy(source, target, first, end)
 
+    def window_bytes(self, n_tokens: int) -> int:
+        """As of `Pieces`."""
+        return self._windows.n_bytes(n_tokens) if self._windows is not None else 0
+
+    def windows(self, lane: int, n_tokens: int) -> LaneWindows | None:
+        """As of `Pieces`."""
+        return self._windows.take(lane, n_tokens) if self._windows is not None else None
+
+    def put_windows(self, lane: int, windows: LaneWindows, n_tokens: int) -> None:
+        """As of `Pieces`."""
+        assert self._windows is not None
+        self._windows.put(lane, windows, n_tokens)
+
     def _claim(self, lane: int, end: int, total: int) -> None:
         held = self._engine.lane_tokens(lane)
         while held < end:
@@ -82,6 +103,7 @@ class SharedPieces:
     """Of an engine whose lanes share cells."""
 
     copies = False
+    window_positions = 0
 
     def __init__(self, engine: NativeEngine, context: Any, shape: layer_cells.Shape, lent: int, held: range) -> None:
         """lent: the sequence that positions are lent to; held: those that keep lanes for as long as they are read."""
@@ -137,6 +159,18 @@ class SharedPieces:
         llama.llama_memory_seq_cp(self._memory, self._lent, lane, first, end)
         self._engine.clear(self._lent)
         self.token_ns = _learned(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
+
+    def window_bytes(self, n_tokens: int) -> int:
+        """As of `Pieces`."""
+        return 0
+
+    def windows(self, lane: int, n_tokens: int) -> LaneWindows | None:
+        """As of `Pieces`."""
+        return None
+
+    def put_windows(self, lane: int, windows: LaneWindows, n_tokens: int) -> None:
+        """As of `Pieces`: there are none."""
+        raise NativeError("lanes that share cells are not copied beside their windows")
 
 
 def _learned(average_ns: float, new_ns: float) -> float:

@@ -188,7 +188,7 @@ class LaneRewinds:
         state = self._checkpoints.state(lane, position) if 0 < position < n_tokens else None
         if self.needs_checkpoint(lane, position, n_tokens):
             if state is not None:
-                self._put(context, lane, state)
+                self.put_window(context, lane, state)
             elif self._has_recent(lane, position, n_tokens):
                 self._recent.take_back(lane)
             else:
@@ -197,7 +197,11 @@ class LaneRewinds:
             self._recent.forget(lane)
         self._checkpoints.drop_beyond(lane, position)
 
-    def _put(self, context: Any, lane: int, state: State) -> None:
+    def put_window(self, context: Any, lane: int, state: State) -> None:
+        """Let a lane have the windows, or the recurrent state, of a checkpoint. Its other cells stay.
+
+        Raises NativeError, and the lane is empty, where llama.cpp does not take it.
+        """
         self._recent.forget(lane)
         if not write_partial(context, lane, state):
             # It has forgotten this part of the lane by now. Rows of its other part would be taken for another stream's.
@@ -215,7 +219,7 @@ class LaneRewinds:
             state = read_partial(context, lane)
             if state is None:
                 raise NativeError(f"{self._architecture}: llama.cpp does not give the windows of lane {lane}")
-            self._put(context, lane, state)
+            self.put_window(context, lane, state)
 
     def saved(self, lane: int, n_tokens: int) -> list[tuple[int, State]]:
         """Return a lane's checkpoints up to a position, each with its position, ascending."""

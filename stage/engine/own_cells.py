@@ -6,6 +6,8 @@ and rewinding frees the last ones. So any range can be read, and written, while 
 
 Its tensors are found in the graph of the first step (`found`). Their cells are compared, byte for byte, with a state
 that llama.cpp writes itself; where they differ, nothing here is used.
+
+Layers that keep a window's cells alone fill them again and again. Their cells are left out here.
 """
 
 from __future__ import annotations
@@ -77,17 +79,23 @@ class OwnCells:
         return [view[lane, :, position].tobytes() for view in self._views]
 
 
-def found(notes: NodeNotes, state: Bytes, n_lanes: int) -> OwnCells | None:
+def found(notes: NodeNotes, state: Bytes, n_lanes: int, window: Bytes | None = None) -> OwnCells | None:
     """Return the cells that a step's graph used; None where they cannot be reached so.
 
-    state: llama.cpp's of lane 0, which holds one row.
+    state: llama.cpp's of lane 0, which holds one row. window: the part of it that is of windows, where their cells
+    alone are kept.
     """
     known = cells_of(state.tobytes())
-    if known is None or not notes.tensors:
+    left_out = cells_of(window.tobytes()) if window is not None else ([], False)
+    if known is None or left_out is None or not notes.tensors:
         return None
     cells, is_transposed = known
+    cells = cells[: len(cells) - len(left_out[0])]  # llama_kv_cache_iswa::state_write: those of windows come last
+    n_cells = max(_n_cells(address) for address in notes.tensors)
     layers: dict[str, list[tuple[Tensor, Bytes]]] = {}
     for address, name in sorted(notes.tensors.items(), key=lambda item: _place(item[1])):
+        if window is not None and _n_cells(address) < n_cells:
+            continue
         cache = GgmlTensor.from_address(address)
         view = _view(cache, n_lanes, is_transposed=is_transposed and name.startswith(_CACHES[1]))
         if view is None:
@@ -96,7 +104,11 @@ def found(notes: NodeNotes, state: Bytes, n_lanes: int) -> OwnCells | None:
         layers.setdefault(name[len(_CACHES[0]) :], []).append((form, view))
     views = [view for layer in layers.values() for _, view in layer]
     own = OwnCells(views, tuple(tuple(form for form, _ in layer) for layer in layers.values()))
-    return own if sorted(own.cell(0, 0)) == sorted(cells) else None
+    return own if views and sorted(own.cell(0, 0)) == sorted(cells) else None
+
+
+def _n_cells(address: int) -> int:
+    return int(GgmlTensor.from_address(address).ne[1])
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -23,8 +23,9 @@ from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces
 from relayline.stage.engine.lane_places import LanePlaces
 from relayline.stage.engine.lane_rewinds import LaneRewinds
-from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, write_lane
+from relayline.stage.engine.lane_state import HELD_COPIES_MAX, copy_lane, read_lane, read_partial, write_lane
 from relayline.stage.engine.own_cells import NodeNotes
+from relayline.stage.engine.window_copies import WindowCopies
 from relayline.wire.common.errors import NativeError
 
 if TYPE_CHECKING:
@@ -76,19 +77,25 @@ class SavedLanes:
         """Return the way to copy lanes in pieces; None where there is none."""
         engine, config = self._engine, self._engine.config
         n_lanes = config.settings.n_lanes
-        if engine.keeps_state:  # nor is a cell's place its position where windows' cells alone are kept
+        if self._rewinds.are_recurrent:
             return None
         if config.settings.kv_layout == "per-lane":
-            cells = own_cells.found(notes, state, config.n_sequences) if claims is not None else None
-            return (
-                OwnPieces(engine, cells, claims)
-                if claims is not None and cells is not None and claims.works()
-                else None
-            )
+            return self._own_pieces(state, notes, claims) if claims is not None else None
         if self.shape is None or not config.held_lanes or not config.spare_lanes:
             return None
         held = range(n_lanes + config.spare_lanes, config.n_sequences)
         return SharedPieces(engine, self._context, self.shape, n_lanes, held)
+
+    def _own_pieces(self, state: Saved, notes: NodeNotes, claims: Claims) -> Pieces | None:
+        engine = self._engine
+        window = windows = None
+        if engine.attention.keeps_window:
+            window = read_partial(self._context, 0)
+            if window is None:
+                return None
+            windows = WindowCopies(engine, self._context, self._rewinds, engine.attention.window, window.nbytes)
+        cells = own_cells.found(notes, state, engine.config.n_sequences, window)
+        return OwnPieces(engine, cells, claims, windows) if cells is not None and claims.works() else None
 
     def pieces_of(self, lane: int) -> Pieces | None:
         """Return the way to copy this lane in pieces; None where it is copied whole."""

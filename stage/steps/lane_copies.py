@@ -9,6 +9,8 @@ it writes itself.
 finished at once (`settle`). If the session ends, it is dropped (`cancel`).
 * Lanes that are being filled come first: clients wait for them. But one that is still to be read is read before.
 * Only a whole copy is handed to whoever asked for it.
+* Windows whose cells alone are kept (`stage.engine.lane_windows`) are taken when a copy begins. They are moved after
+the cells, and a lane that is being filled gets them at the end: before that it cannot go on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import dataclasses
 from collections.abc import Callable
 
 from relayline.stage.engine.cell_state import CellState, Pieces
+from relayline.stage.engine.lane_windows import LaneWindows, Moves
 from relayline.wire.common.errors import RelaylineError
 
 SLICE_NS, SLICE_MAX_NS = 3_000_000, 10_000_000  # of copying between two steps; a piece that is begun is finished
@@ -36,17 +39,34 @@ class _Copy:
     read_by: int | None = None  # what the engine reads the source by
     source: int | None = None  # the lane that is read
     target: int | None = None  # the lane that is filled
-    at: int = 0  # positions before it have been copied
+    windows: LaneWindows | None = None
+    moves: Moves = dataclasses.field(default_factory=Moves)  # of windows, from one array to another
+    at: int = 0  # positions before it have been copied; behind them each move counts as one, and so does `put_windows`
 
     @property
     def fills(self) -> bool:
         """Whether a session waits for it."""
         return self.target is not None
 
+    @property
+    def n_all(self) -> int:
+        """Where it ends."""
+        return self.n_tokens + len(self.moves) + (self.fills and self.windows is not None)
+
+    @property
+    def next_end(self) -> int:
+        """Where the next piece ends."""
+        return min(self.at + self.pieces.piece_tokens, self.n_tokens) if self.at < self.n_tokens else self.at + 1
+
     def advance(self, end: int) -> None:
-        """Copy positions up to `end`. Raises RelaylineError."""
+        """Copy up to `end`, which is at most `next_end`. Raises RelaylineError."""
         first, self.at = self.at, end
-        if self.state is not None and self.read_by is not None:
+        number = first - self.n_tokens
+        if 0 <= number < len(self.moves):
+            self.moves.make(number)
+        elif number >= 0 and self.target is not None and self.windows is not None:
+            self.pieces.put_windows(self.target, self.windows, self.n_tokens)
+        elif self.state is not None and self.read_by is not None:
             self.pieces.read(self.read_by, self.state, first, end)
         elif self.state is not None and self.target is not None:
             self.pieces.write(self.target, self.state, first, end, self.n_tokens)
@@ -84,14 +104,23 @@ class LaneCopies:
     # --- beginnings ---------------------------------------------------------------------------------------------------
 
     def store(
-        self, pieces: Pieces, key: int, lane: int, n_tokens: int, done: Callable[[CellState | None], None]
+        self,
+        pieces: Pieces,
+        key: int,
+        lane: int,
+        n_tokens: int,
+        done: Callable[[CellState | None], None],
+        windows: LaneWindows | None = None,
     ) -> None:
-        """Copy the first n_tokens of a lane; `done` gets the state, or None: it was given up, or never begun."""
+        """Copy the first n_tokens of a lane; `done` gets the state, or None: it was given up, or never begun.
+
+        windows: the lane's, where it has some.
+        """
         if self.n_stores >= COPIES_MAX:
             done(None)
             return
         try:
-            state = CellState.empty(pieces.forms, n_tokens)
+            state, moves = CellState.empty(pieces.forms, n_tokens, windows)
         except OSError:  # the system has no memory for it
             done(None)
             return
@@ -104,15 +133,30 @@ class LaneCopies:
             pieces.end(read_by)
             done(state if is_whole else None)
 
-        self._copies.append(_Copy(pieces, n_tokens, ended, state, key, read_by, source=lane))
+        self._copies.append(_Copy(pieces, n_tokens, ended, state, key, read_by, source=lane, moves=moves))
 
     def fill(self, pieces: Pieces, state: CellState, lane: int, n_tokens: int, done: Callable[[bool], None]) -> None:
         """Fill an empty lane with the first n_tokens of a state; `done` gets whether it has them."""
-        self._copies.append(_Copy(pieces, n_tokens, done, state, target=lane))
+        windows, moves = state.windows, Moves()
+        if windows is not None:
+            try:
+                windows, moves = windows.taken_out(n_tokens)
+            except OSError:  # the system has no memory for it
+                done(False)
+                return
+        self._copies.append(_Copy(pieces, n_tokens, done, state, target=lane, windows=windows, moves=moves))
 
-    def copy(self, pieces: Pieces, source: int, target: int, n_tokens: int, done: Callable[[bool], None]) -> None:
-        """Fill an empty lane with the first n_tokens of another one."""
-        self._copies.append(_Copy(pieces, n_tokens, done, source=source, target=target))
+    def copy(
+        self,
+        pieces: Pieces,
+        source: int,
+        target: int,
+        n_tokens: int,
+        done: Callable[[bool], None],
+        windows: LaneWindows | None = None,
+    ) -> None:
+        """Fill an empty lane with the first n_tokens of another one. windows: that one's, where it has some."""
+        self._copies.append(_Copy(pieces, n_tokens, done, source=source, target=target, windows=windows))
 
     # --- progress -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +165,7 @@ class LaneCopies:
         until_ns = clock() + min(SLICE_MAX_NS, max(SLICE_NS, round(SLICE_SHARE * step_ns)))
         while self._copies:
             copy = self._next()
-            self._advance(copy, min(copy.at + copy.pieces.piece_tokens, copy.n_tokens))
+            self._advance(copy, copy.next_end)
             if clock() >= until_ns:
                 return
 
@@ -134,18 +178,18 @@ class LaneCopies:
     def settle(self, lane: int) -> None:
         """A lane that is being filled is needed now."""
         for copy in [copy for copy in self._copies if copy.target == lane]:
-            self._advance(copy, copy.n_tokens)
+            self._advance(copy, copy.n_all)
 
     def finish(self, key: int) -> None:
         """The state of this key is needed in the tier now."""
         for copy in [copy for copy in self._copies if copy.key == key and not copy.fills]:
-            self._advance(copy, copy.n_tokens)
+            self._advance(copy, copy.n_all)
 
     def finish_stores(self) -> bool:
         """Let the stores be done now; returns whether there were any."""
         stores = [copy for copy in self._copies if not copy.fills]
         for copy in stores:
-            self._advance(copy, copy.n_tokens)
+            self._advance(copy, copy.n_all)
         return bool(stores)
 
     def cancel(self, lane: int) -> None:
@@ -169,14 +213,14 @@ class LaneCopies:
     def _advance(self, copy: _Copy, end: int) -> None:
         try:
             while copy.at < end and copy in self._copies:
-                part = min(end, copy.at + copy.pieces.piece_tokens)
+                part = min(end, copy.next_end)
                 if copy.target is not None:
-                    self.before_rows(copy.target, part)
+                    self.before_rows(copy.target, min(part, copy.n_tokens))
                 copy.advance(part)
         except RelaylineError:
             self._end(copy, is_whole=False)
             return
-        if copy.at >= copy.n_tokens:
+        if copy.at >= copy.n_all:
             self._end(copy, is_whole=True)
 
     def _end(self, copy: _Copy, *, is_whole: bool) -> None:

@@ -1,8 +1,8 @@
 """Lanes to the tier and back, and from lane to lane. Decode thread, but where a method says otherwise.
 
 Where the engine copies in pieces, a copy is only begun here, and goes on between steps (`stage.steps.lane_copies`).
-Other lanes are copied at once: those with recurrent states or images, and on some engines all. A copy that would hold
-up other streams for long is not made (WHOLE_BYTES_MAX).
+Other lanes are copied at once: those with recurrent states or images, and on some engines all. So are the windows of
+lanes that keep these alone. What would hold up other streams for long is not copied (WHOLE_BYTES_MAX).
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class LaneStates:
         if tier is None or saver is None or self.copies.stores(key):
             return
         pieces = self._pieces(lane)
-        n_bytes = n_tokens * bytes_of(pieces.forms) if pieces is not None else saver.size(lane)
-        if not tier.has_room(n_bytes) or (pieces is None and n_bytes > WHOLE_BYTES_MAX and not is_alone):
+        n_bytes = _bytes(pieces, n_tokens) if pieces is not None else saver.size(lane)
+        whole_bytes = pieces.window_bytes(n_tokens) if pieces is not None else n_bytes
+        if not tier.has_room(n_bytes) or (whole_bytes > WHOLE_BYTES_MAX and not is_alone):
             self.on_dropped(key)
             return
         if pieces is None:
             tier.store(key, n_tokens, saver.save(lane))
             return
         saver.settle(lane)
+        windows = pieces.windows(lane, n_tokens)
         with self._lock:
             self._stored[key] = Future()
 
@@ -87,7 +89,7 @@ class LaneStates:
             if waited is not None:
                 waited.set_result(None)
 
-        self.copies.store(pieces, key, lane, n_tokens, ended)
+        self.copies.store(pieces, key, lane, n_tokens, ended, windows)
 
     # --- out of it ----------------------------------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class LaneStates:
         try:
             pieces = self._pieces(lane) if is_cells(state) else None
             if pieces is not None:
-                self.copies.fill(pieces, CellState.read(state, pieces.forms), lane, n_tokens, done)
+                self._fill(pieces, state, lane, n_tokens, done, is_alone=is_alone)
                 return
             self._restore_whole(key, lane, n_tokens, found, is_alone=is_alone)
         except RelaylineError as error:
@@ -120,11 +122,21 @@ class LaneStates:
             raise PositionGapError(f"the prefix {key:x} cannot be brought back: {error.message}") from error
         done(True)
 
+    def _fill(
+        self, pieces: Pieces, data: State, lane: int, n_tokens: int, done: Callable[[bool], None], *, is_alone: bool
+    ) -> None:
+        state = CellState.read(data, pieces.forms, has_windows=pieces.window_positions > 0)
+        if state.windows is not None:
+            window = state.windows.at(n_tokens, pieces.window_positions)
+            if window is None:
+                raise PositionGapError(f"its window at {n_tokens} was not kept")
+            _check_size(window.nbytes, is_alone=is_alone)
+        self.copies.fill(pieces, state, lane, n_tokens, done)
+
     def _restore_whole(self, key: int, lane: int, n_tokens: int, found: tuple[int, State], *, is_alone: bool) -> None:
         n_stored, state = found
         assert self._saver is not None
-        if state.nbytes > WHOLE_BYTES_MAX and not is_alone:
-            raise PositionGapError(f"its {state.nbytes} bytes would hold up other streams")
+        _check_size(state.nbytes, is_alone=is_alone)
         if self._saver.restore(lane, state) != n_stored:
             raise PositionGapError(f"the prefix {key:x} has other content than was stored")
         if n_tokens < n_stored:
@@ -137,17 +149,22 @@ class LaneStates:
         """Let an empty lane hold the first n_tokens of another one; `done` as of `restore`. Raises as
         `Engine.copy_prefix`.
         """
-        pieces = self._pieces(source)
+        pieces, windows = self._pieces(source), None
+        if pieces is not None and pieces.copies and n_tokens:
+            assert self._saver is not None
+            self._saver.settle(source)
+            try:
+                windows = pieces.windows(source, n_tokens)
+            except PositionGapError:  # llama.cpp's own copy has more of it
+                pieces = None
         if pieces is None or not pieces.copies or not n_tokens:
             self.copies.before_rows(target, self._engine.lane_tokens(source))  # they are all written at once
             self._engine.copy_prefix(source, target, n_tokens)
             done(True)
             return
-        assert self._saver is not None
-        self._saver.settle(source)
         self._engine.clear(target)
-        self.copies.copy(pieces, source, target, n_tokens, done)
-        if n_tokens * bytes_of(pieces.forms) <= self._long_bytes:
+        self.copies.copy(pieces, source, target, n_tokens, done, windows)
+        if _bytes(pieces, n_tokens) <= self._long_bytes:
             self.copies.settle(target)
 
     # --- who waits ----------------------------------------------------------------------------------------------------
@@ -158,7 +175,7 @@ class LaneStates:
         The decode thread says so by `filled`.
         """
         pieces = self._saver.pieces if self._saver is not None else None
-        if pieces is None or frame.position * bytes_of(pieces.forms) <= self._long_bytes:
+        if pieces is None or _bytes(pieces, frame.position) <= self._long_bytes:
             return None
         if not frame.flags & Flag.RESTORE and not pieces.copies:
             return None
@@ -232,3 +249,13 @@ class LaneStates:
         self.copies.drop_all()
         if self._tier is not None:
             self._tier.close()
+
+
+def _bytes(pieces: Pieces, n_tokens: int) -> int:
+    """Return about how many bytes are copied of a lane with so many tokens. Any thread."""
+    return n_tokens * bytes_of(pieces.forms) + pieces.window_bytes(n_tokens)
+
+
+def _check_size(n_bytes: int, *, is_alone: bool) -> None:
+    if n_bytes > WHOLE_BYTES_MAX and not is_alone:
+        raise PositionGapError(f"its {n_bytes} bytes would hold up other streams")

@@ -10,6 +10,7 @@ import numpy as np
 
 from relayline.deploy.testing.cluster.clock import Violation
 from relayline.stage.engine.cell_state import CellState
+from relayline.stage.engine.lane_windows import LaneWindows
 from relayline.stage.engine.layer_cells import Form, Tensor
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class ModelPieces:
     piece_tokens = 2
     token_ns = 0.0
     copies = True
+    window_positions = 0
 
     def __init__(self, engine: ModelEngine, n_layers: int) -> None:
         self._engine = engine
@@ -54,6 +56,18 @@ class ModelPieces:
     def copy(self, source: int, target: int, first: int, end: int, total: int) -> None:
         """Append rows of one lane's memory to another lane."""
         self._append(target, first, self._rows(source, first, end))
+
+    def window_bytes(self, n_tokens: int) -> int:
+        """Return 0: rows are all that a lane has."""
+        return 0
+
+    def windows(self, lane: int, n_tokens: int) -> LaneWindows | None:
+        """Return None, as `window_bytes`."""
+        return None
+
+    def put_windows(self, lane: int, windows: LaneWindows, n_tokens: int) -> None:
+        """Never asked for."""
+        raise Violation(f"lane {lane} is given windows")
 
     def _rows(self, lane: int, first: int, end: int) -> Rows:
         return [self._engine.memory[lane][position] for position in range(first, end)]

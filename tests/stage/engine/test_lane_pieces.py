@@ -77,7 +77,7 @@ def taken(engine: NativeEngine, lane: int, n_tokens: int, piece: int = 7) -> Cel
     pieces = pieces_of(engine)
     source = pieces.begin(lane, n_tokens)
     assert source is not None
-    state = CellState.empty(pieces.forms, n_tokens)
+    state = CellState.empty(pieces.forms, n_tokens)[0]
     for first in range(0, n_tokens, piece):
         pieces.read(source, state, first, min(first + piece, n_tokens))
     pieces.end(source)
@@ -189,7 +189,7 @@ def test_what_the_lane_gets_meanwhile_changes_no_piece(engine: NativeEngine) -> 
     feed(engine, 1, 0, N_HELD)
     expected = taken(engine, 1, N_HELD).data.copy()
     pieces = pieces_of(engine)
-    source, state = pieces.begin(1, N_HELD), CellState.empty(pieces.forms, N_HELD)
+    source, state = pieces.begin(1, N_HELD), CellState.empty(pieces.forms, N_HELD)[0]
     assert source is not None
     engine.clear(1)
     pieces.read(source, state, 0, 10)

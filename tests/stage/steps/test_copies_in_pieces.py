@@ -9,8 +9,9 @@ from typing import cast
 import numpy as np
 import pytest
 
-from relayline.stage.engine import cell_state
+from relayline.stage.engine import lane_windows
 from relayline.stage.engine.cell_state import CellState, Pieces
+from relayline.stage.engine.lane_windows import LaneWindows
 from relayline.stage.engine.layer_cells import Tensor
 from relayline.stage.steps.lane_copies import COPIES_MAX, SLICE_MAX_NS, SLICE_NS, LaneCopies
 from relayline.wire.common.errors import NativeError
@@ -59,7 +60,8 @@ class FakePieces:
 
 class World:
     def __init__(self) -> None:
-        self.copies, self.pieces = LaneCopies(), FakePieces()
+        self.copies = LaneCopies()
+        self.pieces: FakePieces = FakePieces()
         self.api = cast("Pieces", self.pieces)
         self.stored: dict[int, CellState | None] = {}
         self.filled: dict[int, bool] = {}
@@ -72,7 +74,7 @@ class World:
         self.copies.copy(self.api, source, target, n_tokens, lambda whole: self.filled.__setitem__(target, whole))
 
     def fill(self, lane: int, value: int, n_tokens: int) -> None:
-        state = CellState.empty(FORMS, n_tokens)
+        state = CellState.empty(FORMS, n_tokens)[0]
         for _, _, (part,) in state.spans(0, n_tokens):
             part[...] = value
         self.copies.fill(self.api, state, lane, n_tokens, lambda whole: self.filled.__setitem__(lane, whole))
@@ -226,8 +228,139 @@ def test_a_host_without_memory_for_a_copy_stores_nothing(world: World, monkeypat
     def refused(fileno: int, length: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(cell_state.mmap, "mmap", refused)
+    monkeypatch.setattr(lane_windows.mmap, "mmap", refused)
     world.pieces.begin = lambda lane, n_tokens: pytest.fail("a sequence is held for nothing")  # type: ignore[method-assign]
     world.store(7, lane=1, n_tokens=8)
     assert world.stored == {7: None}
     assert not world.copies
+
+
+# --- windows beside the cells -----------------------------------------------------------------------------------------
+
+LONG_WINDOW = np.full(2 * lane_windows.MOVE_BYTES + 1, 3, np.uint8)  # three moves
+SHORT_WINDOW = np.full(5, 4, np.uint8)
+WINDOWS = LaneWindows(((3, LONG_WINDOW), (6, SHORT_WINDOW)), (8, np.full(9, 5, np.uint8)))
+
+
+class WindowPieces(FakePieces):
+    """Whose lanes have windows, too."""
+
+    window_positions = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put: dict[int, LaneWindows] = {}
+
+    def put_windows(self, lane: int, windows: LaneWindows, n_tokens: int) -> None:
+        self._note("windows", lane, n_tokens, n_tokens)
+        if self.fails_at == n_tokens:
+            raise NativeError("no such window")
+        self.put[lane] = windows
+
+
+@pytest.fixture(name="windowed")
+def windowed_fixture(world: World) -> World:
+    world.pieces = WindowPieces()
+    world.api = cast("Pieces", world.pieces)
+    return world
+
+
+def with_windows(world: World, key: int = 7) -> CellState:
+    """Store a lane of 8 tokens with its windows; returns the state as it is read again."""
+    world.pieces.memory[1][:8] = key
+    world.copies.store(world.api, key, 1, 8, lambda state: world.stored.__setitem__(key, state), WINDOWS)
+    while world.copies:
+        world.piece()
+    state = world.stored[key]
+    assert state is not None
+    return CellState.read(state.data, FORMS, has_windows=True)
+
+
+def values_of(windows: LaneWindows) -> list[tuple[int, int, int]]:
+    """Of each: its position, its size and what it is filled with."""
+    assert all(len(np.unique(window)) == 1 for _, window in (*windows.checkpoints, windows.end))
+    return [(at, window.nbytes, int(window[0])) for at, window in (*windows.checkpoints, windows.end)]
+
+
+def test_windows_are_stored_behind_the_cells_in_moves(windowed: World) -> None:
+    windowed.pieces.memory[1][:8] = 7
+    ends: list[CellState | None] = []
+    windowed.copies.store(windowed.api, 7, 1, 8, ends.append, WINDOWS)
+    n_pieces = 0
+    while windowed.copies:
+        assert ends == []
+        windowed.piece()
+        n_pieces += 1
+    assert n_pieces == 2 + 3 + 1 + 1
+    (state,) = ends
+    assert state is not None
+    again = CellState.read(state.data, FORMS, has_windows=True)
+    assert again.windows is not None
+    assert values_of(again.windows) == values_of(WINDOWS)
+    with pytest.raises(NativeError):
+        CellState.read(state.data, FORMS)
+
+
+def test_a_lane_gets_its_windows_last_and_its_checkpoints_outlive_the_state(windowed: World) -> None:
+    state = with_windows(windowed)
+    for n_tokens, n_kept in ((8, 2), (6, 2), (3, 1)):
+        windowed.pieces.pieces.clear()
+        windowed.copies.fill(windowed.api, state, 2, n_tokens, lambda whole: windowed.filled.__setitem__(2, whole))
+        while windowed.copies:
+            windowed.piece()
+        assert [piece[0] for piece in windowed.pieces.pieces] == ["write"] * (1 + (n_tokens > PIECE)) + ["windows"]
+        pieces = cast("WindowPieces", windowed.pieces)
+        assert values_of(pieces.put[2]) == [*values_of(WINDOWS)[:n_kept], (8, 9, 5)]
+        assert not any(np.shares_memory(window, state.data) for _, window in pieces.put[2].checkpoints)
+    assert windowed.filled == {2: True}
+
+
+def test_a_lane_whose_cells_are_copied_cannot_go_on_before_its_windows_are_there(windowed: World) -> None:
+    windowed.copies.copy(windowed.api, 1, 2, 8, lambda whole: windowed.filled.__setitem__(2, whole), WINDOWS)
+    windowed.piece()
+    windowed.copies.before_rows(1, 60)
+    assert windowed.filled == {}
+    assert windowed.copies.is_filling(2)
+    windowed.copies.settle(2)
+    assert windowed.filled == {2: True}
+    assert cast("WindowPieces", windowed.pieces).put == {2: WINDOWS}
+
+
+def test_rows_written_over_stored_cells_wait_for_no_windows(windowed: World) -> None:
+    windowed.pieces.memory[1][:8] = 7
+    windowed.copies.store(windowed.api, 7, 1, 8, lambda state: windowed.stored.__setitem__(7, state), WINDOWS)
+    windowed.copies.before_rows(1, 60)
+    windowed.pieces.memory[1][:] = 99
+    assert windowed.stored == {}
+    windowed.copies.before_rows(1, 61)
+    windowed.copies.finish(7)
+    assert windowed.values(7) == {7}
+
+
+def test_a_window_that_is_refused_ends_its_copy(windowed: World) -> None:
+    state = with_windows(windowed)
+    windowed.pieces.fails_at = 8
+    windowed.copies.fill(windowed.api, state, 2, 8, lambda whole: windowed.filled.__setitem__(2, whole))
+    windowed.copies.settle(2)
+    assert windowed.filled == {2: False}
+    assert not windowed.copies
+
+
+def test_a_host_without_memory_for_checkpoints_fills_no_lane(windowed: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fileno: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    state = with_windows(windowed)
+    monkeypatch.setattr(lane_windows.mmap, "mmap", refused)
+    windowed.copies.fill(windowed.api, state, 2, 8, lambda whole: windowed.filled.__setitem__(2, whole))
+    assert windowed.filled == {2: False}
+    assert not windowed.copies
+
+
+def test_which_windows_reach_which_tokens() -> None:
+    assert WINDOWS.at(3, 2) is LONG_WINDOW
+    assert WINDOWS.at(8, 2) is WINDOWS.at(7, 2) is WINDOWS.end[1]
+    assert WINDOWS.at(6, 2) is SHORT_WINDOW
+    assert WINDOWS.at(5, 2) is WINDOWS.at(9, 2) is WINDOWS.at(9, 8) is None
+    assert WINDOWS.at(1, 8) is WINDOWS.end[1], "the lane is no longer than a window"
+    assert WINDOWS.at(1, 7) is None

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -69,7 +68,7 @@ async def _serve(config: ServeConfig, stopping: asyncio.Event, callbacks: Callba
         model = ServedModel(model_id, int(time.time()), tokenizer, chat, encoder)
         control = TelemetryControl(observer, lambda: pipeline.stages)
         app = make_app(pipeline, model, limits_of(config.pipeline.serving), control, mover)
-        app[FACTS]["jaeger_url"] = _checked_url(config.pipeline.serving.jaeger_url)
+        app[FACTS]["jaeger_url"] = config.pipeline.serving.jaeger_url.rstrip("/")
         _check_template(app, config.chat_template_file)
         stack.enter_context(protect_http(app, config.http))
         # The API answers while the stages still load: /health says 503 until they are ready.
@@ -127,20 +126,6 @@ def _mover_of(config: ServeConfig, pipeline: Pipeline) -> LayerMover:
         on_moved=config.on_moved or (lambda state: None),
         explain_move=config.explain_move or (lambda state: None),
     )
-
-
-def _checked_url(url: str) -> str:
-    """Return the address where traces are shown, without a trailing slash. Raises UsageError if it is not the address
-    of a page.
-    """
-    try:
-        parts = urlsplit(url)
-        is_page = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_page = False
-    if url and not is_page:
-        raise UsageError(f"--jaeger-url {url!r} is not an address like http://HOST:16686")
-    return url.rstrip("/")
 
 
 def _named(config: ServeConfig, file: PipelineFile) -> PipelineConfig:

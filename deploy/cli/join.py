@@ -9,7 +9,7 @@ import click
 
 from relayline.deploy.cli.join_flags import stage_telemetry
 from relayline.deploy.cli.options import Address, CoreList, Name, log_options, telemetry_options, threads_option
-from relayline.deploy.cli.stage import on_stage_idle, on_stage_ready
+from relayline.deploy.cli.stage import check_before_load, on_stage_idle, on_stage_ready
 from relayline.deploy.cli.supervised import watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
@@ -62,6 +62,7 @@ def join_command(**given: Any) -> None:
     from relayline.stage.joining.join import run_joined
 
     logs.setup("stage", as_json=given["log_json"], verbose=given["verbose"])
+    check_before_load(given)  # before the token is used up, too
     root = given["state"] or joined_dir()
     try:
         joined = _joined(given, root)

@@ -90,20 +90,13 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | None = None) -> JoinConfig | None:
     """Return how stages join, None if their addresses are given.
 
-    Raises UsageError for both, or neither. `known`: the holders of layers since an earlier coordinator served.
+    Raises as `check_join_flags`. `known`: the holders of layers since an earlier coordinator served.
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
 
-    if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
-        raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
-    if (given["join_listen"] is None) == (given["stages"] is None):
-        raise UsageError("give either --stages with every address, or --join-listen to let stages join")
+    check_join_flags(given)
     if given["join_listen"] is None:
-        if given["spares"]:
-            raise UsageError("--spares is for stages that join; it needs --join-listen")
-        if engine_flags := _explicit(given, ENGINE_FLAGS):
-            raise UsageError(f"{engine_flags[0]} is for stages that join; it needs --join-listen")
         return None
     engine = from_parameters(EngineSettings, given)
     names = given_names(given) or default_names(n_stages)
@@ -116,6 +109,22 @@ def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | No
         JoiningStage(name, engine, is_spare=name in added_spares) for name in added if name not in (*names, *spares)
     ]
     return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), known=known)
+
+
+def check_join_flags(given: dict[str, Any]) -> None:
+    """Raise UsageError for flags of `serve` that say nothing or too much about how stages join, and for a CA that is
+    none.
+    """
+    if given["enrol_listen"] is not None and (given["join_listen"] is None or given["tls_dir"] is None):
+        raise UsageError("--enrol-listen needs --join-listen and --tls DIR")
+    if (given["join_listen"] is None) == (given["stages"] is None):
+        raise UsageError("give either --stages with every address, or --join-listen to let stages join")
+    if given["join_listen"] is None:
+        if given["spares"]:
+            raise UsageError("--spares is for stages that join; it needs --join-listen")
+        if engine_flags := _explicit(given, ENGINE_FLAGS):
+            raise UsageError(f"{engine_flags[0]} is for stages that join; it needs --join-listen")
+    _enrol(given)
 
 
 def _enrol(given: dict[str, Any]) -> EnrolConfig | None:

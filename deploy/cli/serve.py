@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.deploy.cli.join_flags import (
+    check_join_flags,
     coordinator_join,
     given_names,
     given_spares,
@@ -35,7 +36,7 @@ from relayline.deploy.cli.options import (
     with_http_flags,
 )
 from relayline.deploy.cli.supervised import announce, watch_stdin
-from relayline.deploy.launch.serving import for_each_stage, manifest_option, served_split
+from relayline.deploy.launch.serving import check_named, for_each_stage, manifest_option, served_split
 from relayline.wire.common import logs
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
 from relayline.wire.links.roles import Role
@@ -120,12 +121,29 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.http.edge.listener import HttpListener
     from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
+    from relayline.deploy.launch.checks import check_files
+    from relayline.deploy.launch.ports import check_free
     from relayline.deploy.launch.projector import served_projector
 
     logs.setup("coordinator", as_json=given["log_json"], verbose=given["verbose"])
     serving, telemetry = from_parameters(ServingSettings, given), telemetry_config(given)
     from_parameters(EngineSettings, given)  # settings that no stage would take are refused before anything starts
     listener = with_http_flags(HttpListener(), given, has_address=True)
+    check_named(given["directory"], given["manifest"])
+    security, schedule = security_from(given, Role.COORDINATOR), schedule_config(given)
+    check_join_flags(given)
+    check_files(
+        tls=listener.tls,
+        api_keys=listener.api_keys_file,
+        chat_template=given["chat_template"],
+        mmproj=serving.mmproj,
+        otlp_endpoint=telemetry.otlp_endpoint,
+    )
+    check_free(
+        ("the HTTP API", given["http"]),
+        ("--join-listen", given["join_listen"]),
+        ("--enrol-listen", given["enrol_listen"]),
+    )
     if given["exit_with_stdin"]:
         watch_stdin()
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
@@ -138,9 +156,9 @@ def serve_command(**given: Any) -> None:
             addresses=given["stages"] or (),
             names=names,
             wire_dtype=DTYPE_BY_NAME[serving.wire],
-            schedule=schedule_config(given),
+            schedule=schedule,
             serving=serving,
-            security=security_from(given, Role.COORDINATOR),
+            security=security,
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         http=listener,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from relayline.deploy.cli.supervised import announce, watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.links.roles import Role
+from relayline.wire.links.security import check_listen
 from relayline.wire.settings.setting import from_parameters
 from relayline.wire.settings.table import EngineSettings
 
@@ -74,6 +76,9 @@ def stage_command(**given: Any) -> None:
         keep_to(given["cores"])
     security = security_from(given, Role.STAGE)
     joining = stage_join(given, security)
+    check_before_load(given)
+    if joining is None:
+        check_listen(given["listen"][0], security, "the stage")
     if given["exit_with_stdin"]:
         watch_stdin()
     if joining is not None:
@@ -91,6 +96,18 @@ def stage_command(**given: Any) -> None:
         security=security,
     )
     run_stage(config, on_stage_ready(given))
+
+
+def check_before_load(given: dict[str, Any]) -> None:
+    """Check what a stage needs besides its layers, before it fetches, loads and measures them, which takes minutes.
+
+    Raises UsageError, StartError.
+    """
+    from relayline.deploy.launch.ports import check_free
+    from relayline.wire.telemetry.choice import chosen
+
+    chosen(telemetry_config(given).otlp_endpoint, os.environ)
+    check_free(("--listen", given["listen"]), ("--metrics", given["metrics"]))
 
 
 def on_stage_ready(given: dict[str, Any]) -> Callable[[str, StageFacts], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from relayline.coordinator.model.pipeline_file import PipelineFile
@@ -19,6 +20,7 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
+from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
 AUTO_PROJECTOR = "auto"  # the one in the model's repository, or next to the model
@@ -74,21 +76,44 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
     warn_of_prefix_directory(manifest)
     telemetry = manifest.telemetry
     TelemetryConfig(Level.named(telemetry.level), telemetry.otlp_endpoint, telemetry.sampler_ratio)
-    coordinator = manifest.spec.coordinator
-    if (tls := coordinator.http.tls) is not None:
-        check_pair(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file))
-    if coordinator.api_keys_file is not None:
-        from relayline.coordinator.http.edge.api_keys import ApiKeys  # with aiohttp, which few launches need here
-
-        ApiKeys(manifest.resolve(coordinator.api_keys_file))
     if manifest.serving.cors:
-        from relayline.coordinator.http.edge.cors import read_origins  # as above
+        from relayline.coordinator.http.edge.cors import read_origins  # with aiohttp, which few launches need here
 
         read_origins(manifest.serving.cors)
-    if coordinator.chat_template_file is not None:
-        read_template(manifest.resolve(coordinator.chat_template_file))
-    if (mmproj := manifest.serving.mmproj) and mmproj != AUTO_PROJECTOR:
+    coordinator = manifest.spec.coordinator
+    tls, keys, template = coordinator.http.tls, coordinator.api_keys_file, coordinator.chat_template_file
+    check_files(
+        tls=(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file)) if tls is not None else None,
+        api_keys=manifest.resolve(keys) if keys is not None else None,
+        chat_template=manifest.resolve(template) if template is not None else None,
+        mmproj=manifest.serving.mmproj,
+        otlp_endpoint=telemetry.otlp_endpoint,
+    )
+
+
+def check_files(
+    *,
+    tls: tuple[Path, Path] | None,
+    api_keys: Path | None,
+    chat_template: Path | None,
+    mmproj: str,
+    otlp_endpoint: str,
+) -> None:
+    """Check what a coordinator reads besides the model, and where OTEL_* variables send its spans. Raises UsageError.
+
+    Done before a split, which takes minutes. `tls`: certificate and key of the HTTP API.
+    """
+    if tls is not None:
+        check_pair(*tls)
+    if api_keys is not None:
+        from relayline.coordinator.http.edge.api_keys import ApiKeys  # with aiohttp, which few launches need here
+
+        ApiKeys(api_keys)
+    if chat_template is not None:
+        read_template(chat_template)
+    if mmproj and mmproj != AUTO_PROJECTOR:
         read_projector(Path(mmproj))
+    chosen(otlp_endpoint, os.environ)
 
 
 def warn_of_context(ctx_tokens: int, file: PipelineFile) -> None:

@@ -6,6 +6,7 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
+from relayline.wire.common.errors import StartError
 from relayline.wire.links.security import address_of
 
 if TYPE_CHECKING:
@@ -59,3 +60,17 @@ def port_problem(host: str, port: int) -> str | None:
                 return f"{address_of(host, port)}: {error.strerror}; take a port from 1024 on"
             return f"{address_of(host, port)}: {error.strerror}"
     return None
+
+
+def check_free(*wanted: tuple[str, tuple[str, int] | None]) -> None:
+    """Raise StartError with every port that is wanted and not free. `wanted`: what for, and host and port if any.
+
+    Port 0 lets the system choose, and is always free.
+    """
+    problems = [
+        f"{what}: {problem}"
+        for what, address in wanted
+        if address is not None and address[1] and (problem := port_problem(*address)) is not None
+    ]
+    if problems:
+        raise StartError("; ".join(problems))

@@ -52,28 +52,31 @@ def prepare(
     *,
     choose: ChooseCuts | None = None,
     split: Split | None = None,
-    own_tls: Path | None = None,
 ) -> Prepared:
-    """Find the model, choose the cuts, split it. With `own_tls`, make TLS material there, or without TLS join tokens in
-    `join` next to it, unless the manifest names some. Raises UsageError (the manifest does not fit the model or the
-    machines), ModelFileError, UnsupportedArchitectureError, ArtifactError.
+    """Find the model, choose the cuts, split it.
+
+    Raises UsageError (the manifest does not fit the model or the machines), ModelFileError,
+    UnsupportedArchitectureError, ArtifactError.
     """
     model = find_model(manifest)
     cuts = (choose or choose_cuts)(manifest, model)
     directory = (split or _split)(model, cuts)
     file = load_pipeline(directory)
-    return Prepared(settle(with_credentials(manifest, own_tls), model, file), directory, file)
+    return Prepared(settle(manifest, model, file), directory, file)
 
 
-def with_credentials(manifest: Manifest, own_tls: Path | None) -> Manifest:
-    """Return the manifest with TLS material or join tokens made where it names none, as `prepare` says."""
-    if own_tls is not None and needs_own_tls(manifest):
+def with_credentials(manifest: Manifest, own_tls: Path) -> Manifest:
+    """Return the manifest with TLS material made in `own_tls`, or without TLS join tokens in `join` next to it.
+
+    What the manifest names stays. Raises UsageError.
+    """
+    if needs_own_tls(manifest):
         material = make_own_tls(manifest, own_tls)
         manifest = override(manifest, {"wire.tls.directory": str(material.absolute())})
-    if own_tls is not None and needs_own_token(manifest):
+    if needs_own_token(manifest):
         token = make_own_token(own_tls.parent / JOIN_DIR / TOKEN_FILE)
         manifest = override(manifest, {"wire.tokenFile": str(token.absolute())})
-    if own_tls is not None and makes_stage_tokens(manifest):
+    if makes_stage_tokens(manifest):
         make_stage_tokens(manifest, own_tls.parent / JOIN_DIR)
     return manifest
 

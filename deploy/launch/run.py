@@ -111,14 +111,14 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
     check_images(manifest, model)
+    manifest = with_credentials(manifest, directory.tls)
+    check_security(manifest)
     if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):
-        manifest = with_credentials(manifest, directory.tls)
         found = Ready(settled(manifest, model, [stage.layer_range for stage in manifest.stages]), None)
     else:
-        prepared = prepare(manifest, choose=planned_cuts, split=to_start.split, own_tls=directory.tls)
+        prepared = prepare(manifest, choose=planned_cuts, split=to_start.split)
         warn_of_context(manifest.engine.ctx_tokens, prepared.file)
         found = Ready(prepared.manifest, prepared)
-    check_security(found.manifest)
     warn_of_shared_gpus(manifest)
     return found
 

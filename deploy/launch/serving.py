@@ -115,6 +115,12 @@ def for_each_stage(
     return dataclasses.replace(join, stages=tuple(places)).with_one_layout()
 
 
+def check_named(directory: Path | None, manifest: Manifest | None) -> None:
+    """Raise UsageError where nothing says what to serve."""
+    if directory is None and manifest is None:
+        raise UsageError("give --pipeline DIR or --manifest FILE")
+
+
 def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
     """Return the split to serve: the given one, else the manifest's, made now if it is not there yet.
 
@@ -122,10 +128,10 @@ def served_directory(directory: Path | None, manifest: Manifest | None) -> Path:
     """
     from relayline.deploy.launch.prepare import prepare
 
+    check_named(directory, manifest)
     if directory is not None:
         return directory
-    if manifest is None:
-        raise UsageError("give --pipeline DIR or --manifest FILE")
+    assert manifest is not None
     return prepare(manifest).pipeline_dir
 
 

@@ -19,6 +19,7 @@ from relayline.wire.settings.device_texts import (
     read_overrides,
     read_shares,
 )
+from relayline.wire.settings.page_url import read_page_url
 from relayline.wire.settings.setting import Reader, Settings, setting
 from relayline.wire.telemetry.config import LEVEL_NAMES
 
@@ -530,6 +531,7 @@ class ServingSettings(Settings):
     jaeger_url: str = setting(
         "",
         "Address of Jaeger, such as http://HOST:16686; the page at / links requests to their traces there.",
+        form=read_page_url,
         flag="--jaeger-url",
         place="telemetry.jaegerUrl",
         reader=COORDINATOR,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from relayline.coordinator.http.server import server_tls, start_http
+from relayline.coordinator.http.edge.server import server_tls, start_http
 from relayline.deploy.cli import bench, console_http, load
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.certificates import init_authority, issue

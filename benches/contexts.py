@@ -24,7 +24,7 @@ from benches import machine
 from benches.arguments import number, numbers
 from benches.models import model
 from benches.quantisation import slice_shape
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine
 

@@ -41,7 +41,7 @@ from benches.arguments import number, numbers
 from benches.origin import origin
 from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.deploy.testing.slow_hosts import SLOWED
 

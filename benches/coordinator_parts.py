@@ -43,7 +43,7 @@ from relayline.coordinator.sessions.frame import Frame
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams, TokenEvent
 from relayline.coordinator.sessions.request_log import SessionRecord
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.buffers import BufferPool

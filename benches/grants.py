@@ -27,7 +27,7 @@ from benches.origin import origin
 from benches.proxy import delayed
 from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 
 N_STAGES, CTX_TOKENS = 3, 512

@@ -17,7 +17,7 @@ from benches.servers import llama_rpc, relayline_linked, relayline_up, up_has_fl
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target, client
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 
 if TYPE_CHECKING:
     from benches.compare import Bench

@@ -37,8 +37,8 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Request, Target
 from relayline.deploy.launch.local import running
-from relayline.deploy.launch.splits import split_for
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
+from relayline.deploy.models.splits import split_for
 from relayline.wire.common.process import first_of
 
 N_STAGES = 2

@@ -25,7 +25,7 @@ from rich.table import Table
 from benches import machine, plot
 from benches.arguments import number, some_of
 from benches.models import MIXES, SHAPES, Shape, matrices, model
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import RelaylineError

@@ -40,9 +40,9 @@ from relayline.deploy.cli.load import Request, Target
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.demo_run import MODEL
 from relayline.deploy.launch.local import running
-from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_stages
+from relayline.deploy.models.splits import split_for
 from relayline.wire.common.process import first_of
 
 N_STAGES, N_LANES, N_STREAMS = 3, 10, 16  # some always wait for a lane

@@ -43,7 +43,7 @@ from benches.servers import Setup, relayline
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Target, client
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.config import LEVEL_NAMES

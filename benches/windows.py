@@ -28,7 +28,7 @@ from benches.models import SHAPES, model
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import MIB, stage_memory
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.native import NativeEngine

@@ -18,7 +18,7 @@ from pathlib import Path
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.refused_families import REFUSED
-from relayline.deploy.launch.trial import why_it_ended
+from relayline.deploy.models.trial import why_it_ended
 from tests.support.architectures import architectures
 from tests.support.families_page import PAGE, page
 from tests.support.family_check import ERROR_MAX, ERROR_OTHER_ROWS_MAX, check, covering_cuts, is_legal

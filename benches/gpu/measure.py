@@ -17,7 +17,7 @@ from benches.gpu import short, steps
 from benches.gpu.what import MANY_STREAMS, QUICK_MANY_STREAMS, QUICK_STREAMS, SHORT_STREAMS
 from benches.models import SHAPES, model
 from benches.peers import Kernels, Peers
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.stage.engine import ggml
 
 

@@ -31,7 +31,7 @@ from benches.peers import Peers
 from benches.servers import RELAYLINE, Setup, llama_rpc, llama_server, relayline_up
 from relayline.deploy.cli import load
 from relayline.deploy.cli.load import Target
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 
 CTX_TOKENS, PROMPT_TOKENS = 256, 32
 CERTIFY_S = 120.0

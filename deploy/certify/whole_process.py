@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayline.deploy.certify.whole_model import Row, WholeConfig, WholeModel
-from relayline.deploy.launch.trial import why_it_ended
+from relayline.deploy.models.trial import why_it_ended
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import InternalError, ModelFileError, NativeError, RelaylineError
 from relayline.wire.common.rope_factors import LongRope

@@ -15,8 +15,8 @@ from relayline.deploy.cli.apply import applied, found_difference, show_differenc
 from relayline.deploy.cli.console_http import fetch
 from relayline.deploy.launch.board import unlike_manifest
 from relayline.deploy.launch.control import Launched, key_of
-from relayline.deploy.launch.gateway_change import GatewayDifference, difference
-from relayline.deploy.launch.gateway_plan import stages_of
+from relayline.deploy.launch.gateway.change import GatewayDifference, difference
+from relayline.deploy.launch.gateway.plan import stages_of
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.ports import LOCALHOST
@@ -31,7 +31,7 @@ from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase
 
 if TYPE_CHECKING:
-    from relayline.deploy.launch.gateway_plan import GatewayPlan
+    from relayline.deploy.launch.gateway.plan import GatewayPlan
     from relayline.deploy.launch.state import StateDir
     from relayline.deploy.manifest.gateway import Member
 

@@ -37,9 +37,9 @@ def doctor_command(ctx: click.Context, /, manifest: Path | None, as_json: bool, 
     """
     from relayline.deploy.doctor.examine import examine_machine, examine_manifest
     from relayline.deploy.doctor.gateway import examine_gateway
-    from relayline.deploy.launch.behind import pipelines_behind
     from relayline.deploy.launch.context import with_usual_context
     from relayline.deploy.launch.control import launched
+    from relayline.deploy.launch.gateway.pipelines import pipelines_behind
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.manifest import load_manifest

@@ -63,7 +63,7 @@ def gateway_command(**given: Any) -> None:
     if bool(given["backends"]) == (given["manifest"] is not None):
         raise UsageError("give either --backend, once for each pipeline, or --manifest")
     if given["manifest"] is not None:
-        from relayline.deploy.launch.gateway_plan import config_of_running
+        from relayline.deploy.launch.gateway.plan import config_of_running
         from relayline.deploy.manifest.gateway import load_gateway
 
         config = config_of_running(load_gateway(given["manifest"]))

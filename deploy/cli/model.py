@@ -19,9 +19,9 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.planner.memory import usual_lanes
 from relayline.deploy.cli.options import NamedPath, parse_cuts
-from relayline.deploy.launch.model_source import is_on_hub, local_model
-from relayline.deploy.launch.progress import progress_bar
-from relayline.deploy.launch.trial import probe_artifact, try_artifacts
+from relayline.deploy.models.model_source import is_on_hub, local_model
+from relayline.deploy.models.progress import progress_bar
+from relayline.deploy.models.trial import probe_artifact, try_artifacts
 from relayline.deploy.planning.offload import expert_bytes_of
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.common.texts import layer_range

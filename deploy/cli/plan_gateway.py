@@ -23,7 +23,7 @@ def plan_gateway_manifest(path: Path, make_plan: Callable[[Manifest], Plan], *, 
     Raises UsageError, once all plans are shown, for each pipeline that cannot run and each machine that is too small
     for all of them.
     """
-    from relayline.deploy.launch.behind import clashes, pipelines_behind
+    from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
     from relayline.deploy.launch.here import at_home
     from relayline.deploy.launch.lanes import with_usual_lanes
     from relayline.deploy.manifest.gateway import load_gateway

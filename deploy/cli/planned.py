@@ -9,11 +9,11 @@ from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.gpus import with_usual_gpu
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import StageFlags, smallest_manifest, with_hosts, with_stages
+from relayline.deploy.models.model_source import resolve_model
 from relayline.wire.common.errors import UsageError
 
 

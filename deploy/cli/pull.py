@@ -41,8 +41,8 @@ def pull_command(model: str, directory: Path | None, with_projector: bool, as_js
     With --mmproj it downloads the repository's projector (mmproj*.gguf) too; if there are several, the one in f16.
     """
     from relayline.coordinator.model.gguf_file import open_model
-    from relayline.deploy.launch.model_source import projector_of, resolve_model, resolve_projector
-    from relayline.deploy.launch.placed import place, placed_before
+    from relayline.deploy.models.model_source import projector_of, resolve_model, resolve_projector
+    from relayline.deploy.models.placed import place, placed_before
 
     path = placed_before(model, directory) if directory is not None else None
     is_here = path is not None  # then the hub is not asked for anything

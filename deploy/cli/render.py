@@ -57,7 +57,7 @@ def render_command(manifest: Path, target: str, output: Path | None, force: bool
 
 
 def _render_gateway(path: Path, target: str, output: Path | None, *, force: bool) -> None:
-    from relayline.deploy.launch.behind import pipelines_behind  # it knows the gateway's HTTP server
+    from relayline.deploy.launch.gateway.pipelines import pipelines_behind  # it knows the gateway's HTTP server
 
     gateway = load_gateway(path)
     pipelines = tuple(each.prepared(with_usual_lanes) for each in pipelines_behind(gateway, {}))

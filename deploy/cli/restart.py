@@ -28,8 +28,8 @@ def restart_command(name: str, pipelines: tuple[str, ...], as_json: bool, state_
     from relayline.deploy.cli.apply_gateway import change
     from relayline.deploy.launch.board import unlike_manifest
     from relayline.deploy.launch.control import find
-    from relayline.deploy.launch.gateway_change import difference
-    from relayline.deploy.launch.gateway_plan import plan_gateway
+    from relayline.deploy.launch.gateway.change import difference
+    from relayline.deploy.launch.gateway.plan import plan_gateway
     from relayline.deploy.manifest.gateway import is_gateway, load_gateway
 
     launched = find(name, state_dir)

@@ -23,10 +23,10 @@ UP_FLAGS = frozenset(
 def up_gateway(path: Path, given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> None:
     """Launch the pipelines of a gateway's manifest. Raises UsageError, StartError."""
     from relayline.deploy.cli.apply_gateway import applied_gateway
-    from relayline.deploy.launch.behind import check_ports
     from relayline.deploy.launch.detach import Report, start_detached
-    from relayline.deploy.launch.gateway import launch_gateway
-    from relayline.deploy.launch.gateway_plan import plan_gateway
+    from relayline.deploy.launch.gateway.pipelines import check_ports
+    from relayline.deploy.launch.gateway.plan import plan_gateway
+    from relayline.deploy.launch.gateway.run import launch_gateway
     from relayline.deploy.launch.local import print_prefixed
     from relayline.deploy.launch.state import StateDir, state_root
     from relayline.deploy.launch.tell import line_of

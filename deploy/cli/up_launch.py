@@ -14,7 +14,6 @@ from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
-from relayline.deploy.launch.model_source import is_on_hub, resolve_model
 from relayline.deploy.launch.prepare import named, override
 from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
@@ -22,6 +21,7 @@ from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.settings import open_context
 from relayline.deploy.manifest.smallest import smallest_manifest, with_stages
+from relayline.deploy.models.model_source import is_on_hub, resolve_model
 
 
 def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[str, ...]) -> Launch:

@@ -14,8 +14,8 @@ from relayline.deploy.doctor.examine import Patient, pipeline_probes, shared_pro
 from relayline.deploy.doctor.files import look_keys_file
 from relayline.deploy.doctor.network import CONNECT_TIMEOUT_S
 from relayline.deploy.doctor.report import Finding, Probe, examine, failure, ok, warning
-from relayline.deploy.launch.behind import clashes
 from relayline.deploy.launch.control import Launched, first_key
+from relayline.deploy.launch.gateway.pipelines import clashes
 from relayline.deploy.launch.ports import port_problem
 from relayline.deploy.launch.state import state_root
 from relayline.deploy.manifest.gateway import Behind, GatewayManifest, Place

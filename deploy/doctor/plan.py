@@ -9,8 +9,8 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
 from relayline.coordinator.planner.memory import COORDINATOR_BYTES
 from relayline.deploy.launch.prepare import choose_cuts
-from relayline.deploy.launch.splits import split_place
 from relayline.deploy.manifest import Manifest, is_local
+from relayline.deploy.models.splits import split_place
 from relayline.deploy.planning.inputs import memory_of
 from relayline.wire.common.errors import RelaylineError
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, load_pipeline
 from relayline.deploy.launch.control import launched
 from relayline.deploy.launch.prepare import find_model
-from relayline.deploy.launch.splits import split_place, splits_dir
 from relayline.deploy.manifest import load_manifest
+from relayline.deploy.models.splits import split_place, splits_dir
 from relayline.stage.joining.artifact_store import cached, remove
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.places import home

@@ -12,7 +12,6 @@ from typing import Any
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
-from relayline.deploy.launch.model_source import resolve_model
 from relayline.deploy.launch.own_tls import (
     JOIN_DIR,
     make_own_tls,
@@ -22,10 +21,11 @@ from relayline.deploy.launch.own_tls import (
     needs_own_tls,
     needs_own_token,
 )
-from relayline.deploy.launch.splits import split_for
 from relayline.deploy.machine.cores import shares, write_cores
 from relayline.deploy.manifest import Manifest, Stage
 from relayline.deploy.manifest.settings import open_context
+from relayline.deploy.models.model_source import resolve_model
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.planning.inputs import cuts_for
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.usable_cores import usable_cores

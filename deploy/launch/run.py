@@ -21,8 +21,6 @@ from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_
 from relayline.deploy.launch.launch_plan import LaunchPlan
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import LOG_BYTES_MAX, LOG_OLD_FILES, SUPERVISOR, RotatedFile
-from relayline.deploy.launch.mend import Mend, later_mender, mender
-from relayline.deploy.launch.model_source import check_here
 from relayline.deploy.launch.prepare import (
     Prepared,
     Split,
@@ -33,11 +31,13 @@ from relayline.deploy.launch.prepare import (
     with_credentials,
 )
 from relayline.deploy.launch.projector import check_images
-from relayline.deploy.launch.splits import split_for
 from relayline.deploy.launch.stage_checks import warn_of_shared_gpus
 from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import Emit, Supervisor
 from relayline.deploy.manifest import Manifest, is_local, load_manifest
+from relayline.deploy.models.mend import Mend, later_mender, mender
+from relayline.deploy.models.model_source import check_here
+from relayline.deploy.models.splits import split_for
 from relayline.wire.common.errors import RelaylineError, StartError
 from relayline.wire.common.files import write_again
 from relayline.wire.common.logs import PRINTED

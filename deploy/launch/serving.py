@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from relayline.deploy.launch.ports import join_host
-from relayline.deploy.launch.recut import cutter, model_of, shape_reader
+from relayline.deploy.models.recut import cutter, model_of, shape_reader
 from relayline.wire.common.errors import UsageError
 
 GIB = 1 << 30
@@ -21,8 +21,8 @@ GIB = 1 << 30
 if TYPE_CHECKING:
     from relayline.coordinator.joining.config import JoinConfig, PoolState
     from relayline.coordinator.joining.hosts import ReadShape
-    from relayline.deploy.launch.recut import Cut
     from relayline.deploy.manifest import Manifest
+    from relayline.deploy.models.recut import Cut
 
 
 def read_manifest(ctx: click.Context, _: click.Parameter, path: Path | None) -> Manifest | None:
@@ -158,7 +158,7 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
     Raises UsageError where no split is given, and as `prepare`.
     """
     from relayline.coordinator.model.pipeline_file import load_pipeline
-    from relayline.deploy.launch.kept_layers import keeper, kept_split
+    from relayline.deploy.models.kept_layers import keeper, kept_split
 
     base, model = served_directory(given["directory"], given["manifest"]), given["model"] or model_of(given["manifest"])
     kept = given["keep_layers"]

@@ -22,10 +22,10 @@ from relayline.deploy.launch.invitations import has_joined, invite
 from relayline.deploy.launch.inviting import join_line
 from relayline.deploy.launch.launch_plan import LaunchPlan, LocalStage, RemoteStage
 from relayline.deploy.launch.log_files import LogWriter
-from relayline.deploy.launch.mend import Mend, nothing_to_mend
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import NOT_SEEN, ProcessRecord, StateDir
 from relayline.deploy.launch.waiting import IDLE, Waiting
+from relayline.deploy.models.mend import Mend, nothing_to_mend
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StartError
 from relayline.wire.common.phase import HostState, Phase

@@ -19,9 +19,9 @@ from relayline.coordinator.model.inspection import ModelFacts, inspect_model
 from relayline.coordinator.model.split import HollowSlice, hollow_slices
 from relayline.deploy.launch.context import with_fitting_context
 from relayline.deploy.launch.prepare import settled
-from relayline.deploy.launch.split_apart import split_apart
-from relayline.deploy.launch.splits import split_place
 from relayline.deploy.manifest.settings import open_context
+from relayline.deploy.models.split_apart import split_apart
+from relayline.deploy.models.splits import split_place
 from relayline.deploy.planning.inputs import best_for, instance_of, is_declared
 from relayline.deploy.planning.known_hosts import KnownHost, known_hosts, remember_hosts
 from relayline.deploy.planning.measure import slices_for

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayline.deploy.launch.model_source import SCHEME, is_hub_name, is_pattern
 from relayline.deploy.manifest.load import KINDS
 from relayline.deploy.manifest.model import API_VERSION
+from relayline.deploy.models.model_source import SCHEME, is_hub_name, is_pattern
 from relayline.wire.common.errors import UsageError
 
 MANIFEST_SUFFIXES = (".yaml", ".yml", ".json")

@@ -11,7 +11,7 @@ from benches.coordinator import LABELS, LABELS_BY_STAGES, Run
 from benches.origin import origin
 from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.paths import DEMO_MODEL
 
 CALLS_MAX = 90  # of Python functions, from a stage's answer to what leaves next; 80 at the time of writing

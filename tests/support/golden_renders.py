@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from relayline.deploy.launch.behind import pipelines_behind
+from relayline.deploy.launch.gateway.pipelines import pipelines_behind
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import is_gateway, load_gateway
 from relayline.deploy.render.targets import render, render_gateway

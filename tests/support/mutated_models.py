@@ -240,7 +240,7 @@ def go_through(path: Path, directory: Path) -> None:
     from relayline.coordinator.model.inspection import inspect_model
     from relayline.coordinator.model.split import split_model
     from relayline.coordinator.text.tokenizer import Tokenizer
-    from relayline.deploy.launch.trial import try_artifacts
+    from relayline.deploy.models.trial import try_artifacts
     from relayline.stage.engine.artifact import verify_artifact
     from relayline.stage.engine.embedding import EmbeddingTable
     from relayline.stage.engine.native import NativeEngine
@@ -283,7 +283,7 @@ def load_modules() -> None:
     import relayline.coordinator.model.inspection
     import relayline.coordinator.model.split
     import relayline.coordinator.text.tokenizer
-    import relayline.deploy.launch.trial
+    import relayline.deploy.models.trial
     import relayline.stage.engine.native
     import relayline.stage.sampling.constraint  # noqa: F401
 

@@ -19,7 +19,7 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.planner.instance import Load
 from relayline.coordinator.planner.memory import compute_bytes, kv_cells
 from relayline.deploy.cli.model import inspect_command, split_command
-from relayline.deploy.launch import progress, splits
+from relayline.deploy.models import progress, splits
 from relayline.deploy.planning.inputs import shape_of
 from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common.errors import CutError, ModelFileError, UnsupportedArchitectureError

@@ -21,7 +21,7 @@ from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.model.slices import PLACEHOLDER_TYPES
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.launch.trial import probe_artifact
+from relayline.deploy.models.trial import probe_artifact
 from relayline.deploy.testing.paths import ROOT
 from relayline.wire.common.errors import (
     ArtifactError,

@@ -40,7 +40,9 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Gate
         raise Taken
 
     monkeypatch.setattr("relayline.coordinator.gateway.serve.serving_gateway", serving)
-    monkeypatch.setattr("relayline.deploy.launch.gateway.launch_gateway", lambda plan, *_, **__: serving(plan.config))
+    monkeypatch.setattr(
+        "relayline.deploy.launch.gateway.run.launch_gateway", lambda plan, *_, **__: serving(plan.config)
+    )
     monkeypatch.setenv("RELAYLINE_STATE_DIR", str(tmp_path / "state"))
     (tmp_path / "house.yaml").write_text(MANIFEST)
     monkeypatch.chdir(tmp_path)

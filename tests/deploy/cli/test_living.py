@@ -31,7 +31,6 @@ from relayline.deploy.launch.cached import kept_downloads
 from relayline.deploy.launch.checks import warn_of_context
 from relayline.deploy.launch.control import find, launched
 from relayline.deploy.launch.process_id import identify
-from relayline.deploy.launch.splits import split_for, split_place
 from relayline.deploy.launch.state import (
     ELSEWHERE,
     STATE_VERSION,
@@ -42,6 +41,7 @@ from relayline.deploy.launch.state import (
     state_root,
 )
 from relayline.deploy.launch.tell import curl_of
+from relayline.deploy.models.splits import split_for, split_place
 from relayline.deploy.planning import compare
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.wire.common.errors import UsageError

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayline.coordinator.planner.memory import GIB, GPU_RESERVE_BYTES_MIN
-from relayline.deploy.launch.behind import clashes, pipelines_behind
+from relayline.deploy.launch.gateway.pipelines import clashes, pipelines_behind
 from relayline.deploy.launch.here import at_home, facing
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir

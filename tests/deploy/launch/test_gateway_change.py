@@ -9,8 +9,8 @@ import pytest
 from relayline.deploy.cli.top_gateway import figures_of
 from relayline.deploy.cli.unequal import gateway_lines
 from relayline.deploy.launch.board import unlike_manifest
-from relayline.deploy.launch.gateway_change import GatewayDifference, difference, join_ports, restarting
-from relayline.deploy.launch.gateway_plan import Started, plan_members
+from relayline.deploy.launch.gateway.change import GatewayDifference, difference, join_ports, restarting
+from relayline.deploy.launch.gateway.plan import Started, plan_members
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.state import STATE_VERSION, LaunchState, ProcessRecord, StateDir
 from relayline.deploy.manifest.gateway import GatewayManifest, load_gateway, write_gateway

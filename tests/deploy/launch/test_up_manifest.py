@@ -24,12 +24,12 @@ import pytest
 from relayline.coordinator.engine.stage_client import StageClient
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
-from relayline.deploy.launch.mend import mender
 from relayline.deploy.launch.prepare import prepare
 from relayline.deploy.launch.run import supervise
 from relayline.deploy.launch.state import StateDir, state_root
 from relayline.deploy.launch.supervisor import Supervisor
 from relayline.deploy.manifest import load_manifest
+from relayline.deploy.models.mend import mender
 from relayline.deploy.testing.paths import DEMO_MODEL as DEMO
 from relayline.deploy.testing.processes import COMMAND, TIMEOUT_S, relayline, wait_gone
 from relayline.wire.common.errors import StartError, UnauthenticatedError

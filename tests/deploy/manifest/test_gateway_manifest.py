@@ -9,7 +9,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from relayline.deploy.launch.gateway_plan import plan_gateway
+from relayline.deploy.launch.gateway.plan import plan_gateway
 from relayline.deploy.manifest.gateway import GatewayManifest, is_gateway, load_gateway
 from relayline.deploy.manifest.load import ManifestError, load_manifest
 from relayline.deploy.manifest.schema import GATEWAY_SCHEMA_FILE, schema_text

@@ -12,7 +12,6 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from relayline.deploy.launch.model_source import parse_reference
 from relayline.deploy.manifest import Manifest, is_local, load, load_manifest, parse_manifest
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest
@@ -22,6 +21,7 @@ from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.schema import SCHEMA_FILE, schema_text
 from relayline.deploy.manifest.stage import Stage
 from relayline.deploy.manifest.text import DEPTH_MAX, NODES_MAX, TEXT_BYTES_MAX, read_document
+from relayline.deploy.models.model_source import parse_reference
 from relayline.deploy.testing.paths import DEPLOY
 from relayline.stage.engine.kv_cache import KV_TYPES
 from relayline.wire.common.kv_layout import KV_LAYOUTS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.gateway.serve import GatewayConfig
-from relayline.deploy.launch.gateway_plan import config_of_running
+from relayline.deploy.launch.gateway.plan import config_of_running
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.render import front, inside, observability
 from relayline.deploy.testing.processes import relayline

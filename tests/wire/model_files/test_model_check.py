@@ -18,7 +18,7 @@ from relayline.coordinator.model.gguf_write import F32, I32, U32, encode_array, 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
-from relayline.deploy.launch.trial import try_artifacts
+from relayline.deploy.models.trial import try_artifacts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.wire.common.errors import ArtifactError, ModelFileError
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header

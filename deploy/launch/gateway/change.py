@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from relayline.deploy.launch.gateway_plan import JoinPorts, Started
+from relayline.deploy.launch.gateway.plan import JoinPorts, Started
 from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member

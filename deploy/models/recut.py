@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relayline.deploy.launch.split_apart import split_apart
+from relayline.deploy.models.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def cutter(model: Path | None) -> Cut | None:
     full = str(model.absolute())
 
     async def cut(cuts: tuple[int, ...]) -> Path:
-        from relayline.deploy.launch.splits import split_place
+        from relayline.deploy.models.splits import split_place
 
         place = await asyncio.to_thread(split_place, model, None if cuts else 1, cuts or None)
         parts = ("--cuts", ",".join(map(str, cuts))) if cuts else ("--stages", "1")

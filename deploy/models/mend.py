@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PipelineFile, load_pipeline
-from relayline.deploy.launch.split_apart import split_apart
+from relayline.deploy.models.split_apart import split_apart
 from relayline.wire.common.errors import ArtifactError, RelaylineError
 
 log = logging.getLogger("relayline.up")
@@ -48,8 +48,8 @@ def later_mender(settled: Path) -> Mend:
     """Return the same for a pipeline whose plan is made only once its hosts have joined; `settled`: its manifest."""
 
     def found() -> Mend:
-        from relayline.deploy.launch.splits import split_place
         from relayline.deploy.manifest import load_manifest
+        from relayline.deploy.models.splits import split_place
 
         manifest = load_manifest(settled)
         cuts = tuple(cut for cut in manifest.fixed_cuts() if cut is not None)

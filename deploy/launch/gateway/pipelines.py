@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from relayline.deploy.launch.gateway_plan import changes_behind
+from relayline.deploy.launch.gateway.plan import changes_behind
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.ports import LOCALHOST
 from relayline.deploy.launch.prepare import named, override

@@ -2,7 +2,7 @@
 
 On this machine it is a file, any shard of a set, a directory with one model, or a pattern that matches one model.
 On the hub it is `hf://ORG/REPO/FILE.gguf[@REVISION]`, or ORG/REPO[:QUANT][@REVISION], with or without `hf://`: then the
-file is chosen by its quantisation (deploy.launch.hub_choice).
+file is chosen by its quantisation (deploy.models.hub_choice).
 
 Files of the hub are loaded by huggingface_hub into its own cache, so HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT
 have their usual meaning, and an interrupted download is resumed. Of a sharded set any shard may be named; all are
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME
-from relayline.deploy.launch.hub_choice import SHARD, chosen_file, models_among, projector_among
-from relayline.deploy.launch.hub_download import load_blob
+from relayline.deploy.models.hub_choice import SHARD, chosen_file, models_among, projector_among
+from relayline.deploy.models.hub_download import load_blob
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.places import home

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from relayline.deploy.launch.hub_choice import chosen_file, projector_among
-from relayline.deploy.launch.model_source import HubFile, local_model, parse_reference, resolve_model, resolve_projector
+from relayline.deploy.models.hub_choice import chosen_file, projector_among
+from relayline.deploy.models.model_source import HubFile, local_model, parse_reference, resolve_model, resolve_projector
 from relayline.wire.common import file_hash
 from relayline.wire.common.errors import ModelFileError, UsageError
 from tests.support.fake_hub import COMMIT, Hub, serving
@@ -25,7 +25,7 @@ SHARDS = {f"big/model-{n:05d}-of-00003.gguf": f"GGUF shard {n}".encode() for n i
 FILES = {"org/repo/model.gguf": WHOLE} | {f"org/repo/{name}": body for name, body in SHARDS.items()}
 PROGRAM = """
 import sys
-from relayline.deploy.launch.model_source import resolve_model
+from relayline.deploy.models.model_source import resolve_model
 from relayline.wire.common.errors import RelaylineError
 try:
     print(resolve_model(*sys.argv[1:]))

@@ -15,8 +15,8 @@ from relayline.coordinator.gateway.serve import ServedGateway, serving_gateway
 from relayline.deploy.launch.backoff import RestartHistory, RestartPolicy
 from relayline.deploy.launch.board import Board
 from relayline.deploy.launch.child import Child
-from relayline.deploy.launch.gateway_change import difference, join_ports, restarting
-from relayline.deploy.launch.gateway_plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
+from relayline.deploy.launch.gateway.change import difference, join_ports, restarting
+from relayline.deploy.launch.gateway.plan import GatewayPlan, LocalPipeline, MemberPlan, plan_members
 from relayline.deploy.launch.log_files import LogWriter
 from relayline.deploy.launch.process_id import identify
 from relayline.deploy.launch.state import MORE_SIGNAL, ProcessRecord, StateDir

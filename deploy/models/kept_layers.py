@@ -10,7 +10,7 @@ import msgspec
 
 from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.splits import split_for
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.files import write_again
 

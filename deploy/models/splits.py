@@ -8,8 +8,8 @@ from pathlib import Path
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import content_key, inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.deploy.launch.progress import error_console, progress_bar
-from relayline.deploy.launch.trial import try_artifacts
+from relayline.deploy.models.progress import error_console, progress_bar
+from relayline.deploy.models.trial import try_artifacts
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.logs import PRINTED
 from relayline.wire.common.places import cache_dir

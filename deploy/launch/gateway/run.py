@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from relayline.deploy.launch.gateway_keeper import Echo, Keeper
-from relayline.deploy.launch.gateway_plan import GatewayPlan
+from relayline.deploy.launch.gateway.keeper import Echo, Keeper
+from relayline.deploy.launch.gateway.plan import GatewayPlan
 from relayline.deploy.launch.leftovers import end_leftovers
 from relayline.deploy.launch.log_files import SUPERVISOR
 from relayline.deploy.launch.ports import port_problem

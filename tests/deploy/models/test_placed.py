@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relayline.deploy.launch import placed
+from relayline.deploy.models import placed
 from relayline.deploy.testing.paths import DEMO_MODEL
 from relayline.wire.common.errors import ModelFileError, StartError
 

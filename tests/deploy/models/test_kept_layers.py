@@ -9,8 +9,8 @@ import pytest
 
 from relayline.coordinator.joining.config import PoolState
 from relayline.coordinator.model.pipeline_file import load_pipeline
-from relayline.deploy.launch.kept_layers import keeper, kept_split, kept_state
-from relayline.deploy.launch.splits import split_for
+from relayline.deploy.models.kept_layers import keeper, kept_split, kept_state
+from relayline.deploy.models.splits import split_for
 from tests.end_to_end.test_end_to_end import DEMO
 
 

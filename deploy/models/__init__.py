@@ -1,0 +1,1 @@
+"""A model's files on this machine: found or downloaded, split into the cache, tried, repaired."""

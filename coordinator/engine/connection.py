@@ -152,14 +152,22 @@ class Connection:
             connection.link = await RelayLink.open(
                 addresses[0], hello, events.on_lost, security, passes[0], is_watched=False
             )
-            connection._keep(connection.noting.keep())
-            if revocations is not None:
-                connection._keep(push_revocations(revocations, stages, security, events.on_lost))
-            await connection.heartbeat.first()
+            await connection._begin(revocations, security)
         except BaseException:
             await asyncio.gather(*(stage.close() for stage in stages), return_exceptions=True)
             raise
         return connection
+
+    async def _begin(self, revocations: Revocations | None, security: LinkSecurity) -> None:
+        """Do what lasts as long as the link; closes it if that fails."""
+        try:
+            self._keep(self.noting.keep())
+            if revocations is not None:
+                self._keep(push_revocations(revocations, self.stages, security, self._events.on_lost))
+            await self.heartbeat.first()
+        except BaseException:
+            await self._end()
+            raise
 
     async def _learn(self, known: Collection[int]) -> None:
         """Ask stage 0 for its notes, if it has stored what is not known."""
@@ -199,9 +207,12 @@ class Connection:
 
     async def close(self) -> None:
         """Close every stream of this epoch; what sessions hold stays at the stages for a while."""
+        await self._end()
+        await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
+
+    async def _end(self) -> None:
         await asyncio.gather(*map(end_task, self._tasks))
         await self.link.close()
-        await asyncio.gather(*(stage.close() for stage in self.stages), return_exceptions=True)
 
 
 def _order(

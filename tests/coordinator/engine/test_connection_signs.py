@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from relayline.coordinator.engine.connection import Connection, EpochEvents, EpochTerms, Peers
+from relayline.coordinator.engine.heartbeat import Heartbeat
 from relayline.wire.common import bounds
 from relayline.wire.common.errors import StageLostError
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
+from tests.support.fakes import WIDTH, pipeline_file
 from tests.support.served_stage import served
 
 WAIT_S = 20
@@ -51,3 +53,27 @@ async def test_a_stage_that_hangs_silences_no_other(monkeypatch: pytest.MonkeyPa
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
     assert set(heard) == {1}
+
+
+async def test_an_epoch_given_up_at_its_first_beats_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link stands by then, and what lasts as long as the link runs."""
+    beating = asyncio.Event()
+
+    async def beat(_: Heartbeat) -> None:
+        beating.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Heartbeat, "first", beat)
+    async with served(0, 1) as stage, asyncio.timeout(WAIT_S):
+        file = pipeline_file(1, pipeline_id=stage.artifact.pipeline_id, n_embd=WIDTH, n_vocab=stage.artifact.n_vocab)
+        events = EpochEvents(lambda message: None, lambda error: None)
+        peers, terms = Peers([stage.address]), EpochTerms(1, 1, pb.DTYPE_F32)
+        opening = asyncio.create_task(Connection.open(peers, file, terms, events))
+        await asyncio.wait({opening, asyncio.ensure_future(beating.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            opening.result()
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        running: list[Any] = [task.get_coro() for task in asyncio.all_tasks()]
+        names = [coroutine.__qualname__ for coroutine in running]
+        assert not [name for name in names if name.startswith(("Noting", "RelayLink"))], names

@@ -21,6 +21,9 @@ KUSTOMIZATION_FILE = "kustomization.yaml"
 RENEW_SHARE = 3  # cert-manager renews a certificate when a third of its time is left
 MONITOR = "prometheus"
 WAIT_EVERY_S = 5
+# Of containers that only prepare: a name space with a quota takes no container without them.
+FETCH_RESOURCES: Mapping = {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "4Gi"}}
+WAIT_RESOURCES: Mapping = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 _LOOPBACK = ["127.0.0.1", "::1"]
 
 
@@ -138,6 +141,7 @@ def fill_container(pipeline: Inside, source: str) -> Mapping:
         "imagePullPolicy": pipeline.manifest.spec.deployment.image_pull_policy,
         "args": ["pull", source, "--to", inside.MODELS_DIR],
         "env": env,
+        "resources": FETCH_RESOURCES,
     }
 
 
@@ -150,6 +154,7 @@ def wait_container(pipeline: Inside) -> Mapping:
         "image": pipeline.image(),
         "imagePullPolicy": pipeline.manifest.spec.deployment.image_pull_policy,
         "command": ["python3", "-c", script],
+        "resources": WAIT_RESOURCES,
     }
 
 

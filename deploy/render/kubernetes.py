@@ -198,12 +198,17 @@ def config(pipeline: Inside, *, is_shared: bool = False) -> list[tuple[str, Mapp
             },
         ),
         (
-            "Nodes are drained one pod at a time: sessions survive the loss of one stage, and wait for it.",
+            "Nodes are drained one pod at a time: sessions survive the loss of one stage, and wait for it. "
+            "Pods that are not ready never hold a node.",
             {
                 "apiVersion": "policy/v1",
                 "kind": "PodDisruptionBudget",
                 "metadata": metadata(pipeline, name, "pipeline"),
-                "spec": {"maxUnavailable": 1, "selector": {"matchLabels": pods.selector(name)}},
+                "spec": {
+                    "maxUnavailable": 1,
+                    "unhealthyPodEvictionPolicy": "AlwaysAllow",  # else a stage that does not come up holds its node
+                    "selector": {"matchLabels": pods.selector(name)},
+                },
             },
         ),
     ]

@@ -236,3 +236,26 @@ def test_kustomize_builds_the_base_and_an_overlay(tmp_path: Path, files: dict[st
     assert {one["metadata"]["namespace"] for one in built} == {"staging"}
     assert f"{inside.MODELS_DIR}/qwen2.5-14b-instruct-q4_k_m.gguf" in done.stdout
     assert "registry.example.com/ml/relayline:0.2.0\n" in done.stdout
+
+
+def test_pods_that_are_not_ready_never_hold_a_node(files: dict[str, str], replicas: dict[str, str]) -> None:
+    """A stage that does not come up would otherwise block the drain of its node."""
+    for rendered in (files, replicas):
+        (budget,) = objects(rendered, "PodDisruptionBudget")
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_containers_that_prepare_say_what_they_need(files: dict[str, str], replicas: dict[str, str]) -> None:
+    """A name space with a quota refuses every pod with a container that does not."""
+    found = []
+    for rendered in (files, replicas):
+        pods = [one["spec"]["template"]["spec"] for kind in ("Deployment", "Job") for one in objects(rendered, kind)]
+        leaders = [one["spec"]["leaderWorkerTemplate"] for one in objects(rendered, "LeaderWorkerSet")]
+        pods += [each[part]["spec"] for each in leaders for part in ("leaderTemplate", "workerTemplate")]
+        preparing = [one for pod in pods for one in pod.get("initContainers", ())]
+        preparing += [one for job in objects(rendered, "Job") for one in job["spec"]["template"]["spec"]["containers"]]
+        found += [one["name"] for one in preparing]
+        for one in preparing:
+            assert one["resources"]["requests"].keys() == {"cpu", "memory"}, one["name"]
+            assert "memory" in one["resources"]["limits"], one["name"]
+    assert sorted(set(found)) == ["fetch-model", "wait-for-model"]

@@ -41,6 +41,9 @@ def _manifest(metadata: dict[str, Any], spec: dict[str, Any], stages: Any) -> Ma
     deployment = spec.get("deployment") or {}
     if "tolerations" in deployment:
         deployment["tolerations"] = [_toleration(each) for each in deployment["tolerations"]]
+    telemetry = spec.get("telemetry") or {}
+    if telemetry.get("jaegerUrl"):
+        telemetry["jaegerUrl"] = "http://box:16686/jaeger"
     (deployment.get("storage") or {}).pop("fill", None)  # a file with the name of model.path
     data = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec | {"stages": stages}}
     try:

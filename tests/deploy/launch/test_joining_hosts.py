@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -135,8 +136,13 @@ def test_a_gateway_gives_no_line_but_says_how_to_name_its_pipeline(tmp_path: Pat
     directory.manifest.write_text("kind: Gateway\n")
     me = identify(os.getpid())
     assert me is not None
-    state = LaunchState(STATE_VERSION, "front", "front.yaml", Phase.READY, me.pid, me.start_ticks)
-    with pytest.raises(UsageError, match="front is a gateway; name the pipeline with --pipeline NAME"):
+    both = (
+        ProcessRecord("front", "coordinator", "here", HostState.READY),
+        ProcessRecord("a", "pipeline", "here", HostState.READY),
+    )
+    state = LaunchState(STATE_VERSION, "front", "front.yaml", Phase.READY, me.pid, me.start_ticks, processes=both)
+    asked = re.escape("front is a gateway; name the pipeline with --pipeline NAME (it runs here: a)")
+    with pytest.raises(UsageError, match=asked):
         fresh_line(Launched(directory, state), "old")
 
 

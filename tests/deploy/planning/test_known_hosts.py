@@ -267,3 +267,12 @@ def test_a_state_directory_that_is_a_file_holds_no_measurements(
     (tmp_path / "state").touch()
     assert known_hosts(manifest(), DEMO_MODEL) == {}
     assert not caplog.messages  # `up` says next that it cannot keep its state there
+
+
+@pytest.mark.parametrize(("host", "is_here"), [("localhost", True), ("203.0.113.7", False)])
+def test_a_coordinator_shares_its_hosts_cores_with_the_stages_there(host: str, is_here: bool) -> None:
+    text = MANIFEST.format(model=DEMO_MODEL, kv="f16", laptop="").replace("host: 203.0.113.1", "host: localhost")
+    local = parse_manifest(f"{text}  coordinator: {{host: {host}}}\n".encode(), "manifest")
+    instance = instance_of(local, inspect_model(DEMO_MODEL))
+    assert (instance.coordinator == instance.hosts[0].machine) is is_here
+    assert instance.coordinator != instance.hosts[1].machine

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from benches import report
+from benches.compared import Run
 from benches.peers import Kernels
 from benches.reference import prompts_for
 from benches.servers import llama_rpc, relayline_linked, relayline_up, up_has_flag
@@ -220,7 +221,6 @@ def keep_long_prompt(
 
     `n_ended` running streams ended before they were cancelled, which left the others more of the machine.
     """
-    from benches.compare import Run
 
     ended_ns = long.token_ns[0] if long.token_ns else time.monotonic_ns()
     quiet, during = quiet_and_prefill_ms(running, long.due_ns, ended_ns)

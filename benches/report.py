@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from benches.compare import Plan, Run
+    from benches.compared import Plan, Run
 
 # (what, system, rival, figure, {streams: goal}); a ratio of at least the goal meets it
 RATIO_GOALS: tuple[tuple[str, str, str, str, dict[int, float]], ...] = (

@@ -14,7 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benches import machine, parts, report
-from benches.compare import Bench, Plan, Run
+from benches.compare import Bench
+from benches.compared import Plan, Run
 from benches.models import Shape
 from benches.quantisation import crossings
 from benches.reference import judge, prompts_for

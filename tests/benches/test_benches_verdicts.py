@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from benches import parts, reference
-from benches.compare import Bench, Run
+from benches.compare import Bench
+from benches.compared import Run
 from benches.peers import LIBRARIES, Kernels, Peers
 from benches.reference import Answer, Prompt
 from relayline.deploy.cli.load import Request, Summary

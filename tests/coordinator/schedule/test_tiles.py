@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayline.coordinator.schedule.config import ScheduleConfig
+from relayline.coordinator.schedule.cycles import CHUNK_LADDER
 from relayline.coordinator.schedule.groups import GroupPlan, GroupPlanner
 from relayline.coordinator.schedule.prompt_line import PromptLine
 from relayline.coordinator.schedule.scheduler import Scheduler
@@ -130,6 +131,16 @@ def test_without_tiles_all_room_is_used() -> None:
         session.start()
         line.add(session, 0)
     assert [sum(len(chunk.tokens) for chunk in line.next_chunks(500)) for _ in range(3)] == [500, 500, 20]
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows_max", "added"),
+    [(AVOIDED, TILE - 1, [60]), (AVOIDED, 3, []), (SHARED, TILE - 1, []), (SHARED, 62, [])],
+)
+def test_plans_try_the_largest_step_below_a_tile_where_tiles_are_avoided(
+    rule: TileRule, rows_max: int, added: list[int]
+) -> None:
+    assert rule.steps_tried(rows_max) == sorted([rows for rows in CHUNK_LADDER if rows <= rows_max] + added)
 
 
 def test_stages_are_taken_to_go_by_tiles_where_they_may() -> None:

@@ -292,7 +292,7 @@ def test_the_endpoint_may_come_from_the_environment(monkeypatch: pytest.MonkeyPa
         assert [span.service for span in receiver.spans] == ["relayline-coordinator"]
 
 
-def test_a_refusing_collector_costs_a_counter() -> None:
+def test_a_refusing_collector_costs_a_counter_and_a_line_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     with receiving(Mode.REFUSING) as receiver:
         telemetry = Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(otlp_endpoint=receiver.grpc_endpoint))
         spans(telemetry, 7)
@@ -302,6 +302,12 @@ def test_a_refusing_collector_costs_a_counter() -> None:
         spans(telemetry, 2)
         telemetry.shutdown(WAIT_S)
         assert (telemetry.exported_spans, telemetry.dropped_spans) == (2, 7)
+        assert [record.fields for record in caplog.records if "lost spans" in record.message] == [{"dropped_spans": 7}]
+        caplog.clear()
+        whole = Telemetry.start(Role.STAGE, "1@box", TelemetryConfig(otlp_endpoint=receiver.grpc_endpoint))
+        spans(whole, 1)
+        whole.shutdown(WAIT_S)
+        assert "lost spans" not in caplog.text
 
 
 @pytest.mark.parametrize("is_dead", [True, False], ids=["dead", "slow"])

@@ -23,6 +23,7 @@ from relayline.deploy.launch.state import StateDir
 from relayline.deploy.manifest import Manifest, load_manifest
 from relayline.deploy.manifest.gateway import GatewayManifest, Member
 from relayline.deploy.manifest.model import ENROL_PORT, JOIN_PORT
+from relayline.deploy.manifest.scalars import is_local
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.security import address_of
 
@@ -168,8 +169,9 @@ def changes_behind(
     changes: dict[str, Any] = {"coordinator.http.tls": None}
     if member.stages is not None:
         changes["stages"] = stages_of(member)
-    is_apart = member.stages is not None or not inner.all_local
     coordinator = inner.spec.coordinator
+    stages = (*(inner.stages if member.stages is None else member.stages), *inner.spares)
+    is_apart = not (is_local(coordinator.host) and all(stage.is_local for stage in stages))
     if is_apart and not (coordinator.join_port or coordinator.enrol_port):
         if kept is None or not all(kept):
             n_apart = next(n for n in itertools.count() if JOIN_PORT + n * PORTS_APART not in taken)

@@ -17,6 +17,7 @@ from relayline.deploy.launch.state import STATE_VERSION, LaunchState, StateDir
 from relayline.deploy.machine.gpus import Gpu
 from relayline.deploy.manifest.gateway import load_gateway
 from relayline.deploy.manifest.load import ManifestError
+from relayline.deploy.manifest.model import JOIN_PORT
 from relayline.deploy.planning.report import Plan
 from relayline.deploy.planning.together import missing_memory, shared_machines
 from relayline.deploy.testing.processes import relayline
@@ -83,6 +84,16 @@ def test_ports_that_two_pipelines_want(house: Write) -> None:
     )
     named = house(TWO, "coordinator: {joinPort: 50050}")
     assert "port 50050 on localhost is wanted by joining stages" in clashes(pipelines_behind(load_gateway(named)))[0]
+
+
+def test_replicas_on_this_machine_join_at_ports_that_the_system_chooses(house: Write) -> None:
+    """So two gateways on one machine do not want the same ones."""
+    path = house("  pipelines: [{name: a, manifest: inner.yaml, replicas: [{stages: [{name: x}]}]}]\n")
+    manifests = [each.manifest for each in pipelines_behind(load_gateway(path))]
+    assert [found.join_port for found in manifests if found] == [0, 0]
+    (_, far, _) = pipelines_behind(load_gateway(house(TWO)))
+    assert far.manifest is not None
+    assert far.manifest.join_port == JOIN_PORT
 
 
 def test_a_name_that_is_too_long_with_the_gateways_is_one_line(house: Write) -> None:

@@ -81,6 +81,13 @@ def test_others_that_would_wait_weigh_against_guesses() -> None:
     assert counts("matrix", [chances], Traffic(8, 7, 0)) == [0]
 
 
+@pytest.mark.parametrize("curve", ["staircase", "matrix"])
+def test_a_guess_that_makes_two_flights_unequal_has_to_pay_for_that(curve: str) -> None:
+    chances = [0.8**ahead for ahead in range(1, 9)]
+    assert counts(curve, [chances], ALONE)[0] > 0
+    assert counts(curve, [chances], Traffic(2, 4, 0)) == [0], "as equal flights they spread best over two stages"
+
+
 # --- in the scheduler -------------------------------------------------------------------------------------------------
 
 

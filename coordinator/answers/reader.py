@@ -34,6 +34,7 @@ class CallPart:
     arguments: str = ""  # JSON text
     name: str = ""
     id: str = ""
+    is_custom: bool = False  # its tool takes free text: `arguments` are that
 
 
 class Parts(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -320,16 +320,21 @@ def token_logprob(speller: Speller, one: Scored, n_top: int) -> shapes.TokenLogp
 
 
 def _call_delta(part: CallPart) -> shapes.ToolCall:
-    if not part.name:
-        return shapes.ToolCall(shapes.CalledFunction(part.arguments), index=part.index)
-    return shapes.ToolCall(shapes.CalledFunction(part.arguments, part.name), part.id, "function", part.index)
+    call = _call(part)
+    call.index = part.index
+    return call
+
+
+def _call(part: CallPart) -> shapes.ToolCall:
+    name, id = (part.name, part.id) if part.name else (UNSET, UNSET)
+    if part.is_custom:
+        kind: Literal["custom"] | UnsetType = "custom" if part.name else UNSET
+        return shapes.ToolCall(id=id, type=kind, custom=shapes.CalledCustom(part.arguments, name))
+    return shapes.ToolCall(shapes.CalledFunction(part.arguments, name), id, "function" if part.name else UNSET)
 
 
 def _message(growth: Growth) -> shapes.AssistantMessage:
-    calls = [
-        shapes.ToolCall(shapes.CalledFunction(call.arguments, call.name), call.id, "function")
-        for call in growth.whole_calls()
-    ]
+    calls = [_call(call) for call in growth.whole_calls()]
     return shapes.AssistantMessage(
         content=None if calls and not growth.text else growth.text,
         reasoning_content=growth.reasoning or UNSET,

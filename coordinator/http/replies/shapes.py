@@ -163,13 +163,21 @@ class CalledFunction(Struct):
     name: str | UnsetType = UNSET
 
 
+class CalledCustom(Struct):
+    """The custom tool of a call, or the part that one event adds to its input."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCall(Struct):
     """One call of a tool. Events say of which call they are; id and name come with its first."""
 
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
     index: int | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class Delta(Struct, omit_defaults=True):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import cast
 
+from relayline.coordinator.answers.custom_calls import CustomCallReader
 from relayline.coordinator.answers.grammar import (
     Schema,
     Wanted,
@@ -56,11 +57,14 @@ class ChatForm:
                 is_parallel=self.is_parallel(offered),
                 is_required=offered.is_required,
             )
+        reader: Reader
         if self.conversation.is_harmony:
-            return HarmonyReader(calls, splits_reasoning=self.splits_reasoning, is_thinking=self.is_thinking)
-        if thinking is None and calls is None:
+            reader = HarmonyReader(calls, splits_reasoning=self.splits_reasoning, is_thinking=self.is_thinking)
+        elif thinking is None and calls is None:
             return None
-        return AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
+        else:
+            reader = AnswerReader(thinking, is_thinking=self.is_thinking, calls=calls)
+        return CustomCallReader(reader, offered.custom) if offered is not None and offered.custom else reader
 
 
 def chat_grammar(plan: Plan, form: ChatForm) -> str:

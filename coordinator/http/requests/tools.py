@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from relayline.coordinator.answers.grammar import REFS_MAX, Schema, resolved
 from relayline.coordinator.answers.tagged_calls import QUOTED, Types, type_of
 from relayline.coordinator.http.requests.bodies import ChatBody, MessageBody
+from relayline.coordinator.http.requests.custom_tools import NAME_FORM, custom_function, function_call, is_name
 from relayline.wire.common.errors import InvalidRequestError
 
 TOOLS_MAX = 256  # of one request; OpenAI allows 128
-NAME_CHARS_MAX = 128  # as Anthropic has it; OpenAI allows 64, and a name space before them
-_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{NAME_CHARS_MAX}}}")  # with what servers of other protocols put in front
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 
 
@@ -22,13 +20,14 @@ _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}}
 class Offered:
     """The tools that a request offers."""
 
-    shown: tuple[Mapping[str, Any], ...]  # as the client sent them, for the prompt
+    shown: tuple[Mapping[str, Any], ...]  # as the client sent them, for the prompt; custom tools as functions
     schemas: Mapping[str, Schema]  # of the arguments, by the name of the tools that may be called
     strict: frozenset[str]  # of these: whose calls must fit their schema
     types: Mapping[str, Types]  # of each tool's arguments: JSON types
     is_required: bool
     is_parallel: bool
     leaves_some: bool  # some tools are shown that may not be called
+    custom: frozenset[str] = frozenset()  # of those that may be called: whose input is free text
 
     @property
     def needs_grammar(self) -> bool:
@@ -49,11 +48,12 @@ def offered_by(body: ChatBody) -> Offered | None:
         return None
     schemas = {name: _parameters(by_name[name]) for name in names}
     return Offered(
-        shown=tuple(body.tools or ()),
+        shown=tuple(map(_as_function, body.tools or (), tools)),
         schemas=schemas,
         types={name: _types(schema) for name, schema in schemas.items()},
         leaves_some=len(schemas) < len(tools),
         strict=frozenset(name for name in names if by_name[name].get("strict")),
+        custom=frozenset(names) & {each["custom"]["name"] for each in body.tools or () if each["type"] == "custom"},
         is_required=mode == "required",
         # A required call is made once, unless several are asked for: a small model would call without end.
         is_parallel=mode == "auto" if body.parallel_tool_calls is None else body.parallel_tool_calls,
@@ -61,10 +61,13 @@ def offered_by(body: ChatBody) -> Offered | None:
 
 
 def check_calls(messages: Sequence[MessageBody]) -> None:
-    """Refuse turns whose calls have no name, or no arguments."""
+    """Refuse turns whose calls have no name, or no arguments. Calls of custom tools become those of functions."""
     for index, message in enumerate(messages):
         for at, call in enumerate(message.tool_calls or ()):
             param = f"messages[{index}].tool_calls[{at}]"
+            if isinstance(call, Mapping) and call.get("type") == "custom":
+                call = function_call(call, f"{param}.custom")
+                message.tool_calls[at] = call  # type: ignore[index]  # it has calls
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise InvalidRequestError.of_field(param, "needs a function with a name")
@@ -72,15 +75,19 @@ def check_calls(messages: Sequence[MessageBody]) -> None:
                 raise InvalidRequestError(f"{param}.function.arguments: must be JSON text", param=param)
 
 
+def _as_function(tool: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
+    return tool if tool["type"] == "function" else {"type": "function", "function": function}
+
+
 def _function(tool: Any, param: str) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind == "custom":
+        return custom_function(tool, param)
     if kind != "function":
-        raise InvalidRequestError.of_field(param, 'only tools of type "function" are supported')
+        raise InvalidRequestError.of_field(param, 'only tools of types "function" and "custom" are supported')
     function: Mapping[str, Any] | None = tool.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
-        text = f"needs a function whose name has 1 to {NAME_CHARS_MAX} letters, digits, and any of _ . : / -"
-        raise InvalidRequestError.of_field(param, text)
+    if not isinstance(function, Mapping) or not is_name(function.get("name")):
+        raise InvalidRequestError.of_field(param, f"needs a function whose name {NAME_FORM}")
     parameters = function.get("parameters") or {}
     is_schema = isinstance(parameters, Mapping) and isinstance(parameters.get("properties", {}), Mapping)
     if not is_schema or not all(isinstance(key, str) for key in _list(parameters, "required")):
@@ -104,7 +111,7 @@ def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[st
         return choice or "auto", [*by_name]
     mode: _Mode = "required"
     names = [*by_name]
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
+    if isinstance(choice, Mapping) and choice.get("type") in ("function", "custom"):
         names = [_name_of(choice)]
     elif isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
@@ -120,7 +127,7 @@ def _choice(choice: Any, by_name: Mapping[str, Any]) -> tuple[_Mode, Sequence[st
 
 
 def _name_of(named: Any) -> str:
-    function = named.get("function", named) if isinstance(named, Mapping) else None
+    function = named.get("function", named.get("custom", named)) if isinstance(named, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise InvalidRequestError.of_field("tool_choice", "each function needs a name")

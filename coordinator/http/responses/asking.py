@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from relayline.coordinator.http.requests.bodies import decode_body
+from relayline.coordinator.http.requests.custom_tools import arguments_of
 from relayline.coordinator.http.requests.inner_form import (
     Fields,
     Inner,
@@ -21,7 +22,7 @@ from relayline.coordinator.http.requests.inner_form import (
     text_in,
     with_system,
 )
-from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served
+from relayline.coordinator.http.responses.bodies import ResponsesBody, check_served, is_hosted
 from relayline.coordinator.text.places import PLACE
 from relayline.wire.common.errors import InvalidRequestError
 
@@ -93,7 +94,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
         raise InvalidRequestError.of_field("previous_response_id", "write this key without escapes")
     items = _input_items(body, context)
     try:
-        tools, namespaced = _tools(body.tools or [])
+        tools, namespaced, left_out = _tools(body.tools or [])
         messages = _messages(context.history, "history") + _messages(items, "input")
         if not messages:
             raise InvalidRequestError.of_field("input", "needs text, or a list with at least one item")
@@ -103,7 +104,7 @@ def read(raw: bytes | bytearray, n_context: int) -> Inner:
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
     options = AnswerOptions(
-        _echo(body).encode("utf-8", "replace"),
+        _echo(body, left_out).encode("utf-8", "replace"),
         [(item["id"], as_json(item).encode("utf-8", "replace")) for item in _with_ids(items)],
         body.store is not False,
         body.previous_response_id,
@@ -161,12 +162,21 @@ def _fields(body: ResponsesBody, tools: list[Fields], tool_choice: Any) -> Field
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def _tools(tools: list[Any]) -> tuple[list[Fields], dict[str, tuple[str, str]]]:
-    """Return the tools of a chat, and by the names that it shows of those in name spaces: (name space, name)."""
+def _tools(tools: list[Any]) -> tuple[list[Fields], dict[str, tuple[str, str]], list[str]]:
+    """Return the tools of a chat, by the names that it shows of those in name spaces: (name space, name), and the types
+    of those that are left out.
+
+    These run at OpenAI, or in programs that its own models know. Agents such as Codex offer them beside others, and go
+    on without them. Alone they are refused: the answer would not be what was asked for. Raises InvalidRequestError.
+    """
     found: list[Fields] = []
     namespaced: dict[str, tuple[str, str]] = {}
+    left_out: list[str] = []
 
     def take(tool: Mapping[str, Any], where: str) -> None:
+        if is_hosted(tool.get("type")):
+            left_out.append(tool["type"])
+            return
         if tool.get("type") != "namespace":
             found.append(_function(tool, where))
             return
@@ -174,13 +184,16 @@ def _tools(tools: list[Any]) -> tuple[list[Fields], dict[str, tuple[str, str]]]:
         if not isinstance(inner, list):
             raise InvalidRequestError.of_field(f"{where}.tools", "must be a list")
         for function in each_checked(inner, f"{where}.tools", _function):
-            named = function["function"]
+            named = function[function["type"]]
             named["name"], name = _joined(space, text_in(named, "name", where)), named["name"]
             namespaced[named["name"]] = (space, name)
             found.append(function)
 
     each_checked(tools, "tools", take)
-    return found, namespaced
+    if left_out and not found:
+        text = f"{left_out[0]!r} cannot run here, and no other tool is offered; leave it out"
+        raise InvalidRequestError.of_field("tools[0]", text)
+    return found, namespaced, list(dict.fromkeys(left_out))
 
 
 def _joined(space: str, name: str) -> str:
@@ -190,7 +203,9 @@ def _joined(space: str, name: str) -> str:
 
 def _choice(choice: Any, namespaced: Mapping[str, tuple[str, str]]) -> Any:
     """Return a `tool_choice` whose function has the name that the model sees: clients leave out the name space."""
-    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+    if isinstance(choice, Mapping) and is_hosted(choice.get("type")):
+        raise InvalidRequestError.of_field("tool_choice", f"{choice['type']!r} cannot run here; leave it out")
+    if not isinstance(choice, Mapping) or choice.get("type") not in ("function", "custom"):
         return choice
     shown = [joined for joined, (_, name) in namespaced.items() if name == choice.get("name")]
     return {**choice, "name": shown[0]} if len(shown) == 1 else choice
@@ -198,8 +213,11 @@ def _choice(choice: Any, namespaced: Mapping[str, tuple[str, str]]) -> Any:
 
 def _function(tool: Mapping[str, Any], where: str) -> Fields:
     kind = tool.get("type")
+    if kind == "custom":
+        custom = {key: tool[key] for key in ("description", "format") if tool.get(key) is not None}
+        return {"type": "custom", "custom": {"name": text_in(tool, "name", where), **custom}}
     if kind != "function":
-        text = f"only tools of type function are served here, not {str(kind)[:40]!r}; leave it out"
+        text = f"only tools of types function and custom are served here, not {str(kind)[:40]!r}; leave it out"
         raise InvalidRequestError.of_field(where, text)
     named = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": named}
@@ -239,10 +257,10 @@ def _messages(items: Sequence[Fields], param: str) -> list[Fields]:
             text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
             if text:
                 turn["reasoning_content"] = text
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             turn = _turn(messages) if turn is None else turn
             turn.setdefault("tool_calls", []).append(_call(item, where))
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             turn = None
             messages.append(_result(item, where))
         else:
@@ -260,7 +278,11 @@ def _turn(messages: list[Fields]) -> Fields:
 def _call(item: Mapping[str, Any], where: str) -> Fields:
     name, space = text_in(item, "name", where), text_in(item, "namespace", where, default="")
     name = _joined(space, name) if space else name
-    function = {"name": name, "arguments": text_in(item, "arguments", where, default="{}")}
+    if item.get("type") == "custom_tool_call":
+        arguments = arguments_of(text_in(item, "input", where, default=""))
+    else:
+        arguments = text_in(item, "arguments", where, default="{}")
+    function = {"name": name, "arguments": arguments}
     return {"id": text_in(item, "call_id", where), "type": "function", "function": function}
 
 
@@ -308,11 +330,15 @@ def _text(content: Any, where: str) -> str:
 
 
 def _echoed(tool: Fields) -> Fields:
-    return tool if tool["type"] == "namespace" else {"strict": None, "parameters": None, **tool}
+    more: dict[str, Fields] = {"function": {"strict": None, "parameters": None}, "custom": {"format": {"type": "text"}}}
+    return {**more.get(tool["type"], {}), **tool}
 
 
-def _echo(body: ResponsesBody) -> str:
-    """Return the fields of a response that repeat the request, in the order of OpenAI's API."""
+def _echo(body: ResponsesBody, left_out: Sequence[str]) -> str:
+    """Return the fields of a response that repeat the request, in the order of OpenAI's API.
+
+    `left_out`: types of tools that the model was not shown; they are named in a field of ours.
+    """
     reasoning, text = body.reasoning, body.text
     echo = {
         "background": False,
@@ -334,10 +360,12 @@ def _echo(body: ResponsesBody) -> str:
             "verbosity": (text.verbosity if text else None) or "medium",
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [_echoed(tool) for tool in body.tools or ()],
+        "tools": [_echoed(tool) for tool in body.tools or () if not is_hosted(tool["type"])],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
     }
     named = {"prompt_cache_key": body.prompt_cache_key, "safety_identifier": body.safety_identifier, "user": body.user}
+    if left_out:
+        echo["tools_left_out"] = list(left_out)
     return as_json(echo | {name: value for name, value in named.items() if value is not None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -78,3 +79,16 @@ def check_served(body: ResponsesBody) -> None:
         value = getattr(body, param)
         if value is not None and value not in neutral:
             raise InvalidRequestError.of_field(param, f"not supported by this server; {remedy}")
+
+
+# Tools that run at OpenAI, or whose calls only its own models make. Some have a date at their end.
+_HOSTED = frozenset({
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation",
+    "local_shell", "mcp", "shell", "tool_search", "web_search", "web_search_preview",
+})  # fmt: skip
+_DATE = re.compile(r"_[0-9]{4}_[0-9]{2}_[0-9]{2}$")
+
+
+def is_hosted(kind: object) -> bool:
+    """Return whether a tool's type is one that nothing here can run."""
+    return isinstance(kind, str) and _DATE.sub("", kind[:64]) in _HOSTED

@@ -20,6 +20,12 @@ from relayline.wire.common.errors import RelaylineError
 Item = dict[str, Any]
 Logprobs = Callable[[Sequence[Scored]], list[shapes.TokenLogprob]]
 
+# Of calls of functions, and of custom tools: the item's type, what it is filled with, and the events that fill it.
+_CALLS = (
+    ("function_call", "arguments", "function_call_arguments"),
+    ("custom_tool_call", "input", "custom_tool_call_input"),
+)
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _INCOMPLETE = {"reason": "max_output_tokens"}
 
 
@@ -37,7 +43,7 @@ class OutputItems:
         self._namespaced = namespaced
         self._n_events = 0
         self._logprobs = logprobs
-        self._open: str = ""  # the item being built: "reasoning", "message", "function_call"
+        self._open: str = ""  # the item being built: "reasoning", "message", "function_call", "custom_tool_call"
         self._call = -1  # which of the answer's calls is
         self._texts: list[str] = []
         self._scored: list[shapes.TokenLogprob] = []
@@ -60,12 +66,13 @@ class OutputItems:
             self._scored += scored
             events.append(self._delta("output_text.delta", growth.text, content_index=0, logprobs=scored))
         for part in growth.calls:
-            if part.index != self._call or self._open != "function_call":
+            if part.index != self._call or self._open not in ("function_call", "custom_tool_call"):
                 events += self.close("completed")
                 self._call = part.index
-                events += self._begun({"type": "function_call", "call_id": part.id, **self._named(part.name)})
+                kind, filled, _ = _CALLS[part.is_custom]
+                events += self._begun({"type": kind, "call_id": part.id, **self._named(part.name), filled: ""})
             if part.arguments:
-                events.append(self._delta("function_call_arguments.delta", part.arguments))
+                events.append(self._delta(f"{_CALLS[part.is_custom][2]}.delta", part.arguments))
         return events
 
     def finish(self, reason: FinishReason) -> list[bytes]:
@@ -85,6 +92,9 @@ class OutputItems:
             item["arguments"] = text
             done = self.event("function_call_arguments.done", **at, name=item["name"], arguments=text)
             return [done, self._item_done()]
+        if kind == "custom_tool_call":
+            item["input"] = text
+            return [self.event("custom_tool_call_input.done", **at, input=text), self._item_done()]
         part = item["content"][0]
         part["text"] = text
         more: dict[str, Any] = {}
@@ -98,11 +108,11 @@ class OutputItems:
         ]
 
     def _named(self, name: str) -> Item:
-        """Return the fields of a call of a tool without arguments yet."""
+        """Return the fields of a call that name its tool."""
         if name not in self._namespaced:
-            return {"name": name, "arguments": ""}
+            return {"name": name}
         space, name = self._namespaced[name]
-        return {"namespace": space, "name": name, "arguments": ""}
+        return {"namespace": space, "name": name}
 
     def _opened(self, kind: str) -> list[bytes]:
         if self._open == kind:
@@ -119,7 +129,7 @@ class OutputItems:
         return events
 
     def _begun(self, item: Item) -> list[bytes]:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
+        prefix = _PREFIXES[item["type"]]
         item = {"type": item["type"], "id": new_id(prefix), "status": "in_progress", **item}
         self._open, self._texts, self._scored = item["type"], [], []
         self.items.append(item)

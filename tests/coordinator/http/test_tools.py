@@ -38,6 +38,11 @@ THINKS = CHATML + "{# </think> #}"
 OPENS_THOUGHTS = THINKS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
+LARK = {"syntax": "lark", "definition": "start: /x/"}
+DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+CUSTOM: Any = {"type": "custom", "custom": {"name": "patch", "description": "patches", "format": DIGITS}}
+PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+
 ONE_A_TURN = """{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %}{% if m.tool_calls[1] %}
 {{- raise_exception("one at a time") }}{% endif %}{% set f = m.tool_calls[0].function %}<tool_call>
 {"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
@@ -105,7 +110,12 @@ def test_nothing_is_offered(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "description": 5}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {}}}]}, "tools[0].custom.format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": 5}}]}, "tools[0].custom.format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}, tool("x")]}, "tools"),
         ({"tools": [tool(), "x"]}, "tools[1]"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": "x"}]}, "tools[0]"),
@@ -224,6 +234,29 @@ async def test_a_call(tokenizer: Tokenizer) -> None:
         (request,) = served.generator.requests
         assert '"name": "weather"' in tokenizer.decode(request.prompt_tokens)
         assert request.sampling.grammar == ""
+
+
+async def test_a_call_of_a_custom_tool(tokenizer: Tokenizer) -> None:
+    """The model sees a function whose one argument is a text; the client gets that text, whole or as it is written."""
+    asked: dict[str, Any] = {"tools": [CUSTOM, tool()], "tool_choice": {"type": "custom", "custom": {"name": "patch"}}}
+    async with client_of(tokenizer, PATCH_CALL) as (ask, served):
+        (choice,) = (await ask(**asked)).choices
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls or ()
+        assert (call.type, call.custom.name, call.custom.input) == ("custom", "patch", 'a\n"b"')
+        grammar = served.generator.requests[-1].sampling.grammar
+        assert "[0-9]+" in grammar
+        chunks = [chunk async for chunk in await ask(stream=True, **asked)]
+        parts = [part for chunk in chunks for one in chunk.choices for part in one.delta.tool_calls or ()]
+        written = [part.model_dump(exclude_unset=True) for part in parts]
+        assert written[0] | {"id": ""} == {
+            "index": 0, "id": "", "type": "custom", "custom": {"name": "patch", "input": written[0]["custom"]["input"]}
+        }  # fmt: skip
+        assert "".join(part["custom"]["input"] for part in written) == 'a\n"b"'
+        result = {"role": "tool", "tool_call_id": call.id, "content": "patched"}
+        await ask(messages=[USER, choice.message.model_dump(exclude_none=True), result], tools=[CUSTOM])
+    assert offered(tools=[CUSTOM]).strict == {"patch"}  # type: ignore[union-attr]
+    assert offered(tools=[CUSTOM, tool()]).custom == {"patch"}  # type: ignore[union-attr]
 
 
 async def test_a_call_as_it_is_written(tokenizer: Tokenizer) -> None:
@@ -384,7 +417,11 @@ async def test_schemas_too_large_for_a_grammar_hold_only_strict_tools(tokenizer:
         ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "not together with tools"),
         ({"extra_body": {"reasoning_format": "raw"}}, "reasoning_format", "one of auto, deepseek, none"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]", "a name"),
-        ({"tools": [{"type": "custom"}]}, "tools[0]", "only tools of type"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]", "only tools of types"),
+        ({"tools": [{"type": "custom", "custom": {"name": "n", "format": {"type": "grammar", "grammar": LARK}}}]},
+         "tools[0].custom.format", "cannot follow a Lark grammar here"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"type": "custom", "id": "a"}]}]},
+         "messages[1].tool_calls[0].custom", "a name and input"),
     ],
 )  # fmt: skip
 async def test_bad_tools_are_refused_in_one_line(

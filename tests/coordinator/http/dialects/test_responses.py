@@ -180,6 +180,58 @@ async def test_a_tool_in_a_name_space_is_chosen_by_its_name(tokenizer: Tokenizer
         assert "agents.get_weather" in served.generator.requests[-1].sampling.grammar
 
 
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "patches a file",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "[a-z]+\n.*"},
+}
+CUSTOM_CALL = b'<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+
+
+async def test_a_custom_tool_takes_and_gives_text(tokenizer: Tokenizer) -> None:
+    """To the model it is a function with one text; clients of OpenAI's get an item and events of its own kind."""
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": "hi",
+        "tools": [CUSTOM],
+        "tool_choice": {"type": "custom", "name": "patch"},
+    }
+    async with client_of(tokenizer, FakeGenerator(says(CUSTOM_CALL)), TEMPLATE) as (client, served):
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        reply = await client.responses.create(**asked)
+        assert "[a-z]+" in served.generator.requests[-1].sampling.grammar
+        (call,) = reply.output
+        assert isinstance(call, openai.types.responses.ResponseCustomToolCall)
+        assert (call.name, call.input) == ("patch", 'a\n"b"')
+        deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+        assert "".join(deltas) == call.input
+        assert len(deltas) > 1
+        assert [event.input for event in events if event.type == "response.custom_tool_call_input.done"] == [call.input]
+        assert not any("function_call_arguments" in event.type for event in events)
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "18 C"}
+        await client.responses.create(model=MODEL, input=[{"role": "user", "content": "hi"}, call, result])  # type: ignore[list-item]
+        prompt = prompt_of(tokenizer, served)
+    assert '"name": "patch", "arguments": {"input": "a\\n\\"b\\""}' in prompt
+    assert "18 C" in prompt
+
+
+async def test_tools_that_nobody_can_run_are_left_out_beside_others(tokenizer: Tokenizer) -> None:
+    """Codex offers a web search with every request."""
+    hosted: list[Any] = [
+        {"type": "web_search"},
+        {"type": "web_search_preview_2025_03_11"},
+        {"type": "mcp"},
+        {"type": "mcp"},
+    ]
+    async with client_of(tokenizer, FakeGenerator(says(CALL)), TEMPLATE) as (client, served):
+        reply = await client.responses.create(model=MODEL, input="hi", tools=[*hosted, TOOL])  # type: ignore[list-item]
+        assert "web_search" not in prompt_of(tokenizer, served)
+    assert [each.type for each in reply.output] == ["function_call"]
+    assert [each.type for each in reply.tools] == ["function"]
+    assert reply.model_dump()["tools_left_out"] == ["web_search", "web_search_preview_2025_03_11", "mcp"]
+
+
 async def test_max_output_tokens_leaves_a_response_incomplete(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, _):
         whole = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
@@ -269,12 +321,15 @@ async def test_an_item_may_be_sent_by_its_id(tokenizer: Tokenizer) -> None:
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"truncation": "middle"}, "truncation", "send disabled or auto"),
         (
-            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]},
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
             "tools[0].tools[0]",
-            "'custom'",
+            "'mcp'",
         ),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name", "must be text"),
+        ({"tools": [{"type": "browser"}]}, "tools[0]", "'browser'; leave it out"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search' cannot run here"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search'; leave it out"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search' cannot run here, and no other"),
         ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' are not served"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]", "'input_file'"),
         (

@@ -1,10 +1,11 @@
 """What another stream notices while a long lane is stored, restored or copied: `python -m benches.lane_gaps [--quick]`.
 
-One stage with the KV cells of half of an 8B model (64 KiB a token; its matrices are smaller) decodes one stream.
-Meanwhile another lane of `--tokens` tokens is copied: into the tier, out of it, or to another lane. Copies in pieces
-between steps and copies in one go take turns. The report has medians over the repeats: the stream's usual gap between
-two tokens, its longest one meanwhile, the most processor time that was spent on copying between two steps (other
-programs change that less), and the time that each copy took.
+One stage with the KV cells of half of an 8B model (64 KiB a token; its matrices are smaller) decodes one stream. With
+`--windows` it has those of Gemma 3 4B: 20 KiB a token in layers without a window, and 116 MiB of windows. Meanwhile
+another lane of `--tokens` tokens is copied: into the tier, out of it, or to another lane. Copies in pieces between
+steps and copies in one go take turns. The report has medians over the repeats: the stream's usual gap between two
+tokens, its longest one meanwhile, the most processor time that was spent on copying between two steps (other programs
+change that less), and the time that each copy took.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import asyncio
 import dataclasses
 import functools
+import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -26,8 +29,12 @@ from rich.table import Table
 
 from benches import machine
 from benches.arguments import number
+from benches.models import Shape, model
+from benches.origin import origin
+from relayline.deploy.models.splits import split_for
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
+from relayline.stage.engine.cell_state import bytes_of
 from relayline.stage.engine.lane_pieces import OwnPieces
 from relayline.stage.engine.native import NativeEngine
 from relayline.stage.engine.tier import Tier
@@ -46,11 +53,18 @@ from relayline.wire.envelopes.trace_context import NONE
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 SHAPE = TinyShape(n_layers=16, n_embd=1_024, n_heads=8, n_kv_heads=8, n_ff=96, n_positions=1 << 17)
+WINDOWED = Shape("lane-gaps", "gemma3", 256, 34, 4, 4, 256, 128, 512, 1_024)
 STREAM, LONG, COPY, BACK = 1, 2, 3, 4  # sessions
 STORED = 7  # a key
 USUAL_STEPS = 30
-WAYS = ("pieces", "one go")
-KINDS = ("store", "restore", "copy")
+WAYS = {"one go": "in one go", "pieces": "in pieces"}
+KINDS = {"store": "into the tier", "restore": "out of the tier", "copy": "to another lane"}
+COLUMNS = (
+    "stream's usual gap",
+    "its longest gap meanwhile",
+    "most copying between two steps (processor time)",
+    "until the copy is done",
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -145,6 +159,8 @@ class Stage:
             for first in range(0, self._n_tokens, self._engine.max_rows):
                 n_rows = min(self._engine.max_rows, self._n_tokens - first)
                 claims.claim(lane.index, first, n_rows)
+                if first <= self._n_tokens // 2 < first + n_rows:  # of engines that keep windows alone
+                    self._engine.checkpoint(lane.index)
             noise = np.random.default_rng(1).integers(0, 120, 1 << 16, np.uint8)
             for view in pieces._cells._views:
                 rows = view[lane.index, 0, : self._n_tokens]
@@ -202,13 +218,15 @@ def tier_of(states: LaneStates) -> Tier:
     return tier
 
 
-async def measure(path: Path, n_tokens: int, repeats: int) -> list[Copied]:
-    """Return all copies, the two ways in turn."""
+async def measure(path: Path, n_tokens: int, repeats: int) -> tuple[list[Copied], float]:
+    """Return all copies, the two ways in turn, and the MiB of one."""
     lane_states.WHOLE_BYTES_MAX = 1 << 40  # as it was before there were pieces
     config = engine_config(path, 4, n_tokens + 2_048, 512, kv_layout="per-lane", n_threads=2)
     results = []
     with NativeEngine(config) as engine:
         pieces = engine.saved.pieces
+        assert pieces is not None
+        n_mib = (n_tokens * bytes_of(pieces.forms) + pieces.window_bytes(n_tokens)) / 2**20
         for _ in range(repeats):
             for way in WAYS:
                 engine.saved.pieces = pieces
@@ -221,7 +239,21 @@ async def measure(path: Path, n_tokens: int, repeats: int) -> list[Copied]:
                     print(results[-1], flush=True)
                 await stage.runner.call(functools.partial(stage.executor.sessions.forget_route, 1))
                 await stage.runner.stop()
-    return results
+    return results, n_mib
+
+
+def table_of(results: Sequence[Copied], n_tokens: int, n_mib: float) -> dict[str, Any]:
+    """Return the medians as a table of benches/results."""
+    rows = []
+    for kind, copied in KINDS.items():
+        for way, how in WAYS.items():
+            same = [dataclasses.astuple(one)[2:] for one in results if (one.kind, one.way) == (kind, way)]
+            values: list[float | None] = [round(statistics.median(each), 1) for each in zip(*same, strict=True)]
+            if (kind, way) == ("copy", "one go"):  # made inside the next step, not between two
+                values[2] = None
+            rows.append({"label": f"{copied}, {how}", "values": values})
+    corner = f"{n_tokens:,} tokens ({n_mib:,.0f} MiB) beside one stream, ms"
+    return {"corner": corner, "columns": list(COLUMNS), "rows": rows}
 
 
 async def main(argv: Sequence[str] | None = None) -> int:
@@ -230,29 +262,27 @@ async def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a short lane: checks the bench itself")
     parser.add_argument("--tokens", type=number, default=30_000, help="of the lane that is copied")
     parser.add_argument("--repeats", type=number, default=3)
-    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    parser.add_argument("--windows", action="store_true", help="a slice that keeps the cells of sliding windows alone")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the measurement to this file")
+    parser.add_argument("--machine", default="busy-avx512", help="its name in benches/results/machines.json")
     options = parser.parse_args(argv)
     if options.quick:
-        options.tokens, options.repeats = min(options.tokens, 1_000), 1
+        options.tokens, options.repeats = min(options.tokens, 2_500), 1
     with tempfile.TemporaryDirectory() as directory:
-        path = write_stage(Path(directory) / "stage.gguf", SHAPE, 0, [])
-        results = await measure(path, options.tokens, options.repeats)
-    table = Table("copy", "way", "usual gap, ms", "longest gap, ms", "longest copying, ms", "took, ms")
-    for kind in KINDS:
-        for way in WAYS:
-            same = [one for one in results if (one.kind, one.way) == (kind, way)]
-            middle = [
-                statistics.median(values)
-                for values in zip(*(dataclasses.astuple(one)[2:] for one in same), strict=True)
-            ]
-            table.add_row(kind, way, *(f"{value:.1f}" for value in middle))
+        if options.windows:
+            path = split_for(model(WINDOWED, "q4_0"), None, (), None) / "stage-0.gguf"
+        else:
+            path = write_stage(Path(directory) / "stage.gguf", SHAPE, 0, [])
+        results, n_mib = await measure(path, options.tokens, options.repeats)
+    measured = table_of(results, options.tokens, n_mib)
+    table = Table(measured["corner"], *COLUMNS)
+    for row in measured["rows"]:
+        table.add_row(row["label"], *("" if value is None else f"{value:,.1f}" for value in row["values"]))
     Console().print(table)
-    facts = {
-        "machine": machine.facts(),
-        "n_tokens": options.tokens,
-        "copies": [dataclasses.asdict(one) for one in results],
-    }
-    machine.write_json(options.out / "lane_gaps.json", facts)
+    print(f"load {machine.facts()['load_average']}")
+    if options.out:
+        head = origin("benches.lane_gaps", options.machine, argv)
+        options.out.write_text(json.dumps(head | measured, indent=2) + "\n")
     return 0
 
 

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from relayline.stage.engine.lane_windows import LaneWindows, Moves, small_pages
+from relayline.stage.engine.fresh_memory import small_pages
+from relayline.stage.engine.lane_windows import LaneWindows, Moves
 from relayline.stage.engine.layer_cells import Form, Tensor, packed
 from relayline.wire.common.errors import NativeError
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as llama
 
+from relayline.stage.engine.fresh_memory import small_pages
 from relayline.wire.common.errors import PositionGapError
 
 # A lane is read and written again in the time in which llama.cpp copies this many times its cells in one go. Measured
@@ -29,12 +31,23 @@ def write_lane(context: Any, lane: int, state: npt.NDArray[np.uint8]) -> bool:
     return bool(llama.llama_state_seq_set_data(context, _pointer(state), state.nbytes, lane) == state.nbytes)
 
 
-def read_partial(context: Any, lane: int) -> npt.NDArray[np.uint8] | None:
+def filled_at_once(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return fresh memory for a state that is read now. Raises OSError."""
+    return small_pages(n_bytes, is_filled_at_once=True)
+
+
+def read_partial(
+    context: Any, lane: int, memory: Callable[[int], npt.NDArray[np.uint8]] = filled_at_once
+) -> npt.NDArray[np.uint8] | None:
     """Return the part of the lane's state that forgets: recurrent states, or the cells of sliding windows.
 
-    None where llama.cpp cannot tell.
+    memory: what it is read into, by its bytes. None where llama.cpp cannot tell, or the system has no memory for it.
     """
-    state = np.empty(llama.llama_state_seq_get_size_ext(context, lane, _PARTIAL_ONLY), np.uint8)
+    n_bytes = llama.llama_state_seq_get_size_ext(context, lane, _PARTIAL_ONLY)
+    try:
+        state = memory(n_bytes)
+    except OSError:
+        return None
     n_bytes = llama.llama_state_seq_get_data_ext(context, _pointer(state), state.nbytes, lane, _PARTIAL_ONLY)
     return state if n_bytes == state.nbytes else None
 

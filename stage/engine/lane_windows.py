@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from relayline.stage.engine.fresh_memory import small_pages
 from relayline.wire.common.checkpoints import CHECKPOINTS_PER_LANE_MAX
 from relayline.wire.common.errors import NativeError
 
@@ -25,14 +25,6 @@ Window = tuple[int, Bytes]
 MOVE_BYTES = 1 << 19  # copied at once: a fraction of a millisecond
 _NUMBERS = 3  # checkpoints, tokens at the end, bytes of the window there: 0 if the last checkpoint is that
 _MARKS_MAX = CHECKPOINTS_PER_LANE_MAX + 1
-
-
-def small_pages(n_bytes: int) -> Bytes:
-    """Return fresh memory, u8 [n_bytes]. Raises OSError.
-
-    numpy asks for huge pages, and a fresh one took up to 7 ms; a piece of small ones takes 1 to 2.
-    """
-    return np.frombuffer(mmap.mmap(-1, max(1, n_bytes)), np.uint8)[:n_bytes]
 
 
 class Moves:

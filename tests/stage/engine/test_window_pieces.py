@@ -15,7 +15,7 @@ import pytest
 from relayline.coordinator.model.cuts import balanced_cuts
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
-from relayline.stage.engine import ggml, lane_rewinds
+from relayline.stage.engine import fresh_memory, ggml, lane_rewinds
 from relayline.stage.engine.cell_state import CellState, Pieces, is_cells
 from relayline.stage.engine.kv_state import cells_of
 from relayline.stage.engine.lane_pieces import OwnPieces
@@ -347,6 +347,28 @@ def test_a_source_that_goes_on_meanwhile_changes_nothing(one: Stage) -> None:
             one.read(0, 0, 600)
 
 
+def test_windows_that_are_still_read_keep_their_memory_and_others_use_it_again(one: Stage) -> None:
+    one.read(0, 0, 300)
+    one.read(1, 1, 300)
+    first, second = one.pieces.windows(0, 300), one.pieces.windows(1, 300)
+    assert first is not None
+    assert second is not None
+    expected = read_partial(one.engine._context, 0)
+    assert expected is not None
+    assert np.array_equal(first.end[1], expected)
+    assert not np.array_equal(second.end[1], expected)
+    at = first.end[1].ctypes.data
+    moves = CellState.empty(one.pieces.forms, 300, first)[1]
+    del first
+    third = one.pieces.windows(1, 300)
+    assert third is not None
+    assert third.end[1].ctypes.data != at, "the moves of a store still read it"
+    del moves, third
+    again = one.pieces.windows(1, 300)
+    assert again is not None
+    assert again.end[1].ctypes.data == at
+
+
 # --- refused whole ----------------------------------------------------------------------------------------------------
 
 
@@ -539,3 +561,17 @@ def test_windows_are_not_read_where_llama_cpp_gives_none(one: Stage, monkeypatch
     assert one.dropped == [KEY]
     with pytest.raises(NativeError, match="does not give the windows of lane 0"):
         one.copy(0, 1, 300)
+
+
+def test_a_host_without_memory_for_a_window_keeps_none(one: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError
+
+    one.read(0, 0, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh_memory.mmap, "mmap", refused)
+        with pytest.raises(NativeError, match="does not give the state of lane 0"):
+            one.engine.checkpoint(0)
+        one.states.store(KEY, 0, 300)
+    assert one.dropped == [KEY]
+    assert one.engine.lane_tokens(0) == 300

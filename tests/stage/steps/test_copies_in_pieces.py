@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from relayline.stage.engine import lane_windows
+from relayline.stage.engine import fresh_memory, lane_windows
 from relayline.stage.engine.cell_state import CellState, Pieces
 from relayline.stage.engine.lane_windows import LaneWindows
 from relayline.stage.engine.layer_cells import Tensor
@@ -225,10 +225,10 @@ def test_a_state_that_is_wanted_before_it_is_stored_is_finished(world: World) ->
 
 
 def test_a_host_without_memory_for_a_copy_stores_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(fileno: int, length: int) -> None:
+    def refused(fileno: int, length: int, **_: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(lane_windows.mmap, "mmap", refused)
+    monkeypatch.setattr(fresh_memory.mmap, "mmap", refused)
     world.pieces.begin = lambda lane, n_tokens: pytest.fail("a sequence is held for nothing")  # type: ignore[method-assign]
     world.store(7, lane=1, n_tokens=8)
     assert world.stored == {7: None}
@@ -347,11 +347,11 @@ def test_a_window_that_is_refused_ends_its_copy(windowed: World) -> None:
 
 
 def test_a_host_without_memory_for_checkpoints_fills_no_lane(windowed: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(fileno: int, length: int) -> None:
+    def refused(fileno: int, length: int, **_: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     state = with_windows(windowed)
-    monkeypatch.setattr(lane_windows.mmap, "mmap", refused)
+    monkeypatch.setattr(fresh_memory.mmap, "mmap", refused)
     windowed.copies.fill(windowed.api, state, 2, 8, lambda whole: windowed.filled.__setitem__(2, whole))
     assert windowed.filled == {2: False}
     assert not windowed.copies

@@ -74,7 +74,10 @@ class StageClient:
                 self._channel, "Describe", request, pb.DescribeResponse, self.address, bounds.HANDSHAKE_TIMEOUT_S
             )
         except StageLostError as error:
-            raise await explained(error, self.address, self._security) from error
+            reason = await explained(error, self.address, self._security)
+            if reason is error:
+                raise
+            raise reason from error
         tidy(facts)
         if facts.protocol_version != bounds.PROTOCOL_VERSION:
             raise HandshakeError(

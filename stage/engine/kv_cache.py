@@ -81,3 +81,10 @@ def goes_by_tiles(model: Any, kv_type: str) -> bool:
     if kv_type == "f16" and ggml.attends_own_cells(n_rows=ATTENTION_TILE_ROWS, n_heads=n_heads, n_kv_heads=n_kv_heads):
         return False
     return kv_type in TILED_KV_TYPES
+
+
+def remedy(reason: str) -> str:
+    """Return what helps where llama.cpp makes no context, for the reason in its log."""
+    if "block size" in reason:  # of a quantised cache: a head's width is no multiple of it
+        return "--kv-type f16 suits heads of any width"
+    return "a smaller --ctx or fewer --lanes need less memory"

@@ -27,7 +27,7 @@ from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
-from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out
+from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out, remedy
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.lane_rewinds import LaneRewinds
@@ -210,8 +210,9 @@ class NativeEngine:
         ggml.LOG.watch()
         context = llama.llama_init_from_model(self._model, params)
         if not context:
-            reason = ggml.LOG.reason("llama.cpp gave no reason") + "; a smaller --ctx or fewer --lanes need less memory"
-            raise NativeError(f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type}): {reason}")
+            reason = ggml.LOG.reason("llama.cpp gave no reason")
+            what = f"cannot make a context of {params.n_ctx} tokens ({settings.kv_type})"
+            raise NativeError(f"{what}: {reason}; {remedy(reason)}")
         self.rewinds.keep_recent(llama.llama_n_rs_seq(context))  # 0 of a family that it cannot do this for
         if self.attention.keeps_window:
             self.rewinds.keep_windows(llama.llama_get_memory(context), window)

@@ -30,9 +30,10 @@ async def test_a_stage_that_is_gone_silences_no_other() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nothing listens
         async with served() as stage:
-            with pytest.raises(StageLostError):
+            with pytest.raises(StageLostError) as raised:
                 await opened([f"127.0.0.1:{taken.getsockname()[1]}", stage.address], heard.append)
     assert heard == [1]
+    assert raised.value.__cause__ is not raised.value, "a chain of causes without an end"
 
 
 async def test_a_stage_that_hangs_silences_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

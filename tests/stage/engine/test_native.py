@@ -21,6 +21,7 @@ from relayline.deploy.testing.tiny_slices import TinyShape, write_pipeline, writ
 from relayline.stage.engine import capture, ggml, native
 from relayline.stage.engine.artifact import open_artifact
 from relayline.stage.engine.embedding import EmbeddingTable
+from relayline.stage.engine.kv_cache import remedy
 from relayline.stage.engine.loading import Load
 from relayline.stage.engine.model_load import load_model
 from relayline.stage.engine.native import LANES_MAX, EngineConfig, NativeEngine
@@ -480,6 +481,8 @@ def test_a_context_that_cannot_be_made_is_one_native_error(stages: list[Path]) -
     with pytest.raises(NativeError, match=r"cannot make a context of 512 tokens \(q8_0\): K cache type q8_0") as caught:
         NativeEngine(config_of(stages[0], kv_type="q8_0"))  # heads are half a block wide
     assert "\n" not in caught.value.message
+    assert caught.value.message.endswith("; --kv-type f16 suits heads of any width"), "less memory would not help"
+    assert remedy("failed to allocate buffer") == "a smaller --ctx or fewer --lanes need less memory"
 
 
 def test_a_stage_without_the_named_tensor_is_refused_at_load(

@@ -1,4 +1,4 @@
-"""What a token costs in each part of the coordinator: `python -m benches.coordinator_parts [--quick] [--out FILE]`.
+"""The cost of a token in each part of the coordinator: `python -m benches.coordinator_parts [--quick] [--out FILE]`.
 
 The production parts run in a loop, without sockets, on answers as one stage would give them. Time is virtual; only
 processor time is measured. Caches are warm here. In a process that waits between steps, on a host that does other

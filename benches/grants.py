@@ -1,4 +1,4 @@
-"""What grants bring: `python -m benches.grants [--quick] [--out FILE]`.
+"""The gain by grants: `python -m benches.grants [--quick] [--out FILE]`.
 
 The demonstration model over three stages answers streamed chats, drafts off. Pipelines without grants and with grants
 of 8 and 32 steps take turns, near their coordinator and with the coordinator's messages delayed by 10 ms each way

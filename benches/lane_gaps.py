@@ -1,4 +1,4 @@
-"""What another stream notices while a long lane is stored, restored or copied: `python -m benches.lane_gaps [--quick]`.
+"""Gaps of another stream while a long lane is stored, restored or copied: `python -m benches.lane_gaps [--quick]`.
 
 One stage with the KV cells of half of an 8B model (64 KiB a token; its matrices are smaller) decodes one stream. With
 `--windows` it has those of Gemma 3 4B: 20 KiB a token in layers without a window, and 116 MiB of windows. Meanwhile

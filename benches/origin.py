@@ -1,4 +1,4 @@
-"""Where a stored measurement comes from: its machine, day, commit and command."""
+"""The origin of a stored measurement: its machine, day, commit and command."""
 
 from __future__ import annotations
 

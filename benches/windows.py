@@ -1,4 +1,4 @@
-"""What a sliding window saves where only its cells are kept: `python -m benches.windows [--quick]`.
+"""The memory that a sliding window saves where only its cells are kept: `python -m benches.windows [--quick]`.
 
 The first six layers of Gemma 3 1B's shape, five of them with a window of 512 tokens, with cells of its own for each
 lane. Two engines take turns, so that a drifting machine affects both alike: one keeps all cells, one those of windows.

@@ -1,4 +1,4 @@
-"""How the coordinator drives a pipeline."""
+"""Time limits and switches of a pipeline, as its coordinator is told them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which places are to hold layers, as stages come, go, are drained and are lost for long. Pure.
+"""Decides which places are to hold layers, as stages come, go, are drained and are lost for long. Pure.
 
 A place holds layers or stands by, see coordinator.engine.moves. `wanted` says who is to hold layers now:
 

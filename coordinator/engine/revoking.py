@@ -1,4 +1,4 @@
-"""How a coordinator applies revoked credentials: it notifies the stages, and leaves stages with a revoked credential.
+"""Applies revoked credentials: a coordinator notifies the stages, and leaves stages with a revoked credential.
 gRPC does not expose the certificate that a server shows.
 
 So a separate handshake reads it, and only where anything is revoked at all.

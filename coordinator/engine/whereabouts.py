@@ -1,4 +1,4 @@
-"""Where a stage that has joined is reached: where it says, or where it calls from.
+"""The address of a stage that has joined: the one that it says, or the one that it calls from.
 
 A stage that is started with --advertise, as by a manifest for other hosts, still reports that address after its host
 has got another one. Its membership comes from the new one, so it can probably be reached there.

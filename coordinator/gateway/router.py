@@ -1,4 +1,4 @@
-"""Which pipeline answers a request. Pure: reports and times come in, decisions go out.
+"""Chooses the pipeline that answers a request. Pure: reports and times come in, decisions go out.
 
 The model's replicas are compared by the work that a request would find and bring: prompts that are still to be read
 there, answers that are being written over its lanes, and as much of its own prompt as that replica has not seen. The

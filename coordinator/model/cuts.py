@@ -1,4 +1,4 @@
-"""Where a model may be cut, and where it is cut by default. Pure: facts in, layer numbers out.
+"""The legal cuts of a model, and its default cuts. Pure: facts in, layer numbers out.
 
 A cut is the first layer of a later stage; `(8, 16)` makes three stages that start at layers 0, 8 and 16.
 """

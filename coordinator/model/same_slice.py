@@ -1,4 +1,4 @@
-"""Whether two splits of a model have the same slice at one place: a stage that has loaded one has the other."""
+"""Tells whether two splits of a model have the same slice at one place: a stage that has loaded one has the other."""
 
 from __future__ import annotations
 

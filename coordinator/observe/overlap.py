@@ -1,4 +1,4 @@
-"""How much of the time stages compute at once, from their own step intervals. Pure."""
+"""The share of time in which stages compute at once, from their own step intervals. Pure."""
 
 from __future__ import annotations
 

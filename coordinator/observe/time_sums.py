@@ -1,4 +1,4 @@
-"""Where the decode time of an ended request went, in sums that cost its tokens nearly nothing. Pure.
+"""The decode time of an ended request by what it was spent on, in sums that cost its tokens nearly nothing. Pure.
 
 Every stage sums up what its frames of the session took, and how long they were under way to it. The coordinator sums
 up the ways back of its answers. Departure and arrival of such a way are times of two clocks. Their difference is

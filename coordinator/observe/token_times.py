@@ -1,4 +1,4 @@
-"""Where the time of a request went, token by token: every moment until its last token is somebody's. Pure.
+"""The time of a request by what it was spent on, token by token: every moment until its last token has a name. Pure.
 
 A token's time is that from the token before it, as the coordinator took them. The first one's begins when its session
 got a lane. In between, its row goes from the coordinator through all stages and back. Each step of this way ends at a

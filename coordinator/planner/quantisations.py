@@ -1,4 +1,4 @@
-"""Which quantisation of a model would fit where its own does not, or where there is room for more. Pure."""
+"""Finds the quantisation of a model that would fit where its own does not, or where there is room for more. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers each holder gets when others than before are to hold them. Pure.
+"""Shares layers out when other stages than before are to hold them. Pure.
 
 If each new holder takes the place of an old one and has room, the cuts stay and no other stage moves layers. Else the
 slowest stage is made as fast as possible: layers are shared by a layer's time on each host, within the room that each

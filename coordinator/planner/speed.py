@@ -1,4 +1,4 @@
-"""How fast a host is, as curves that scale to any range of layers. Pure.
+"""The speed of a host, as curves that scale to any range of layers. Pure.
 
 A native step over a range takes a fixed time, plus a time per byte of layers, plus on the last stage a time per byte of
 the head; the latter two depend on the number of rows (see wire.common.curve: a staircase). Layers of one model are of

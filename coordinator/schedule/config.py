@@ -1,4 +1,4 @@
-"""How an operator may set the schedule."""
+"""The settings of the schedule that an operator may change."""
 
 from __future__ import annotations
 

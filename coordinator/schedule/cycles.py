@@ -1,4 +1,4 @@
-"""How long flights take on stages that share devices: steps, rounds, trains. Pure."""
+"""The time of flights on stages that share devices: steps, rounds, trains. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which streams the stages continue without waiting for the coordinator. Pure. One per pipeline.
+"""Grants: streams that the stages continue without waiting for the coordinator. Pure. One per pipeline.
 
 A decode row may leave with a *grant*: until a position, the last stage sends each sampled token straight to stage 0,
 which computes the next row at once. The coordinator gets the same samples as always. It decides as always, too: what it

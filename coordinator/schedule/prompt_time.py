@@ -1,4 +1,4 @@
-"""How long a prompt takes that is read alone. Pure."""
+"""The time of a prompt that is read alone. Pure."""
 
 from __future__ import annotations
 

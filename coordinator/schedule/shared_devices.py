@@ -1,4 +1,4 @@
-"""Which stages compute on one device, so that one waits while the other computes. Pure."""
+"""Finds stages that compute on one device, so that one waits while the other computes. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the stages support a request's options: an older version silently ignores newer ones."""
+"""Compares a request's options with those that the stages know: an older version silently ignores newer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chat template a coordinator uses: the model's own, or one from a file."""
+"""Chooses the chat template of a coordinator: the model's own, or one from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens hold a sequence breaker of DRY, or begin one: llama.cpp's `get_overlapping_token_sequences`."""
+"""Finds the tokens that hold a sequence breaker of DRY, or begin one: llama.cpp's `get_overlapping_token_sequences`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the body of another dialect had what became a part of a chat's message: errors about the part name it."""
+"""The places that parts of a chat's message had in the body of another dialect: errors about a part name its place."""
 
 from __future__ import annotations
 

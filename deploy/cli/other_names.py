@@ -1,4 +1,4 @@
-"""What users of other servers type, and the name that the same thing has here. Pure.
+"""Flags and commands of other servers, and the name that the same thing has here. Pure.
 
 The flags are those of llama-server, Ollama, vLLM and exo, as of 2026.
 """

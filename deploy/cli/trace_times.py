@@ -1,4 +1,4 @@
-"""Where the time of a request, or of one of its tokens, went: its part of `relayline trace`."""
+"""The table of the time of a request, or of one of its tokens, in `relayline trace`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both recipes write into a GGUF alike, and how the written file is held to the PyTorch model."""
+"""The GGUF writing that both recipes share, and the comparison of the written file with the PyTorch model."""
 
 from __future__ import annotations
 

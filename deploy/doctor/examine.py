@@ -1,4 +1,4 @@
-"""Which probes a doctor's visit consists of: the machine alone, or the machine for a manifest."""
+"""The probes of one `relayline doctor`: of the machine alone, or of the machine for a manifest."""
 
 from __future__ import annotations
 

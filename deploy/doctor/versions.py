@@ -1,4 +1,4 @@
-"""Which installed dependencies are not the versions that relayline was tried with (deploy/build/constraints.txt)."""
+"""Finds installed dependencies of other versions than the tested ones (deploy/build/constraints.txt)."""
 
 from __future__ import annotations
 

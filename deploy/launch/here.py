@@ -1,4 +1,4 @@
-"""Which hosts of a manifest are this machine, and where other hosts find it.
+"""Finds the hosts of a manifest that are this machine, and the address at which other hosts find it.
 
 A manifest is written for all machines at once, so it names this one as well. Processes on this machine's own hosts are
 started here.

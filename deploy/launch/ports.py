@@ -1,4 +1,4 @@
-"""Whether the ports that a launch is going to need are free, asked before anything starts."""
+"""Checks that the ports of a launch are free, before anything starts."""
 
 from __future__ import annotations
 

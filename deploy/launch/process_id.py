@@ -1,4 +1,4 @@
-"""Which process is meant: a pid together with its start time, so that a recycled pid is never signalled or believed.
+"""The identity of a process: a pid with its start time, so that a recycled pid is never signalled or believed.
 
 On Linux /proc has the start time, and a pidfd holds on to the process. Elsewhere `ps` says when it started, in seconds,
 and between that look and the signal nothing holds on to it.

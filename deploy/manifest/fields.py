@@ -1,4 +1,4 @@
-"""Which keys the manifest knows, and where: read from the model itself, for messages."""
+"""The keys of the manifest and their places: read from the model itself, for messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file of a repository is meant by ORG/NAME[:QUANT]. Pure: names in, a name out."""
+"""Chooses the file of a repository that ORG/NAME[:QUANT] means. Pure: names in, a name out."""
 
 from __future__ import annotations
 

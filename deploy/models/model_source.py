@@ -1,4 +1,4 @@
-"""Where a model comes from: a path on this machine, or a repository of the Hugging Face hub.
+"""The source of a model: a path on this machine, or a repository of the Hugging Face hub.
 
 On this machine it is a file, any shard of a set, a directory with one model, or a pattern that matches one model.
 On the hub it is `hf://ORG/REPO/FILE.gguf[@REVISION]`, or ORG/REPO[:QUANT][@REVISION], with or without `hf://`: then the

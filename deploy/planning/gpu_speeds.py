@@ -1,4 +1,4 @@
-"""How fast GPUs are, by their names: for plans of machines without measurements. Pure.
+"""The speeds of GPUs by their names: for plans of machines without measurements. Pure.
 
 Memory bandwidth and dense half-precision arithmetic are those of the makers' data sheets. Of these, llama.cpp's kernels
 reach the shares below: fitted to one H200 (8B Q4_0, 3.1 ms for one row and 13.3 ms for 64, docs/results/gpu.md). The

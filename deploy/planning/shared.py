@@ -1,4 +1,4 @@
-"""Which stages of a manifest share a GPU, as far as the manifest says. Pure.
+"""Finds stages of a manifest that share a GPU, as far as the manifest says. Pure.
 
 Two stages on one GPU take turns on it, and each hands hidden rows to the next through the host. One stage with the
 layers of both costs less. The stages themselves know their devices better, once they run.

@@ -1,4 +1,4 @@
-"""How far each lane can be taken back, and by what, where a lane's past is not kept whole.
+"""The positions that each lane can be taken back to, and the means, where a lane's past is not kept whole.
 
 Of a layer with a recurrent state llama.cpp keeps one state of a lane, that of its end, and forgets the rest. Of a layer
 with a sliding window it may keep the window's cells alone (wire.common.kv_layout.keeps_window). `Checkpoints` holds

@@ -1,4 +1,4 @@
-"""How llama.cpp cuts a step into micro-batches when each lane has its own cells. Pure.
+"""llama.cpp's cutting of a step into micro-batches when each lane has its own cells. Pure.
 
 With one unified cache a step is one micro-batch and keeps its row order. With a separate cache for each lane
 (`llama_batch_allocr::split_equal`, sequential), a micro-batch holds lanes of consecutive numbers, each with the same

@@ -1,4 +1,4 @@
-"""How the hidden rows of one prompt become one embedding: their mean, the first one or the last one. Pure.
+"""Pools the hidden rows of one prompt into one embedding: their mean, the first one or the last one. Pure.
 
 A chunk of rows that arrives twice counts once. Any other chunk that does not continue the earlier ones is a gap.
 """

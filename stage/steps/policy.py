@@ -1,4 +1,4 @@
-"""How many of the waiting frames the next step takes. Pure: a view of the queue in, a choice out.
+"""Chooses how many of the waiting frames the next step takes. Pure: a view of the queue in, a choice out.
 
 The native step is the collection window: a policy is asked when the engine is free and frames wait. It has no timer.
 The default drains: decode rows first, then as much prefill as fits into the step.

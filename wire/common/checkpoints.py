@@ -1,4 +1,4 @@
-"""Which checkpoints of a recurrent state stay; coordinator and stages apply the same rule. Pure.
+"""Chooses the checkpoints of a recurrent state that stay; coordinator and stages apply the same rule. Pure.
 
 The coordinator marks rows behind which every stage is to keep its lane's state (Flag.CHECKPOINT), and asks later for
 these positions alone. Both ends forget by the same rule, so the coordinator knows the remaining ones without asking.

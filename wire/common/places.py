@@ -1,4 +1,4 @@
-"""Where this user's files are kept: caches and state by the XDG variables, or else below the home directory.
+"""The directories of this user's files: caches and state by the XDG variables, or else below the home directory.
 
 An unknown user id, in a container for instance, has no home directory. A private directory in the system's temporary
 directory then takes its place, so that every command works.

@@ -1,4 +1,4 @@
-"""How long a peer has been silent. Pure.
+"""The time for which a peer has been silent. Pure.
 
 Time is counted in looks, not read from a clock: a process that was stopped itself for a while and continues has looked
 once. A process that was itself stopped does not blame others for the silence.

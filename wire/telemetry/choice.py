@@ -1,4 +1,4 @@
-"""Where spans go: the exporters that the standard OTEL_* variables and one flag ask for.
+"""Chooses the exporters of spans that the standard OTEL_* variables and one flag ask for.
 
 The variables that only an exporter understands (headers, certificates, timeouts, compression) are left to it.
 """

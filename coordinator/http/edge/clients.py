@@ -1,4 +1,4 @@
-"""Who sent a request, so that clients get fair turns."""
+"""The sender of a request, by key or address, so that clients get fair turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an HTTP API listens and who may use it: the same for a coordinator and for a gateway."""
+"""The address of an HTTP API and the rules for its clients: the same for a coordinator and for a gateway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How answers are written for /completion and /infill: llama-server's events and bodies. Pure."""
+"""Writes answers for /completion and /infill: llama-server's events and bodies. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How answers are written for /v1/messages: content blocks, the events that build them, and the whole message. Pure."""
+"""Writes answers for /v1/messages: content blocks, the events that build them, and the whole message. Pure."""
 
 from __future__ import annotations
 

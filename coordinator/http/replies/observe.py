@@ -1,4 +1,4 @@
-"""What a request asked for and was answered, in its record and its span."""
+"""A request's options and answer, in its record and its span."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a generating request needs of the rest of the coordinator: the model's parts, and workers for its body."""
+"""The parts of the coordinator that a generating request uses: the model's, and workers for its body."""
 
 from __future__ import annotations
 

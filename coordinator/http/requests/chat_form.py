@@ -1,4 +1,4 @@
-"""How the answers to one chat request are led by a grammar, and how they are taken apart."""
+"""The form of the answers to one chat request: the grammar that they follow, and the reader that takes them apart."""
 
 from __future__ import annotations
 

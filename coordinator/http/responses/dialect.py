@@ -1,4 +1,4 @@
-"""How answers are written for /v1/responses: output items, the events that build them, and the whole response. Pure."""
+"""Writes answers for /v1/responses: output items, the events that build them, and the whole response. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clients of a coordinator listen to which session, and the events that they get."""
+"""The clients of a coordinator, the sessions that they listen to, and the events that they get."""
 
 from __future__ import annotations
 

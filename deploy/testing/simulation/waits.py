@@ -1,4 +1,4 @@
-"""How long frames, flights and prompts may wait, by the costs and flights seen so far."""
+"""Bounds of the waits of frames, flights and prompts, by the costs and flights seen so far."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _failure(error: RelaylineError) -> web.Response:
 
 def _plain_failure(request: web.Request, error: web.HTTPException) -> web.Response:
     messages = {
-        404: f"no route {request.path}",
+        404: _no_route(request.path),
         405: f"{request.method} is not allowed on {request.path}",
         413: f"the body is larger than {request.client_max_size} bytes",
     }
@@ -112,6 +112,15 @@ def _plain_failure(request: web.Request, error: web.HTTPException) -> web.Respon
     if allow and request.method == hdrs.METH_OPTIONS:  # a question about the route, not a wrong use of it
         return web.Response(status=204, headers=allow)
     return _respond(body, error.status, allow)
+
+
+def _no_route(path: str) -> str:
+    """Return what to say where nothing is served, with the way for those who come from elsewhere."""
+    if path == "/api" or path.startswith("/api/"):
+        return f"no route {path}: Ollama's own API is not served; its clients can use OpenAI's API, at /v1"
+    if path.rstrip("/") == "/v1":
+        return f"no route {path}: it is where OpenAI's API begins, as in /v1/models or /v1/chat/completions"
+    return f"no route {path}"
 
 
 def _respond(body: ErrorBody, status: int, headers: dict[str, str]) -> web.Response:

@@ -40,6 +40,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "lora": (),
     "t_max_predict_ms": (-1,),
 }
+_REMEDIES = {"functions": "send tools", "function_call": "send tool_choice"}  # where another field does the same
 # Fields whose false would change the answer.
 NEUTRAL_IF_TRUE = ("skip_special_tokens",)
 # Tokens that llama-server's `repeat_penalty` and DRY look at; vLLM's `repetition_penalty`: all
@@ -407,7 +408,7 @@ def _refuse(body: GenerationBody, unsupported: Mapping[str, tuple[object, ...]])
     for param, neutral in unsupported.items():
         value = getattr(body, param)
         if value and value not in neutral:
-            raise _unsupported(param, f"only {neutral[0]}" if neutral else "send none")
+            raise _unsupported(param, _REMEDIES.get(param) or (f"only {neutral[0]}" if neutral else "send none"))
 
 
 def _refuse_untrue(body: GenerationBody) -> None:

@@ -158,6 +158,23 @@ async def test_wrong_routes(tokenizer: Tokenizer, method: str, path: str, status
 
 
 @pytest.mark.parametrize(
+    ("path", "says_what"),
+    [
+        ("/api/tags", "Ollama's own API is not served; its clients can use OpenAI's API, at /v1"),
+        ("/api/chat", "Ollama's own API is not served"),
+        ("/v1/", "it is where OpenAI's API begins, as in /v1/models"),
+        ("/apis", "no route /apis"),
+    ],
+)
+async def test_who_comes_from_elsewhere_is_told_the_way(tokenizer: Tokenizer, path: str, says_what: str) -> None:
+    async with session_of(tokenizer) as (session, _), session.get(path) as reply:
+        assert reply.status == 404
+        text = (await reply.json())["error"]["message"]
+    assert says_what in text
+    assert text.startswith(f"no route {path}")
+
+
+@pytest.mark.parametrize(
     ("path", "status", "methods"),
     [
         ("/v1/models", 204, "GET,HEAD,OPTIONS"),

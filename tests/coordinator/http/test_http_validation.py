@@ -152,6 +152,12 @@ PREDICTIONS = [
 ]
 
 
+@pytest.mark.parametrize(("field", "instead"), [("functions", "send tools"), ("function_call", "send tool_choice")])
+def test_older_fields_name_those_of_today(field: str, instead: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^{field}: .*; {instead}$"):
+        chat_plan(**{field: [{"name": "f"}]})
+
+
 @pytest.mark.parametrize(
     ("plan", "fields", "param"),
     [

@@ -104,3 +104,10 @@ def test_stored_prefixes_take_memory_of_every_stage() -> None:
     assert best_split(Instance(MODEL, hosts, LOAD)) is not None
     assert best_split(Instance(MODEL, hosts, stores)) is None
     assert "prefixMemoryBytes: 0" in explain(Instance(MODEL, hosts, stores)).remedies
+
+
+def test_one_more_machine_is_no_remedy_where_a_given_range_does_not_fit() -> None:
+    given = dataclasses.replace(host("one", 100, gib=0.3), layers=(0, 8))
+    found = explain(Instance(MODEL, (given, host("other", 100, gib=8)), LOAD))
+    assert [(shortage.place, shortage.layers) for shortage in found.shortages] == [("one", (0, 8))]
+    assert found.remedies == ()

@@ -38,6 +38,7 @@ OWN_PIECE_BYTES = 1 << 19  # copied at once, where cells are reached in place: a
 CLAIMED_ROWS = 64  # at once, or llama.cpp's mask over all cells of a long lane takes more than a millisecond
 SHARED_PIECE_BYTES = 8 << 20  # where llama.cpp looks through all cells for each piece
 _WEIGHT = 0.02  # of the latest piece in the average
+_WEIGHT_DOWN = 0.5  # of one that was quicker: on a busy host a piece may have waited, and nothing makes it too quick
 
 
 class OwnPieces:
@@ -61,7 +62,9 @@ class OwnPieces:
 
     def read(self, source: int, into: CellState, first: int, end: int) -> None:
         """As of `Pieces`."""
+        began_ns = time.monotonic_ns()
         self._cells.read(source, into, first, end)
+        self.token_ns = _eased(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
 
     def end(self, source: int) -> None:
         """As of `Pieces`."""
@@ -123,6 +126,7 @@ class SharedPieces:
 
     def read(self, source: int, into: CellState, first: int, end: int) -> None:
         """As of `Pieces`; the cells are given back."""
+        began_ns = time.monotonic_ns()
         llama.llama_memory_seq_cp(self._memory, source, self._lent, first, end)
         try:
             state = read_lane(self._context, self._lent)
@@ -137,6 +141,7 @@ class SharedPieces:
             for tensor, part in zip(cells, parts, strict=True):
                 part[...] = tensor[:, begin - first : until - first]
         llama.llama_memory_seq_rm(self._memory, source, first, end)
+        self.token_ns = _eased(self.token_ns, (time.monotonic_ns() - began_ns) / (end - first))
 
     def end(self, source: int) -> None:
         """As of `Pieces`."""
@@ -174,4 +179,13 @@ class SharedPieces:
 
 
 def _learned(average_ns: float, new_ns: float) -> float:
-    return new_ns if not average_ns else average_ns + _WEIGHT * (new_ns - average_ns)
+    """Return the time that a position takes to come back, once another piece took so much for each of its."""
+    weight = _WEIGHT_DOWN if new_ns < average_ns else _WEIGHT
+    return average_ns + weight * (new_ns - average_ns) if average_ns else new_ns
+
+
+def _eased(average_ns: float, new_ns: float) -> float:
+    """Return the same, once another piece was taken out in so much: it takes about as long, and shows a time that is
+    too long. With that nothing might ever be brought back, and the time stay.
+    """
+    return _learned(average_ns, new_ns) if new_ns < average_ns else average_ns

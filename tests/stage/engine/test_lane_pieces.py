@@ -17,7 +17,7 @@ from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.tiny_slices import TinyShape, write_stage
 from relayline.stage.engine.cell_state import CellState, Pieces, bytes_of, is_cells
 from relayline.stage.engine.kv_state import cells_of
-from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces
+from relayline.stage.engine.lane_pieces import OwnPieces, SharedPieces, _learned
 from relayline.stage.engine.lane_state import read_lane
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import NativeError
@@ -249,3 +249,17 @@ def test_a_way_that_does_not_prove_itself_is_not_used(tmp_path: Path, monkeypatc
     monkeypatch.setattr("relayline.stage.engine.own_cells.cells_of", lambda state: ([b"others"], False))
     with engine_of("per-lane f16", tmp_path) as engine:
         assert engine.saved.pieces is None
+
+
+def test_a_piece_that_had_to_wait_does_not_price_restores_for_good(engine: NativeEngine) -> None:
+    """With such a price nothing would be brought back any more, and so the price never be measured again."""
+    pieces: Any = pieces_of(engine)
+    feed(engine, 0, 0, N_HELD)
+    pieces.token_ns = stalled_ns = 1e12
+    taken(engine, 0, N_HELD)
+    assert 0 < pieces.token_ns < stalled_ns / 10, "stores show it"
+    usual_ns = pieces.token_ns
+    assert _learned(usual_ns, 50 * usual_ns) < 2 * usual_ns, "one in fifty may wait"
+    pieces.token_ns = 1.0
+    taken(engine, 0, N_HELD)
+    assert pieces.token_ns == 1.0, "a store makes it no dearer"

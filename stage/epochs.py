@@ -233,7 +233,8 @@ class Epochs:
         route.end(reason)
         del self.routes[route.route_id]
         self._drop_frames(route.route_id)
-        if await self.runner.call(lambda: self._executor.leave_route(route.route_id)):
+        stores = not self._is_closing  # what is in memory goes with the process, and disks have it already
+        if await self.runner.call(lambda: self._executor.leave_route(route.route_id, stores=stores)):
             self._left.left(route.route_id, len(self.routes) + 1)
         self._observer.route_ended(route.route_id)
         if route.sending_back is not None:

@@ -162,7 +162,7 @@ class Epochs:
             self._conductor.begin_epoch(),
             config.wire_dtype,
             wants_rows=bool(config.serving.mmproj),
-            known_prefixes=self._conductor.prefixes.tier.keys(),
+            known_prefixes=self._conductor.prefixes.known_keys(),
             gives_grants=config.schedule.grant_steps > 0,
         )
         connection = await Connection.open(peers, file, terms, EpochEvents(self._on_return, self.lose, self._on_heard))

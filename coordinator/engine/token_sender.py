@@ -187,6 +187,7 @@ def _options(opening: Opening, baggage: str) -> pb.SessionOptions:
         n_logprobs=sampling.n_logprobs,
         wants_logits=opening.wants_logits,
         kept=opening.is_kept,
+        kept_key=opening.kept_key,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         said=opening.said,

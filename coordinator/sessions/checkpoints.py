@@ -55,7 +55,7 @@ def nearest(source: Session, n_tokens: int, *, is_held: bool) -> int:
     `is_held`: only counting positions that it has sent already. Otherwise it may also be made to stop there, if it has
     not read so far.
     """
-    if source.is_kept and n_tokens >= source.n_sent:  # a lane that stands still is copied whole
+    if source.kept_key is not None and n_tokens >= source.n_sent:  # a lane that stands still is copied whole
         return source.n_sent
     there = [at for at in source.checkpoints if at <= n_tokens]
     if not is_held and source.state is State.PREFILL and n_tokens > source.n_sent:

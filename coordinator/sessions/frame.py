@@ -18,6 +18,8 @@ class Opening:
     sampling: SamplingParams
     wants_logits: bool = False
     is_kept: bool = False
+    kept_key: int = 0
+    """If it is kept: see SessionOptions.kept_key."""
     said: tuple[int, ...] = ()
     """The latest tokens of its answer so far, if sampling depends on earlier tokens."""
     read: tuple[int, ...] = ()

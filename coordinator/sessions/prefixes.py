@@ -9,14 +9,15 @@ copies the cells back and reads only its rest. Open, copy and close travel in ba
 
 Kept lanes yield to streams, the least recently used first. This coordinator's streams take them by name. Stages also
 give them to another coordinator that finds no free lane; copies from them are then refused, and the prompt is read in
-full. A new epoch forgets all kept lanes, here and at the stages. Stages remember the lanes of running sessions for a
-while, so these continue from there when only a link broke.
+full. A new epoch forgets all kept lanes, here and at the stages, which store them as far as their tiers allow. Stages
+remember the lanes of running sessions for a while, so these continue from there when only a link broke.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -37,8 +38,6 @@ class Kept:
 
     session: Session  # of no client; its history lists the lane's tokens
     lane: int
-    places: tuple[int, ...] = ()
-    """Where a turn of a chat ended."""
 
     @property
     def tokens(self) -> list[int]:
@@ -151,11 +150,12 @@ class Prefixes:
         # Of a lane with a recurrent state no other than the whole can be copied: guesses behind its end go first.
         guesses = [OutFrame(session, len(held), (), Flag.TRIM)] if self._keeps_state and session.drafter else []
         places = turn_ends(session, self._ends_message) if self.tier.is_used and not self._keeps_state else ()
-        on_disk = self.tier.store(session, len(held), places) if self.tier.is_on_disk else []
-        in_lane = self._keep_lane(session, held, places)
-        return [*guesses, *on_disk, *(self.tier.store(session, len(held), places) if in_lane is None else in_lane)]
+        key = self.tier.name(session, len(held), places)
+        on_disk = self.tier.store(session, len(held), key) if self.tier.is_on_disk else []
+        in_lane = self._keep_lane(session, held, key)
+        return [*guesses, *on_disk, *(self.tier.store(session, len(held), key) if in_lane is None else in_lane)]
 
-    def _keep_lane(self, session: Session, held: list[int], places: tuple[int, ...]) -> list[OutFrame] | None:
+    def _keep_lane(self, session: Session, held: list[int], key: int) -> list[OutFrame] | None:
         """Copy a session's tokens into a spare lane; None if there is none."""
         if not self.n_max:
             return None
@@ -175,11 +175,11 @@ class Prefixes:
             frames += self._retire(self._kept[0])
             free = [lane for lane in lanes if lane not in self.lanes]
         if not free:
-            return [*frames, *self.tier.store(session, len(held), places)]
+            return [*frames, *self.tier.store(session, len(held), key)]
         request = GenerationRequest("", tuple(held), 1, SamplingParams())
         lane = free[-1]  # running ones take the lowest
-        copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, is_kept=True)
-        self._kept.append(Kept(copy, lane, places))
+        copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, kept_key=key)
+        self._kept.append(Kept(copy, lane))
         return [*frames, *copy.start(), *copy.continue_from(session, len(held))]
 
     def refused(self, session_ids: Collection[int], *, is_full: bool) -> list[OutFrame]:
@@ -219,11 +219,23 @@ class Prefixes:
         the lower half, so streams of one flight have neighbouring lanes. If lanes share their cells, none is kept:
         every row would attend over the kept cells too.
         """
+        self.tier.renew(tier, read_ns, kept=self._stored_by_stages(), keeps_state=keeps_state)
         self._kept.clear()
-        self.tier.renew(tier, read_ns, keeps_state=keeps_state)
         self._left_rows, self._keeps_state = dict(left_rows), keeps_state
         if self._n_asked is None:
             self.n_max = n_lanes // 2 if is_per_lane else 0
+
+    def _stored_by_stages(self) -> list[Stored]:
+        """Return what stages store by themselves when an epoch ends."""
+        named = [(kept.session.kept_key, kept) for kept in self._kept if kept.session.kept_key]
+        return [
+            Stored(key, len(kept.tokens), array("i", kept.tokens), tuple(kept.session.checkpoints))
+            for key, kept in named
+        ]
+
+    def known_keys(self) -> frozenset[int]:
+        """Return the keys of stored prefixes on which no notes are wanted."""
+        return self.tier.keys() | {kept.session.kept_key for kept in self._kept if kept.session.kept_key}
 
     def left_behind(self, going_on: Iterable[Session]) -> list[OutFrame]:
         """Return closes for all lanes held from the last epoch, except those of these sessions, which start now."""
@@ -262,7 +274,7 @@ class Prefixes:
 
     def _retire(self, kept: Kept) -> list[OutFrame]:
         """Give up a kept lane; its tokens go to the stages' tier."""
-        return [*self.tier.store(kept.session, len(kept.tokens), kept.places), *self._drop(kept)]
+        return [*self.tier.store(kept.session, len(kept.tokens), kept.session.kept_key or 0), *self._drop(kept)]
 
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)

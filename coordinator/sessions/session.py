@@ -110,7 +110,9 @@ class Session:
     checkpoints: list[int] = dataclasses.field(default_factory=list)
     """Ascending: how many tokens all stages can take it back to, or copy, once its rows have got there."""
     leader: Session | None = None  # that session, while these rows have not all left for stage 0 as its own
-    is_kept: bool = False  # no client reads it: it only keeps tokens that others may copy, and stages may take its lane
+    kept_key: int | None = None
+    """Not None: no client reads it, it only keeps tokens that others may copy, and stages may take its lane. They then
+    store them under this key, unless it is 0."""
     lane: int = -1  # given by admission; stages take the same number where it is free
     acceptance: Acceptance | None = None  # what all streams know of their drafts; None: this one is not drafted
     ahead: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
@@ -228,7 +230,8 @@ class Session:
             read = [each for each in prompt if each < ROW_TOKEN_MIN] if self.request.images else prompt
             read = read[-bounds.PENALTY_TOKENS_MAX :]
         sampling = sampling.resumed(self.mirostat_mus[1])
-        return Opening(sampling, self.request.wants_logits, self.is_kept, tuple(said[-n_said_max:]), tuple(read))
+        last_said, is_kept = tuple(said[-n_said_max:]), self.kept_key is not None
+        return Opening(sampling, self.request.wants_logits, is_kept, self.kept_key or 0, last_said, tuple(read))
 
     def continue_from(self, source: Session, n_tokens: int) -> list[OutFrame]:
         """Copy the first n_tokens from another session with the same beginning, and read on from there.

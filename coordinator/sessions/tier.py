@@ -86,12 +86,20 @@ class Tier:
         """Whether the tier survives a stage's restart."""
         return self._facts.is_used and self._facts.is_on_disk
 
-    def renew(self, facts: TierFacts, read_ns: Callable[[int], float], *, keeps_state: bool = False) -> None:
+    def renew(
+        self,
+        facts: TierFacts,
+        read_ns: Callable[[int], float],
+        *,
+        kept: Iterable[Stored] = (),
+        keeps_state: bool = False,
+    ) -> None:
         """Begin an epoch: what some stage no longer has is forgotten. `read_ns(n)` predicts the reading of a prompt.
 
-        keeps_state: stages can rewind to checkpoints alone.
+        kept: what was in lanes, and stages may have stored by themselves. keeps_state: they can rewind to checkpoints
+        alone.
         """
-        known = self._stored if facts.rounding == self._facts.rounding else {}
+        known = {each.key: each for each in kept} | self._stored if facts.rounding == self._facts.rounding else {}
         self._facts, self._read_ns, self._keeps_state = facts, read_ns, keeps_state
         self._stored, self._n_tokens = collections.OrderedDict(), 0
         self._restored.clear()
@@ -127,20 +135,33 @@ class Tier:
         if (stored := self._stored.pop(key, None)) is not None:
             self._n_tokens -= _weight(stored)
 
-    def store(self, session: Session, n_tokens: int, places: Iterable[int] = ()) -> list[OutFrame]:
-        """Store the first n_tokens of a session's lane before the lane is given away; entries of earlier turns make
-        room. `places`: where turns of a chat ended.
-
-        Returns the frames that do it. They go before the session's close, and before frames of the lane's next session.
-        None where reading the prefix again would not take long.
+    def name(self, session: Session, n_tokens: int, places: Iterable[int]) -> int:
+        """Return the key of the first n_tokens of a session, and let stage 0 have a note of it; 0 where it is not worth
+        storing: reading it again would not take long. `places`: where turns of a chat ended.
         """
         if not self.is_used or 0 < self._read_ns(n_tokens) < self._facts.store_from_ns:
-            return []
+            return 0
         tokens = array("i", session.history[:n_tokens])
         key = key_of(tokens, self._facts.rounding)
+        if key not in self._stored:
+            self._note(
+                key, tokens, [at for at in session.checkpoints if at <= n_tokens] if self._keeps_state else places
+            )
+        return key
+
+    def store(self, session: Session, n_tokens: int, key: int) -> list[OutFrame]:
+        """Store the first n_tokens of a session's lane before the lane is given away; entries of earlier turns make
+        room.
+
+        key: see `name`. Returns the frames that do it. They go before the session's close, and before frames of the
+        lane's next session.
+        """
+        if not key:
+            return []
         if key in self._stored:
             self._stored.move_to_end(key)
             return []
+        tokens = array("i", session.history[:n_tokens])
         frames = [
             OutFrame(session, 0, (), Flag.STORE, other.key)
             for other in list(self._stored.values())
@@ -150,7 +171,6 @@ class Tier:
             self._drop(frame.argument)
         checkpoints = tuple(at for at in session.checkpoints if at <= n_tokens)
         self._add(Stored(key, n_tokens, tokens, checkpoints))
-        self._note(key, tokens, checkpoints if self._keeps_state else places)
         self._n_stored += 1
         return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
 

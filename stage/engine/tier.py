@@ -83,6 +83,14 @@ class Tier:
         self._tell(gone)
         return n_bytes <= bytes_max
 
+    def has(self, key: int) -> bool:
+        """Return whether a state can be brought back; then it counts as used."""
+        with self._lock:
+            if key in self._memory:
+                self._memory.move_to_end(key)
+                return True
+        return self._disk is not None and self._disk.has(key)
+
     def store(self, key: int, n_tokens: int, state: State) -> None:
         """Keep a state, as far as the bounds allow; it replaces what had this key."""
         is_on_disk = self._disk is not None and self._disk.write(key, n_tokens, state)

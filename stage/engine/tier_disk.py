@@ -120,6 +120,13 @@ class TierDisk:
         with self._lock:
             return self._writing | self._files.keys()
 
+    def has(self, key: int) -> bool:
+        """Return whether a state has a file; then it counts as used."""
+        with self._lock:
+            if key in self._files:
+                self._files.move_to_end(key)
+            return key in self._files
+
     def write(self, key: int, n_tokens: int, state: State) -> bool:
         """Write a state in the background, unless too many wait; returns whether it has a file, or will have one."""
         with self._lock:

@@ -8,7 +8,7 @@ lanes that keep these alone. What would hold up other streams for long is not co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from relayline.stage.engine.cell_state import CellState, Pieces, bytes_of, is_cells
@@ -39,7 +39,7 @@ class LaneStates:
             tier.on_dropped = lambda key: self.on_dropped(key)
         self._lock = threading.Lock()
         self._awaited: dict[_Key, Future[None]] = {}  # sessions whose rows wait until their lane is filled
-        self._stored: dict[int, Future[None]] = {}  # keys of states on their way into the tier
+        self._stored: dict[int, tuple[Future[None], int]] = {}  # by key, states on their way into the tier: tokens
 
     @property
     def saver(self) -> Saver | None:
@@ -63,7 +63,7 @@ class LaneStates:
 
     def _store(self, key: int, lane: int, n_tokens: int, *, is_alone: bool) -> None:
         tier, saver = self._tier, self._saver
-        if tier is None or saver is None or self.copies.stores(key):
+        if tier is None or saver is None or self.copies.stores(key) or tier.has(key):
             return
         pieces = self._pieces(lane)
         n_bytes = _bytes(pieces, n_tokens) if pieces is not None else saver.size(lane)
@@ -77,7 +77,7 @@ class LaneStates:
         saver.settle(lane)
         windows = pieces.windows(lane, n_tokens)
         with self._lock:
-            self._stored[key] = Future()
+            self._stored[key] = Future(), n_tokens
 
         def ended(state: CellState | None) -> None:
             if state is not None:
@@ -87,9 +87,21 @@ class LaneStates:
             with self._lock:
                 waited = self._stored.pop(key, None)
             if waited is not None:
-                waited.set_result(None)
+                waited[0].set_result(None)
 
         self.copies.store(pieces, key, lane, n_tokens, ended, windows)
+
+    def store_all(self, lanes: Sequence[tuple[int, int, int]]) -> None:
+        """Store lanes that are all given away now: key, lane and tokens of each, the most useful first.
+
+        Of those that are copied whole only so many that others wait no longer than for one.
+        """
+        whole_bytes = 0
+        for key, lane, n_tokens in lanes:
+            if self._saver is not None and self._pieces(lane) is None:
+                whole_bytes += self._saver.size(lane)
+            if whole_bytes <= WHOLE_BYTES_MAX:
+                self.store(key, lane, n_tokens, is_alone=False)
 
     # --- out of it ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +210,7 @@ class LaneStates:
         """Begin to read a state that is on the disk alone; None where there is nothing to wait for. Any thread."""
         with self._lock:
             if (stored := self._stored.get(key)) is not None:
-                return stored
+                return stored[0]
         return self._tier.begin(key) if self._tier is not None else None
 
     # --- the rest -----------------------------------------------------------------------------------------------------
@@ -220,6 +232,8 @@ class LaneStates:
         message.stores, message.keeps_notes, message.stores_on_disk = True, True, self._tier.is_on_disk
         message.restore_token_ns, message.store_from_ns = self._saver.token_ns, self._tier.store_from_ns
         stored = self._tier.stored()
+        with self._lock:
+            stored |= {key: n_tokens for key, (_, n_tokens) in self._stored.items()}
         message.stored.extend(pb.StoredState(key=key, n_tokens=n_tokens) for key, n_tokens in stored.items())
 
     def notes(self, request: pb.NotesRequest) -> pb.NotesResponse:

@@ -31,6 +31,7 @@ class Lane:
     route_id: int
     next_position: int = 0  # positions 0..next_position-1 are in the KV cache
     is_kept: bool = False  # no stream waits for the session: see SessionOptions.kept
+    kept_key: int = 0  # under which what it holds is stored when the session loses it: see SessionOptions.kept_key
     is_left: bool = False  # its epoch has ended; the next one may continue from its rows
 
     @property

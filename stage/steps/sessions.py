@@ -150,15 +150,22 @@ class Sessions:
             return
         self.states.store(frame.argument, lane.index, frame.position, is_alone=self._lanes.n_used <= 1)
 
+    def _store_kept(self, lanes: Iterable[Lane]) -> None:
+        """Kept sessions lose their lanes, and not by their coordinator's wish: it would have had them stored before."""
+        kept = [(lane.kept_key, lane.index, lane.next_position) for lane in lanes if lane.kept_key]
+        self.states.store_all([each for each in kept if each[2]])
+
     def _open(self, frame: QueuedFrame) -> None:
         options, key = frame.options or pb.SessionOptions(), frame.session_key
         sampler = self._sampler(options)  # first, because it may refuse
         pool = self._pool(int(sampler.options.number("pooling"))) if sampler is not None else None
         if kept := self._lanes.in_the_way(frame.session_id, frame.route_id):
+            self._store_kept([kept])
             self.close((kept.route_id, kept.session_id))
         try:
             wanted, now_ns = frame.argument - 1, frame.arrived_ns
-            self._lanes.open(frame.session_id, frame.route_id, wanted, is_kept=options.kept, now_ns=now_ns)
+            lane = self._lanes.open(frame.session_id, frame.route_id, wanted, is_kept=options.kept, now_ns=now_ns)
+            lane.kept_key = options.kept_key if options.kept else 0
         except BaseException:
             if sampler is not None:
                 sampler.close()
@@ -227,12 +234,16 @@ class Sessions:
 
     # --- ends of epochs -----------------------------------------------------------------------------------------------
 
-    def leave_route(self, route_id: int) -> int:
+    def leave_route(self, route_id: int, *, stores: bool = True) -> int:
         """Leave the lanes of a route's sessions for its next epoch; returns how many are not empty.
 
         A kept lane, an ended session and one with a fault leave nothing, since no session would continue from there.
+        `stores`: what kept lanes hold goes to the tier, the latest first.
         """
-        for lane in self._lanes.of_route(route_id):
+        lanes = self._lanes.of_route(route_id)
+        if stores:
+            self._store_kept(reversed(lanes))
+        for lane in lanes:
             key = (route_id, lane.session_id)
             if lane.is_kept or not lane.next_position or key in self.cancelled or key in self.broken:
                 self.close(key)

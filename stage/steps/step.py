@@ -222,10 +222,13 @@ class StepExecutor:
         self.routes[route_id] = wiring
         return self.sessions.held(route_id)
 
-    def leave_route(self, route_id: int) -> int:
-        """End an epoch: nothing of it runs any more, but its sessions' lanes stay. Returns how many are not empty."""
+    def leave_route(self, route_id: int, *, stores: bool = True) -> int:
+        """End an epoch: nothing of it runs any more, but its sessions' lanes stay. Returns how many are not empty.
+
+        `stores`: see `Sessions.leave_route`.
+        """
         self.routes.pop(route_id, None)
-        n_left = self.sessions.leave_route(route_id)
+        n_left = self.sessions.leave_route(route_id, stores=stores)
         self.usage = self.lanes.usage
         return n_left
 

@@ -93,6 +93,43 @@ async def test_another_coordinator_reads_only_what_is_new(
             assert await copied(later, middle, whole) >= 64, "of what lies behind a mark"
 
 
+async def test_what_was_in_kept_lanes_comes_back_too(artifacts: Artifacts, whole: ReferenceModel) -> None:
+    """Of a coordinator that is gone without a word: the stages store its kept lanes as its epoch ends."""
+    async with fleet(
+        artifacts([1, 3]), n_lanes=8, prefix_lanes=None, kv_layout="per-lane", tier_bytes=TIER_BYTES
+    ) as running:
+        async with another_coordinator(running) as gone:
+            prompts = [prompt_of(1 + chat, N_PROMPT) for chat in range(N_CHATS)]
+            for prompt in prompts:
+                await tokens_of(gone.open(request(prompt, N_TOKENS)))
+                await running.until_free()
+            assert gone.conductor.prefixes.figures()["lanes"] == N_CHATS
+            assert gone.conductor.prefixes.tier.figures()["stored"] == 0
+        async with asyncio.timeout(20):
+            while any(len(held) < N_CHATS for held in await notes_and_states(running)):
+                await pause()
+        async with another_coordinator(running) as later:
+            for chat, prompt in enumerate(prompts):
+                assert await copied(later, (*prompt, *prompt_of(30 + chat, N_TOKENS)), whole) == N_PROMPT
+
+
+async def test_a_kept_lane_that_another_coordinators_stream_takes_is_stored(
+    artifacts: Artifacts, whole: ReferenceModel
+) -> None:
+    async with fleet(artifacts([2]), n_lanes=2, prefix_lanes=1, tier_bytes=TIER_BYTES) as running:
+        prompt = prompt_of(1, N_PROMPT)
+        await tokens_of(running.pipeline.open(request(prompt, N_TOKENS)))
+        await running.until_free()
+        async with another_coordinator(running) as other:
+            both = [other.open(request(prompt_of(seed, 40), 3)) for seed in (7, 8)]
+            await asyncio.gather(*map(tokens_of, both))
+            async with asyncio.timeout(20):
+                while not all([(await stage.describe()).stored for stage in running.pipeline.stages]):
+                    await pause()
+        async with another_coordinator(running) as later:
+            assert await copied(later, (*prompt, *prompt_of(30, N_TOKENS)), whole) == N_PROMPT
+
+
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_after_a_restart_of_everything_the_disk_tells(
     is_long: bool, artifacts: Artifacts, whole: ReferenceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -246,7 +246,6 @@ def test_a_kept_lane_is_stored_with_the_turns_of_its_session() -> None:
     session.history += run_of(500, 40)
     session.state = State.DONE
     made.keep(session)
-    assert made.tier.new_notes == {}, "it is not stored yet"
     made.start(session_of(2, run_of(900, 40), lane=2))
     after = later(made, NOTED)
     assert controls_of(after.start(session_of(3, [*run_of(0, 50), 4])))[1:] == [("restore", 3, 50)]
@@ -297,3 +296,25 @@ def test_an_older_stage_gets_no_notes() -> None:
     made = prefixes()
     made.keep(ended(1, run_of(0, 150)))
     assert made.tier.new_notes == {}
+
+
+def test_stages_store_kept_lanes_by_themselves_when_an_epoch_ends() -> None:
+    made = prefixes(2, (1, 2))
+    made.renew(4, is_per_lane=True, tier=NOTED, read_ns=READ_NS)
+    opening = made.keep(ended(1, run_of(0, 150)))[0].session.opening()
+    key = key_of(array("i", run_of(0, 150)))
+    assert (opening.is_kept, opening.kept_key) == (True, key)
+    assert made.tier.new_notes.keys() == {key}, "whoever comes later knows marks"
+    assert made.known_keys() == {key}, "this one knows the tokens"
+    made.renew(4, is_per_lane=True, tier=dataclasses.replace(NOTED, stored={key: 150}), read_ns=READ_NS)
+    assert made.lanes == []
+    assert controls_of(made.start(session_of(2, [*run_of(0, 141), 7])))[1:] == [("restore", 2, 141)]
+    made.renew(4, is_per_lane=True, tier=NOTED, read_ns=READ_NS)
+    assert controls_of(made.start(session_of(3, [*run_of(0, 141), 7]))) == [("open", 3, 0)], "no stage stored it"
+
+
+def test_a_kept_lane_that_is_not_worth_storing_has_no_key() -> None:
+    made = prefixes(2, (1, 2))
+    made.renew(4, is_per_lane=True, tier=TierFacts(is_used=True, store_from_ns=5_000_000), read_ns=READ_NS)
+    opening = made.keep(ended(1, run_of(0, 50)))[0].session.opening()
+    assert (opening.is_kept, opening.kept_key) == (True, 0)

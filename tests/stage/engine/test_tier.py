@@ -15,6 +15,7 @@ from relayline.stage.engine.open_tier import AUTO_FROM_NS, open_tier, spare_memo
 from relayline.stage.engine.tier import Tier
 from relayline.stage.engine.tier_disk import TierDisk
 from relayline.stage.engine.tier_notes import TierNotes
+from relayline.stage.steps import lane_states
 from relayline.stage.steps.lane_states import LaneStates
 from relayline.wire.common.bounds import NOTE_BYTES_MAX, NOTES_BYTES_MAX, STORED_STATES_MAX
 from relayline.wire.settings.table import EngineSettings
@@ -95,6 +96,38 @@ def test_no_state_leaves_the_engine_while_the_host_has_no_memory_for_it() -> Non
     states.store(2, 2, 10)
     assert saved == [1], "all streams would wait for it, and it would be thrown away"
     assert tier.figures().memory_bytes == 0, "what was kept has been given back"
+
+
+def test_lanes_that_all_go_at_once_hold_up_others_no_longer_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_states, "WHOLE_BYTES_MAX", 2_500)
+    saved = list[int]()
+
+    def save(lane: int) -> np.ndarray:
+        saved.append(lane)
+        return state(lane)
+
+    tier, lost = Tier(8_000), list[int]()
+    engine: Any = SimpleNamespace(save=save, pieces=None, pieces_of=lambda lane: None, size=lambda lane: 1_000)
+    states = LaneStates(engine, engine, tier)
+    states.on_dropped = lost.append
+    states.store_all([(11, 1, 10), (12, 2, 10), (13, 3, 10)])
+    assert (tier.stored(), saved, lost) == ({11: 10, 12: 10}, [1, 2], []), "those that are copied whole"
+    tier.store(14, 10, state(4))
+    states.store_all([(11, 1, 10)])
+    assert saved == [1, 2], "it is there already"
+    assert list(tier.stored()) == [12, 14, 11], "and counts as used"
+
+
+def test_what_is_on_disk_is_not_stored_again(tmp_path: Path) -> None:
+    tier = Tier(0, disk(tmp_path, 3_000))
+    for key in (1, 2):
+        tier.store(key, 10, state(key))
+        until_written(tier)
+    assert tier.has(1)
+    assert not tier.has(3)
+    tier.store(3, 10, state(3))
+    tier.close()
+    assert list(tier.stored()) == [1, 3], "it counted as used"
 
 
 def test_a_full_tier_and_one_with_a_disk_still_take_states(tmp_path: Path) -> None:

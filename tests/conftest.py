@@ -18,7 +18,9 @@ import hypothesis
 import pytest
 import pytest_asyncio
 
+from relayline.deploy.machine.gpus import devices_here
 from relayline.deploy.testing import forked
+from relayline.deploy.testing.engines import TEST_DEVICE
 from relayline.deploy.testing.zygote import Zygote
 
 THREADS_OF_OURS = ("decode",)
@@ -37,8 +39,9 @@ os.environ["XDG_STATE_HOME"] = _STATE.name
 # A worker of pytest-xdist ignores Ctrl-C, and so would every process that a test starts in it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Processes of relayline are forks of one that has imported all of it, but where a test says `own_processes`.
-if "RELAYLINE_OWN_PROCESSES" not in os.environ:
+# Processes of relayline are forks of one that has imported all of it, but where a test says `own_processes`. Drivers of
+# GPUs do not survive a fork.
+if "RELAYLINE_OWN_PROCESSES" not in os.environ and TEST_DEVICE not in os.environ:
     forked.install(Zygote())
 
 # Containers often tell Python not to keep compiled files. Then each worker compiles all tests again, and each process
@@ -63,6 +66,18 @@ LONGEST = (
 )
 
 OURS = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("stage", "coordinator", "wire"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a device for the tests that this machine lacks, and have processes of tests compute there, too."""
+    name = os.environ.get(TEST_DEVICE, "")
+    if not name:
+        return
+    os.environ |= {"RELAYLINE_DEVICE": name, "RELAYLINE_GPU_LAYERS": "-1"}
+    if not hasattr(config, "workerinput"):  # once, not in each worker
+        names = [device.name for device in devices_here() or () if device.is_gpu]
+        if name not in names:
+            raise pytest.UsageError(f"{TEST_DEVICE}={name}: llama.cpp finds here {', '.join(names) or 'no GPU'}")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -104,6 +105,7 @@ def look_native(
     asked: Mapping[str, str] | None = None,
     program: str = _PROGRAM,
     cpuinfo: Path = Path("/proc/cpuinfo"),
+    machine: str | None = None,
 ) -> list[Finding]:
     """Load everything native, run one step of the demo model and judge it.
 
@@ -123,7 +125,11 @@ def look_native(
     facts = json.loads(done.stdout.strip().splitlines()[-1])
     facts["backends"] = gpu_backends()
     devices = judge_devices(facts.get("llama", {}).get("devices", ()), asked or {})
-    return [*judge_llama(facts, _cpu_flags(cpuinfo), wants_gpu=wants_gpu), *devices, judge_extensions(facts)]
+    return [
+        *judge_llama(facts, _cpu_flags(cpuinfo, machine or platform.machine()), wants_gpu=wants_gpu),
+        *devices,
+        judge_extensions(facts),
+    ]
 
 
 def judge_death(code: int, stderr: str, *, is_loaded: bool) -> Finding:
@@ -236,10 +242,12 @@ def judge_extensions(facts: dict[str, Any]) -> Finding:
     return ok("extensions", "relayline.stage.engine._capture and relayline.wire.envelopes._rows load")
 
 
-def _cpu_flags(cpuinfo: Path) -> set[str]:
+def _cpu_flags(cpuinfo: Path, machine: str) -> set[str]:
+    """Return the features of this machine's kind. An emulated process may be shown its host's, of another kind."""
     try:
         text = cpuinfo.read_text()
     except OSError:
         return set()
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    key = "Features" if machine in ("aarch64", "arm64") else "flags"
+    found = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
     return set(found[1].split()) if found else set()

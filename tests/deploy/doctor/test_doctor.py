@@ -226,19 +226,20 @@ CPU part	: 0xd40
 
 
 @pytest.mark.parametrize(
-    ("system", "missing"),
+    ("cpuinfo", "system", "missing"),
     [
-        ("CPU : NEON = 1 | ARM_FMA = 1 |", "this CPU also has FP16_VA, DOTPROD, MATMUL_INT8, SVE"),
-        ("CPU : NEON = 1 | ARM_FMA = 1 | FP16_VA = 1 | MATMUL_INT8 = 1 | SVE = 1 | DOTPROD = 1 |", ""),
+        (GRAVITON_3, "CPU : NEON = 1 | ARM_FMA = 1 |", "this CPU also has FP16_VA, DOTPROD, MATMUL_INT8, SVE"),
+        (GRAVITON_3, "CPU : NEON = 1 | ARM_FMA = 1 | FP16_VA = 1 | MATMUL_INT8 = 1 | SVE = 1 | DOTPROD = 1 |", ""),
+        ("flags : fpu avx avx2 avx512f", "CPU : NEON = 1 |", ""),  # emulated on x86
     ],
 )
-def test_a_build_for_any_arm_misses_what_this_one_has(system: str, missing: str, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(GRAVITON_3)
+def test_a_build_for_any_arm_misses_what_this_one_has(cpuinfo: str, system: str, missing: str, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
     facts = {**llama(system=system, kernels=None), **dict.fromkeys(
         ("relayline.stage.engine._capture", "relayline.wire.envelopes._rows"), ""
     )}  # fmt: skip
     program = f"print(); print({json.dumps(json.dumps(facts))})"
-    found = native.look_native(wants_gpu=False, program=program, cpuinfo=tmp_path / "cpuinfo")
+    found = native.look_native(wants_gpu=False, program=program, cpuinfo=tmp_path / "cpuinfo", machine="aarch64")
     assert found[0].outcome is (WARNING if missing else OK)
     assert found[0].found.endswith(missing)
     assert "do not help this build" in found[1].found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import subprocess
 from pathlib import Path
@@ -26,7 +27,10 @@ from relayline.wire.common.bounds import IMAGE_ENCODE_S, IMAGE_START_S
 from relayline.wire.common.child_command import module_command
 from relayline.wire.common.errors import InternalError, InvalidRequestError, UsageError
 
+log = logging.getLogger("relayline.coordinator")
+
 _DIED = "the process that encodes images ended; the next image starts another"
+_NOT_STARTED = "the process that encodes images did not start again; the next image tries it once more"
 
 
 class Encoder:
@@ -73,7 +77,7 @@ class Encoder:
         if self._pipe is None:
             if self._is_closed:
                 raise InternalError("the coordinator is closing")
-            self.start()
+            self._start_again()
         assert self._pipe is not None
         self._pipe.settimeout(IMAGE_ENCODE_S)
         try:
@@ -88,6 +92,13 @@ class Encoder:
         if kind == REFUSED:
             raise InvalidRequestError(head.decode(errors="replace"))
         raise InternalError(head.decode(errors="replace") or _DIED)
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except UsageError as error:  # no mistake of the client, who gets no path either
+            log.warning("the process that encodes images did not start again: %s", error.message)
+            raise InternalError(_NOT_STARTED) from error
 
     def _receive(self) -> tuple[bytes, bytes, npt.NDArray[np.float32]]:
         """Return the kind of an answer, its head and its rows; the kind is empty where the process has died."""

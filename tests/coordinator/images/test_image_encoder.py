@@ -34,6 +34,7 @@ def encoder_fixture(vocabulary: Path, tmp_path: Path) -> Iterator[Encoder]:
     encoder.start()
     yield encoder
     encoder.close()
+    encoder._end()  # closing leaves the socket to a call that may wait at it; there is none
 
 
 @needs_library
@@ -53,6 +54,24 @@ def test_images_are_encoded_counted_and_refused_and_a_death_costs_one(encoder: E
     encoder.close()
     with pytest.raises(InternalError):
         encoder.encode(picture(1), 100)
+
+
+@needs_library
+def test_one_that_does_not_start_again_is_no_mistake_of_the_client(
+    encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = encoder.encode(picture(1), 100)[1]
+    assert encoder._process is not None
+    os.kill(encoder._process.pid, signal.SIGKILL)
+    with pytest.raises(InternalError, match="starts another"):
+        encoder.encode(picture(1), 100)
+    (tmp_path / "mmproj.gguf").rename(tmp_path / "away.gguf")
+    with pytest.raises(InternalError, match="did not start again") as caught:
+        encoder.encode(picture(1), 100)
+    assert str(tmp_path) not in caught.value.message, "clients get no paths"
+    assert str(tmp_path) in caplog.text
+    (tmp_path / "away.gguf").rename(tmp_path / "mmproj.gguf")
+    assert np.array_equal(encoder.encode(picture(1), 100)[1], rows)
 
 
 @needs_library

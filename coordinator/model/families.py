@@ -15,7 +15,7 @@ import math
 from relayline.coordinator.model import family_rules as rules
 from relayline.coordinator.model.family import Family, Metadata, Overrides, stated_windows, windows_of
 from relayline.coordinator.model.gguf_file import GgufModel
-from relayline.coordinator.model.gguf_write import F32
+from relayline.wire.model_files.gguf_write import F32
 
 POSITIONS = frozenset({"position_embd.weight"})
 

@@ -30,8 +30,8 @@ from relayline.coordinator.model.family import (
     Windows,
     windows_of,
 )
-from relayline.coordinator.model.gguf_write import F32, I32, U32
 from relayline.wire.model_files.gguf_header import Value
+from relayline.wire.model_files.gguf_write import F32, I32, U32
 
 
 def all_indexers(facts: Metadata) -> Indexers:

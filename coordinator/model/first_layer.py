@@ -8,7 +8,7 @@ values of the whole file's first layer, or the model is refused.
 from __future__ import annotations
 
 from relayline.coordinator.model.family import Metadata, Overrides, Windows
-from relayline.coordinator.model.gguf_write import U32
+from relayline.wire.model_files.gguf_write import U32
 
 HEADS, KEYS, VALUES = "attention.head_count", "attention.key_length", "attention.value_length"
 ROTATED = "rope.dimension_count"

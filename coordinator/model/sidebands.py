@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from relayline.coordinator.model.gguf_write import ALIGNMENT, F32, U32, U64, encode_entry
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import Tensor
+from relayline.wire.model_files.gguf_write import ALIGNMENT, F32, U32, U64, encode_entry
 
 LAYER_TOKENS = "per_layer_token_embd.weight"
 LAYER_PRODUCT = "per_layer_model_proj.weight"

@@ -29,17 +29,6 @@ from relayline.coordinator.model.family import (
 )
 from relayline.coordinator.model.first_layer import stated_widths
 from relayline.coordinator.model.gguf_file import GgufModel, read_entries
-from relayline.coordinator.model.gguf_write import (
-    BOOL,
-    F32,
-    U32,
-    U64,
-    TensorSlot,
-    aligned,
-    encode_array,
-    encode_entry,
-    encode_header,
-)
 from relayline.coordinator.model.inspection import BLOCK_NAME, EMBEDDING, HEAD, ModelFacts
 from relayline.coordinator.model.sidebands import (
     EXPERTS_BY_TOKEN,
@@ -50,6 +39,17 @@ from relayline.coordinator.model.sidebands import (
 )
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, STRING_TYPE, TENSOR_TYPES, KeyValue, Tensor, Value
+from relayline.wire.model_files.gguf_write import (
+    BOOL,
+    F32,
+    U32,
+    U64,
+    TensorSlot,
+    aligned,
+    encode_array,
+    encode_entry,
+    encode_header,
+)
 
 # The features that a stage must support. Version 2: windows lose cells, and an output may need scaling. Version 3: rows
 # may have another width than the model, and are written into the graph. Version 4: more than a row is written there.

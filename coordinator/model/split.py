@@ -23,7 +23,6 @@ from typing import BinaryIO
 from relayline.coordinator.model import families
 from relayline.coordinator.model.cuts import balanced_cuts, check_cuts
 from relayline.coordinator.model.gguf_file import GgufModel, open_model
-from relayline.coordinator.model.gguf_write import ALIGNMENT
 from relayline.coordinator.model.inspection import ModelFacts, check_support, facts_of, model_key
 from relayline.coordinator.model.pipeline_file import (
     PIPELINE_NAME,
@@ -42,6 +41,7 @@ from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.common.places import moving_cache
 from relayline.wire.common.texts import named_layers
 from relayline.wire.model_files.gguf_header import Tensor
+from relayline.wire.model_files.gguf_write import ALIGNMENT
 
 log = logging.getLogger("relayline.split")
 

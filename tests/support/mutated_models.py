@@ -24,10 +24,10 @@ import gguf
 import numpy as np
 
 from relayline.coordinator.model.gguf_file import open_model, read_entries
-from relayline.coordinator.model.gguf_write import TensorSlot, encode_array, encode_entry, encode_header
 from relayline.deploy.testing.engines import engine_config
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.model_files.gguf_header import ARRAY_TYPE, SCALARS, STRING_TYPE, TENSOR_TYPES
+from relayline.wire.model_files.gguf_write import TensorSlot, encode_array, encode_entry, encode_header
 from tests.support.tiny_families import RECIPES
 from tests.support.tiny_models import make_tiny
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relayline.coordinator.model.gguf_file import open_model, read_entries
-from relayline.coordinator.model.gguf_write import TensorSlot, encode_entry, encode_header
+from relayline.wire.model_files.gguf_write import TensorSlot, encode_entry, encode_header
 
 U16, I32 = 2, 5
 

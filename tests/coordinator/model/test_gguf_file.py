@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from relayline.coordinator.model import gguf_file
 from relayline.coordinator.model.gguf_file import open_model, read_entries
-from relayline.coordinator.model.gguf_write import F32, U32, TensorSlot, encode_array, encode_entry, encode_header
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files import gguf_header
 from relayline.wire.model_files.gguf_header import HEADER_BYTES_MAX, TENSOR_TYPES, read_header
+from relayline.wire.model_files.gguf_write import F32, U32, TensorSlot, encode_array, encode_entry, encode_header
 from tests.support.tiny_models import make_tiny
 
 

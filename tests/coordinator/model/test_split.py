@@ -16,7 +16,6 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.coordinator.model.families import FAMILIES
 from relayline.coordinator.model.gguf_file import open_model
-from relayline.coordinator.model.gguf_write import STRING_TYPE, U32, TensorSlot, encode_entry, encode_header
 from relayline.coordinator.model.inspection import content_key
 from relayline.coordinator.model.pipeline_file import PIPELINE_NAME, PipelineFile, check_artifact, load_pipeline
 from relayline.coordinator.model.slices import PLACEHOLDER_TYPES
@@ -32,6 +31,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.places import cache_dir
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES
+from relayline.wire.model_files.gguf_write import STRING_TYPE, U32, TensorSlot, encode_entry, encode_header
 from relayline.wire.model_files.model_check import PRODUCT_TYPES
 from tests.support.shards import shard
 from tests.support.tiny_models import TOKENS, make_tiny

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from llama_cpp import llama_cpp as llama
 
-from relayline.coordinator.model.gguf_write import F32, I32, U32, encode_array, encode_entry
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.coordinator.text.tokenizer import Tokenizer
@@ -22,6 +21,7 @@ from relayline.deploy.models.trial import try_artifacts
 from relayline.stage.engine.artifact import open_artifact
 from relayline.wire.common.errors import ArtifactError, ModelFileError
 from relayline.wire.model_files.gguf_header import TENSOR_TYPES, read_header
+from relayline.wire.model_files.gguf_write import F32, I32, U32, encode_array, encode_entry
 from relayline.wire.model_files.model_check import PRODUCT_TYPES, _expert_problems, check_header
 from tests.support.mutated_models import Draft, read_draft
 from tests.support.tiny_families import RECIPES

@@ -84,6 +84,7 @@ class StampingEngine:
         self,
         n_rows: int,
         *,
+        adapter: int = 0,
         is_mutual: bool = False,
         grids: Sequence[Grid] = (),
         meanwhile: Callable[[], None] | None = None,

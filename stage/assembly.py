@@ -64,6 +64,7 @@ def _load(
             spare_lanes=spare_lanes,
             held_lanes=held_lanes(settings, spare_lanes),
             max_wanted=wanted_max,
+            adapters=config.adapters,
         ),
         load,
     )

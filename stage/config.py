@@ -8,6 +8,7 @@ from pathlib import Path
 from relayline.wire.common.errors import UsageError
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity, check_listen
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import EngineSettings
 from relayline.wire.telemetry.config import TelemetryConfig
 
@@ -26,6 +27,8 @@ class StageConfig:
     """Port to listen on; 0 lets the system choose, and the ready line has it."""
     engine: EngineSettings = dataclasses.field(default_factory=EngineSettings)
     """The engine's settings, from flags or the coordinator's order."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters, in the order in which sessions choose them."""
     verify: bool = True
     """Check the artifact's sha256 against pipeline.json (remembered, so the second start is quick)."""
     security: LinkSecurity = PLAINTEXT

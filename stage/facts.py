@@ -12,6 +12,7 @@ from relayline.stage.speed.curves import Curves
 from relayline.wire.common import bounds
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
 from relayline.wire.common.sampler_fields import OPTIONS
+from relayline.wire.model_files.adapters import choice_keys
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -77,6 +78,7 @@ class StageFacts:
             takes_grids=True,
             runs_ahead=self.ahead_rows > 0,
             options=sorted(OPTIONS),
+            adapters=choice_keys(config.adapters),
         )
         self.curves.tell(message)
         return message

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import CONTROL, Flag
+from relayline.wire.envelopes.session_ids import adapter_of
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 
@@ -49,6 +50,11 @@ class QueuedFrame:
 
     def __post_init__(self) -> None:
         self.session_key = (self.route_id, self.session_id)
+
+    @property
+    def adapter(self) -> int:
+        """The choice of LoRA adapters that its rows are computed with: frames of others may not be in its step."""
+        return adapter_of(self.session_id)
 
     @property
     def is_control(self) -> bool:

@@ -29,6 +29,7 @@ from relayline.wire.links.relay_link import RelayLink
 from relayline.wire.links.revocation import Revocations
 from relayline.wire.links.roles import Identity
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.model_files.adapters import NO_ADAPTERS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -78,6 +79,8 @@ class EpochTerms:
     """Keys of stored prefixes on which no notes are wanted."""
     gives_grants: bool = False
     """Whether the last stage links to stage 0."""
+    adapters: tuple[str, ...] = NO_ADAPTERS
+    """A key of each choice of LoRA adapters, which all stages are to have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class Connection:
             if revocations is not None:
                 await check_servers(addresses, security, revocations, events.on_heard)
             facts = await _describe_all(stages, events.on_heard)
-            check_stages(addresses, facts, pipeline, wants_rows=terms.wants_rows)
+            check_stages(addresses, facts, pipeline, wants_rows=terms.wants_rows, adapters=terms.adapters)
             if revocations is not None:
                 await tell(stages, revocations)
             held: list[dict[int, int]] = []

@@ -16,6 +16,7 @@ from relayline.wire.common.curve import CostCurve
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.common.sampler_fields import OPTIONS
 from relayline.wire.common.texts import named_layers
+from relayline.wire.model_files.adapters import NO_ADAPTERS
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 Descriptions = Sequence[pb.DescribeResponse]
@@ -60,6 +61,7 @@ def _tier_of(stages: Descriptions, wire_dtype: int, notes: Mapping[int, bytes]) 
         is_on_disk=all(stage.stores_on_disk for stage in stages),
         token_ns=sum(_price_ns(stage.restore_token_ns) for stage in stages),
         store_from_ns=max(stage.store_from_ns for stage in stages),
+        adapters=tuple(stages[0].adapters),
         rounding=f"{pb.Dtype.Name(pb.Dtype.ValueType(wire_dtype))} {[stage.layer_start for stage in stages]}",
         keeps_notes=stages[0].keeps_notes,
         notes=notes,
@@ -130,8 +132,10 @@ def check_stages(
     pipeline: PipelineFile,
     *,
     wants_rows: bool = False,
+    adapters: Sequence[str] = NO_ADAPTERS,
 ) -> None:
     """Check the stages' descriptions against the pipeline, in order. `wants_rows`: stage 0 gets rows of images.
+    `adapters`: a key of each choice of LoRA adapters.
 
     Raises HandshakeError.
     """
@@ -156,6 +160,9 @@ def check_stages(
                 "--kv-layout, per-lane or unified"
             )
         _check_rope(addresses[0], facts[0], address, fact)
+        if (tuple(fact.adapters) or NO_ADAPTERS) != tuple(adapters):
+            text = "has other LoRA adapters than the coordinator; give both the same --lora and one version"
+            raise HandshakeError(f"{address} {text}")
     if wants_rows and not facts[0].takes_rows:
         text = "cannot take image rows; run this version of relayline there, or start the coordinator without --mmproj"
         raise HandshakeError(f"{addresses[0]} {text}")

@@ -45,6 +45,7 @@ from relayline.coordinator.sessions.slots import slots_of
 from relayline.coordinator.sessions.streams import Audience, SessionStream
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.common.phase import Phase as Phase
+from relayline.wire.envelopes.session_ids import ADAPTER_SHIFT
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -69,7 +70,7 @@ class Pipeline:
         self._roster = roster or StaticRoster(config.addresses, config.names)
         self._observer = observer or Observer()
         names = [str(stage.get("name") or f"stage {index}") for index, stage in enumerate(self._roster.describe())]
-        session_ids = itertools.count(secrets.randbits(31) << 32)
+        session_ids = itertools.count(secrets.randbits(ADAPTER_SHIFT - 32) << 32)
         decided, now_ns = _decided(config, file, names), time.monotonic_ns()
         self.conductor = Conductor(decided, is_end, session_ids, now_ns, ends_message)
         self.epochs = Epochs(config, file, self._roster, self.conductor, self._observer, self.carry, self.on_return)

@@ -6,6 +6,7 @@ import dataclasses
 
 from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.model_files.adapters import Adapter, choice_keys
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -25,6 +26,8 @@ class PipelineConfig:
     """The stages' display names, in layer order; empty where they have none."""
     serving: ServingSettings = dataclasses.field(default_factory=lambda: ServingSettings(prefix_lanes=0))
     """The request settings of the settings table. `schedule` and `wire_dtype` are derived from it too."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters that `serving` names, read."""
     start_timeout_s: float = 60.0
     """How long the stages may take to become reachable at the start."""
     recovery_timeout_s: float = 120.0
@@ -33,3 +36,8 @@ class PipelineConfig:
     """Names of the stages at `addresses`, as their join tokens say them; empty: stage-0, stage-1 and so on."""
     security: LinkSecurity = PLAINTEXT
     """Certificates and join token of the links to the stages."""
+
+    @property
+    def adapter_keys(self) -> tuple[str, ...]:
+        """A key of each choice of LoRA adapters, which all stages are to have."""
+        return choice_keys(self.adapters)

@@ -49,7 +49,8 @@ class Handlers:
 
     async def models(self, _request: web.Request) -> web.StreamResponse:
         """GET /v1/models."""
-        names = [*dict.fromkeys((self._service.model_id, *self._service.limits.model_aliases))]
+        limits = self._service.limits
+        names = [*dict.fromkeys((self._service.model_id, *limits.model_aliases, *limits.adapters))]
         found = shapes.ModelList([self._model(name) for name in names], first_id=names[0], last_id=names[-1])
         return json_response(shapes.encode(found))
 
@@ -183,6 +184,8 @@ class Handlers:
         service = self._service
         created_at = datetime.datetime.fromtimestamp(service.created, datetime.UTC).isoformat()
         model = shapes.Model(name, service.created, root=service.model_id, display_name=name, created_at=created_at)
+        if name in service.limits.adapters:
+            model.root, model.parent = name, service.model_id
         if ctx_tokens := service.generator.ctx_tokens:
             model.max_model_len = model.max_input_tokens = model.max_tokens = ctx_tokens
             model.meta = shapes.ModelMeta(n_ctx=ctx_tokens, n_vocab=service.tokenizer.n_vocab)

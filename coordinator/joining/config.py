@@ -13,6 +13,7 @@ from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
 from relayline.wire.links import enrolment
 from relayline.wire.links.roles import Identity
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from relayline.wire.settings.setting import write_message
 from relayline.wire.settings.table import EngineSettings
@@ -141,6 +142,8 @@ class JoinConfig:
     """Let hosts get their certificates too, with the line that `relayline up` prints; takes TLS."""
     offer_path: bool = True
     """Tell stages where the artifact lies here, so that those who see the same files need not fetch it."""
+    adapters: tuple[Adapter, ...] = ()
+    """LoRA adapters, in the order in which sessions choose them."""
     known: PoolState | None = None
     """The holders of layers; by default every stage that is no spare."""
 

@@ -29,6 +29,7 @@ from relayline.wire.common.errors import (
 from relayline.wire.links import rpc
 from relayline.wire.links.refusals import peer_of
 from relayline.wire.links.security import PLAINTEXT, LinkSecurity
+from relayline.wire.model_files.adapters import CACHED_NAME, Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.coordinator")
@@ -131,6 +132,9 @@ class JoinService(MemberService):
         artifact = pb.ArtifactFile(file=stage.file, size_bytes=stage.size_bytes, sha256=stage.sha256, path=path)
         order.artifact.CopyFrom(artifact)
         order.pipeline_json = split.pipeline_json
+        order.adapters.extend(
+            [_adapter_message(each, offers_path=self._config.offer_path) for each in self._config.adapters]
+        )
         return order
 
     async def _take(self, member: OpenMembership, report: pb.JoinRequest, context: Context) -> bool:
@@ -254,7 +258,7 @@ class JoinService(MemberService):
     # --- artifacts ----------------------------------------------------------------------------------------------------
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
-        """Send the caller's own artifact from an offset on."""
+        """Send the caller's own artifact, or an adapter, from an offset on."""
         try:
             member, path, size_bytes = self._wanted(request)
             member.fetching = True
@@ -273,17 +277,24 @@ class JoinService(MemberService):
     def _wanted(self, request: pb.FetchRequest) -> tuple[OpenMembership, Path, int]:
         """Return the holder of this ticket, and the requested file and its size.
 
-        A request names a file by its content, and only the stage's own files can be had.
+        A request names a file by its content, and only the stage's own files and the adapters can be had.
         """
         member = self._member_of(request)
-        split, stage = self._part_of(member.index, request.sha256)
-        if stage is None or request.sha256 not in ("", stage.sha256):
-            raise ArtifactError("that artifact is not for this stage; a planned change was cancelled")
-        if request.offset > stage.size_bytes:
-            raise ArtifactError(f"offset {request.offset} is beyond the artifact's {stage.size_bytes} bytes")
+        path, size_bytes = self._file_of(member.index, request.sha256)
+        if request.offset > size_bytes:
+            raise ArtifactError(f"offset {request.offset} is beyond the artifact's {size_bytes} bytes")
         if member.fetching:
             raise NotReadyError("this stage's artifact is already being sent")
-        return member, split.directory / stage.file, stage.size_bytes
+        return member, path, size_bytes
+
+    def _file_of(self, index: int, sha256: str) -> tuple[Path, int]:
+        for adapter in self._config.adapters:
+            if sha256 == adapter.sha256:
+                return adapter.path, adapter.size_bytes
+        split, stage = self._part_of(index, sha256)
+        if stage is None or sha256 not in ("", stage.sha256):
+            raise ArtifactError("that artifact is not for this stage; a planned change was cancelled")
+        return split.directory / stage.file, stage.size_bytes
 
     def _part_of(self, index: int, sha256: str) -> tuple[Split, StageFile | None]:
         """Return the split and the slice of a place: those of the next change if it requests them, otherwise the
@@ -294,3 +305,9 @@ class JoinService(MemberService):
                 return self._next, stage
         holders = self._roster.holders
         return self._split, self._split.file.stages[holders.index(index)] if index in holders else None
+
+
+def _adapter_message(adapter: Adapter, *, offers_path: bool) -> pb.AdapterFile:
+    path = str(adapter.path) if offers_path else ""
+    file = pb.ArtifactFile(file=CACHED_NAME, size_bytes=adapter.size_bytes, sha256=adapter.sha256, path=path)
+    return pb.AdapterFile(file=file, name=adapter.name, scale=adapter.scale)

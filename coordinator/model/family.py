@@ -120,7 +120,8 @@ def _no_blocked(_: Metadata) -> Blocked:
 RowOrders = Mapping[str, tuple[int, ...]]
 
 
-def _no_orders(_: Metadata) -> RowOrders:
+def no_orders(_: Metadata) -> RowOrders:
+    """Return nothing: slices hold the rows of their matrices as the model has them."""
     return {}
 
 
@@ -178,7 +179,7 @@ class Family:
     state_values: Callable[[Metadata], tuple[int, ...]] | None = None  # per layer and lane, on top of those of `kinds`
     needed: Callable[[Metadata], Needed] = _none_needed  # layers without which llama.cpp runs no slice
     factors: Callable[[Metadata], Factors] = _no_factors  # what llama.cpp would multiply by in the whole file alone
-    row_orders: Callable[[Metadata], RowOrders] = _no_orders  # where slices are computed with another form of rope
+    row_orders: Callable[[Metadata], RowOrders] = no_orders  # where slices are computed with another form of rope
     unread: Callable[[Windows], frozenset[str]] = _all_read  # windows of a slice -> tensors its loader would refuse
     dropped: frozenset[str] = frozenset()  # tensors of each block that would be read for rows of images
     enters_inside: bool = False  # stages write rows into the graph, after its treatment of embeddings

@@ -52,7 +52,7 @@ GLOBAL_TENSORS = frozenset({
 })  # fmt: skip
 # general.type of files that are none of a language model by themselves.
 PARTS = {
-    "adapter": "an adapter (LoRA), a part of a model; merge it with llama.cpp's llama-export-lora and give the result",
+    "adapter": "an adapter (LoRA), a part of a model; give the model itself, and this file with --lora",
     "imatrix": "an importance matrix, which only helps to quantise a model; give the model itself",
     "mmproj": "a projector for images or sound, a part of a model; give the model itself, which serves text without it",
 }

@@ -98,6 +98,8 @@ class Load:
     """Earlier recurrent states of each lane, for drafts."""
     prefix_memory_bytes: int = 0
     """Memory of each stage for stored prefixes."""
+    adapter_bytes: tuple[int, ...] = ()
+    """Bytes of LoRA adapters by layer of the model; layers behind the last one have none."""
 
     @property
     def streams(self) -> int:

@@ -116,12 +116,14 @@ def stage_memory(model: ModelShape, load: Load, start: int, end: int, offload: O
     is_last = end == model.n_layers
     head = model.head_bytes if is_last else 0
     weights = sum(model.layer_bytes[start:end]) + head + (model.embedding_bytes if start == 0 else 0)
+    weights += sum(load.adapter_bytes[start:end])
     kept = _cells_bytes(model, load, start, end) + states_bytes(model, load, start, end)
     compute, prefixes = compute_bytes(model, load, is_last=is_last), load.prefix_memory_bytes
     if offload is None:
         return StageMemory(weights, kept, compute, prefix_bytes=prefixes)
     first = end - offload.n_layers(start, end)
     gpu_weights = sum(_offloaded_bytes(model, offload, start, layer) for layer in range(first, end))
+    gpu_weights += sum(load.adapter_bytes[first:end])
     if offload.takes_head(start, end):
         gpu_weights += max(0, head - (offload.kept_head_bytes if is_last else 0))
     gpu_kept = _cells_bytes(model, load, first, end) + _lanes_states_bytes(model, load, first, end)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from relayline.coordinator.schedule.lane_groups import PASSES_MAX, next_group
 from relayline.coordinator.sessions.session import OutFrame
+from relayline.wire.envelopes.session_ids import adapter_of
 
 
 class Pool:
@@ -67,7 +68,9 @@ class Pool:
         return frames
 
     def take_group(self, rows_max: int, *, is_per_lane: bool, must_take_oldest: bool) -> list[OutFrame]:
-        """Take the rows of one flight. With `is_per_lane` they are of neighbouring lanes, see `lane_groups`."""
+        """Take the rows of one flight, as far as can be of one adapter. With `is_per_lane` they are of neighbouring
+        lanes, see `lane_groups`.
+        """
         frames = self._next_rows(rows_max, is_per_lane, PASSES_MAX if must_take_oldest else self._n_passes)
         if self._held_since_ns:
             for frame in frames:
@@ -75,10 +78,16 @@ class Pool:
         return frames
 
     def _next_rows(self, rows_max: int, is_per_lane: bool, n_passes: int) -> list[OutFrame]:
+        oldest = self._rows[0]
         if not is_per_lane or len(self._rows) == 1:
-            return [self._rows.popleft() for _ in range(min(len(self._rows), rows_max))]
-        oldest, lanes = self._rows[0], [lane for lane, _ in self.streams.values()]
-        frames = next_group(self._rows, lanes, rows_max, n_passes)
+            if not any(_adapter(frame) != _adapter(oldest) for frame in self._rows):
+                return [self._rows.popleft() for _ in range(min(len(self._rows), rows_max))]
+            # A step has rows of one adapter. Others only fill up what would be left of the flight.
+            frames = sorted(self._rows, key=lambda frame: _adapter(frame) != _adapter(oldest))[:rows_max]
+        else:
+            order = sorted(self.streams, key=lambda session_id: (adapter_of(session_id), self.streams[session_id]))
+            lanes = [self.streams[session_id][0] for session_id in order]
+            frames = next_group(self._rows, lanes, rows_max, n_passes)
         self._n_passes = 0 if oldest in frames else self._n_passes + 1
         chosen = set(map(id, frames))
         self._rows = collections.deque(frame for frame in self._rows if id(frame) not in chosen)
@@ -96,6 +105,10 @@ class Pool:
     def held_ns(self, now_ns: int) -> int:
         """Return for how long the oldest row has been held."""
         return now_ns - self._held_since_ns.get(_key(self._rows[0]), now_ns)
+
+
+def _adapter(frame: OutFrame) -> int:
+    return frame.session.request.adapter
 
 
 def _key(frame: OutFrame) -> tuple[int, int]:

@@ -121,6 +121,7 @@ class GenerationRequest:
     prediction: tuple[int, ...] = ()  # the client's predicted output: drafts are looked up there too
     scores_prompt: bool = False  # the prompt's own tokens get log probabilities too; then no part of it is copied
     wants_progress: bool = False  # its reader gets the progress of reading the prompt
+    adapter: int = 0  # the choice of LoRA adapters that its rows are computed with
     images: tuple[ImageRows, ...] = dataclasses.field(default=(), compare=False)  # ascending; compared by their tokens
 
     def border_behind(self, position: int) -> int | None:

@@ -115,7 +115,7 @@ class Prefixes:
         if self._n_asked == 0 or not session.request.cache_prompt or session.replays:
             return None, 0
         n_least = n_now + PREFIX_TOKENS_MIN - 1
-        stored, n_stored = self.tier.longest(session.history, n_least)
+        stored, n_stored = self.tier.longest(session.history, n_least, session.request.adapter)
         n_stored = session.request.whole_until(n_stored)
         return (stored, n_stored) if n_stored > n_least else (None, 0)
 
@@ -128,6 +128,7 @@ class Prefixes:
             other
             for other in self._running.values()
             if other.request.cache_prompt
+            and _hold_alike(other, session)
             and other.state in (State.PREFILL, State.DECODE)
             and other.history[:PREFIX_TOKENS_MIN] == beginning
             and not other.waits_for(session)
@@ -159,13 +160,13 @@ class Prefixes:
         """Copy a session's tokens into a spare lane; None if there is none."""
         if not self.n_max:
             return None
-        for kept in self._kept:
+        for kept in self._kept_like(session):
             if common_tokens(kept.tokens, held) == len(held):
                 self._kept.sort(key=lambda other: other is kept)
                 return []
         lanes = self._free_lanes()
         frames: list[OutFrame] = []
-        for kept in list(self._kept):
+        for kept in self._kept_like(session):
             if common_tokens(kept.tokens, held) == len(kept.tokens):  # an earlier turn
                 frames += self._drop(kept)
         if len(self._kept) >= self.n_max:
@@ -176,7 +177,7 @@ class Prefixes:
             free = [lane for lane in lanes if lane not in self.lanes]
         if not free:
             return [*frames, *self.tier.store(session, len(held), key)]
-        request = GenerationRequest("", tuple(held), 1, SamplingParams())
+        request = GenerationRequest("", tuple(held), 1, SamplingParams(), adapter=session.request.adapter)
         lane = free[-1]  # running ones take the lowest
         copy = Session(next(self._session_ids), request, lambda _: False, lane=lane, kept_key=key)
         self._kept.append(Kept(copy, lane))
@@ -229,7 +230,13 @@ class Prefixes:
         """Return what stages store by themselves when an epoch ends."""
         named = [(kept.session.kept_key, kept) for kept in self._kept if kept.session.kept_key]
         return [
-            Stored(key, len(kept.tokens), array("i", kept.tokens), tuple(kept.session.checkpoints))
+            Stored(
+                key,
+                len(kept.tokens),
+                array("i", kept.tokens),
+                tuple(kept.session.checkpoints),
+                adapter=kept.session.request.adapter,
+            )
             for key, kept in named
         ]
 
@@ -259,6 +266,8 @@ class Prefixes:
         known = session.history[:-1]  # the last token is read in any case, for what follows it
         best, n_best = None, PREFIX_TOKENS_MIN - 1
         for source in sources:
+            if not _hold_alike(source, session):
+                continue
             if n_best >= len(known) or source.history[n_best : n_best + 1] != known[n_best : n_best + 1]:
                 continue  # no better, and comparing long histories takes its time
             n_common = common_tokens(source.history, known)
@@ -272,6 +281,10 @@ class Prefixes:
                 best, n_best = source, n_common
         return (best, n_best) if best is not None else (None, 0)
 
+    def _kept_like(self, session: Session) -> list[Kept]:
+        """Return the kept lanes whose rows were computed with the session's adapter."""
+        return [kept for kept in self._kept if _hold_alike(kept.session, session)]
+
     def _retire(self, kept: Kept) -> list[OutFrame]:
         """Give up a kept lane; its tokens go to the stages' tier."""
         return [*self.tier.store(kept.session, len(kept.tokens), kept.session.kept_key or 0), *self._drop(kept)]
@@ -279,6 +292,11 @@ class Prefixes:
     def _drop(self, kept: Kept) -> list[OutFrame]:
         self._kept.remove(kept)
         return kept.session.cancel()
+
+
+def _hold_alike(one: Session, other: Session) -> bool:
+    """Return whether equal tokens of two sessions have equal cells: they have the same LoRA adapters."""
+    return one.request.adapter == other.request.adapter
 
 
 def held_by_all(held: Sequence[Mapping[int, int]]) -> dict[int, int]:

@@ -34,6 +34,7 @@ from relayline.wire.common.checkpoints import kept_positions
 from relayline.wire.common.errors import RelaylineError, StaleEpochError
 from relayline.wire.common.sampler_fields import POOLINGS
 from relayline.wire.envelopes.frames import Flag, grid_argument
+from relayline.wire.envelopes.session_ids import with_adapter
 
 REPLAYS_MAX = 3  # replays of one session after its own failures, before it ends with an error
 
@@ -125,7 +126,8 @@ class Session:
     drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
-        """Begin with the prompt."""
+        """Begin with the prompt, under an id that says its adapter."""
+        self.session_id = with_adapter(self.session_id, self.request.adapter)
         self.history.extend(self.request.prompt_tokens)
 
     @property

@@ -43,6 +43,13 @@ class TierFacts:
     """Whether stage 0 keeps a note with each key."""
     notes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
     """Those that it has, if any key was not known."""
+    adapters: tuple[str, ...] = ()
+    """The key of each choice of LoRA adapters: cells of another one are other cells too."""
+
+    def cells_of(self, adapter: int) -> str:
+        """Return what makes cells of the same tokens differ, for a choice of adapters."""
+        key = self.adapters[adapter] if adapter < len(self.adapters) else ""
+        return f"{self.rounding} {key}" if key else self.rounding
 
 
 NO_TIER = TierFacts()
@@ -60,6 +67,8 @@ class Stored:
     """The positions to which stages can rewind a recurrent state, besides its end."""
     marks: Marks | None = None
     """Without tokens: of what an earlier coordinator noted."""
+    adapter: int = 0
+    """The choice of adapters that it was computed with. Not known where the tokens are not."""
 
 
 class Tier:
@@ -99,7 +108,8 @@ class Tier:
         kept: what was in lanes, and stages may have stored by themselves. keeps_state: they can rewind to checkpoints
         alone.
         """
-        known = {each.key: each for each in kept} | self._stored if facts.rounding == self._facts.rounding else {}
+        is_alike = (facts.rounding, facts.adapters) == (self._facts.rounding, self._facts.adapters)
+        known = {each.key: each for each in kept} | self._stored if is_alike else {}
         self._facts, self._read_ns, self._keeps_state = facts, read_ns, keeps_state
         self._stored, self._n_tokens = collections.OrderedDict(), 0
         self._restored.clear()
@@ -142,11 +152,10 @@ class Tier:
         if not self.is_used or 0 < self._read_ns(n_tokens) < self._facts.store_from_ns:
             return 0
         tokens = array("i", session.history[:n_tokens])
-        key = key_of(tokens, self._facts.rounding)
+        key = key_of(tokens, self._facts.cells_of(session.request.adapter))
         if key not in self._stored:
-            self._note(
-                key, tokens, [at for at in session.checkpoints if at <= n_tokens] if self._keeps_state else places
-            )
+            checkpoints = [at for at in session.checkpoints if at <= n_tokens]
+            self._note(session, key, tokens, checkpoints if self._keeps_state else places)
         return key
 
     def store(self, session: Session, n_tokens: int, key: int) -> list[OutFrame]:
@@ -165,32 +174,38 @@ class Tier:
         frames = [
             OutFrame(session, 0, (), Flag.STORE, other.key)
             for other in list(self._stored.values())
-            if other.tokens is not None and other.n_tokens < n_tokens and tokens[: other.n_tokens] == other.tokens
+            if other.tokens is not None
+            and other.adapter == session.request.adapter
+            and other.n_tokens < n_tokens
+            and tokens[: other.n_tokens] == other.tokens
         ]
         for frame in frames:
             self._drop(frame.argument)
         checkpoints = tuple(at for at in session.checkpoints if at <= n_tokens)
-        self._add(Stored(key, n_tokens, tokens, checkpoints))
+        self._add(Stored(key, n_tokens, tokens, checkpoints, adapter=session.request.adapter))
         self._n_stored += 1
         return [OutFrame(session, n_tokens, (), Flag.STORE, key), *frames]
 
-    def _note(self, key: int, tokens: array[int], places: Iterable[int]) -> None:
+    def _note(self, session: Session, key: int, tokens: array[int], places: Iterable[int]) -> None:
         """Let stage 0 know marks of an entry, for coordinators that come later."""
         if self._facts.keeps_notes:
-            marks = marks_of(tokens, self._facts.rounding, places, are_checkpoints=self._keeps_state)
+            cells = self._facts.cells_of(session.request.adapter)
+            marks = marks_of(tokens, cells, places, are_checkpoints=self._keeps_state)
             self.new_notes[key] = note_of(marks)
 
-    def longest(self, history: Sequence[int], n_least: int) -> tuple[Stored | None, int]:
+    def longest(self, history: Sequence[int], n_least: int, adapter: int = 0) -> tuple[Stored | None, int]:
         """Return the stored prefix that covers most of a prompt, and how many tokens of it, more than n_least; else
-        None.
+        None. It was computed with this choice of adapters.
 
         The prompt's last token is always read. Entries that take longer to restore than to read are left out.
         """
         if not self._stored:
             return None, 0
         known = array("i", history[:-1])
-        best, n_best = self._of_others(known, n_least)
+        best, n_best = self._of_others(known, n_least, adapter)
         for stored in self._stored.values():
+            if stored.adapter != adapter:
+                continue
             n_common = _common(stored, known, n_best, keeps_state=self._keeps_state)
             if n_common > n_best:
                 best, n_best = stored, n_common
@@ -198,10 +213,10 @@ class Tier:
             return None, 0
         return best, n_best
 
-    def _of_others(self, known: array[int], n_least: int) -> tuple[Stored | None, int]:
+    def _of_others(self, known: array[int], n_least: int, adapter: int) -> tuple[Stored | None, int]:
         """Return the prefix that covers most of a prompt, of those that are known by keys alone."""
         unknown = sorted((each for each in self._stored.values() if each.tokens is None), key=lambda e: e.n_tokens)
-        best, n_best, at, digest = None, n_least, 0, digest_of(self._facts.rounding)
+        best, n_best, at, digest = None, n_least, 0, digest_of(self._facts.cells_of(adapter))
         for stored in unknown:
             if stored.n_tokens > len(known):
                 break
@@ -209,7 +224,7 @@ class Tier:
             at = stored.n_tokens
             if at > n_best and key_of_digest(digest) == stored.key:
                 best, n_best = stored, at
-        marked, n_marked = self._index.longest(known, n_best, self._facts.rounding, self._stored.__contains__)
+        marked, n_marked = self._index.longest(known, n_best, self._facts.cells_of(adapter), self._stored.__contains__)
         return (self._stored[marked], n_marked) if marked is not None else (best, n_best)
 
     def restore(self, session: Session, stored: Stored, n_tokens: int) -> list[OutFrame]:
@@ -217,9 +232,9 @@ class Tier:
         if stored.tokens is None and n_tokens == stored.n_tokens:  # they are the prompt's: from now on any part will do
             tokens = array("i", session.history[: stored.n_tokens])
             self._drop(stored.key)
-            self._add(Stored(stored.key, stored.n_tokens, tokens, stored.checkpoints))
+            self._add(Stored(stored.key, stored.n_tokens, tokens, stored.checkpoints, adapter=session.request.adapter))
             if stored.marks is None:
-                self._note(stored.key, tokens, stored.checkpoints)
+                self._note(session, stored.key, tokens, stored.checkpoints)
         self._stored.move_to_end(stored.key)
         self._restored[session.session_id] = stored.key
         self._n_restored += 1

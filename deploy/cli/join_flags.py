@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from relayline.coordinator.joining.config import EnrolConfig, JoinConfig, PoolState
     from relayline.stage.config import StageConfig
     from relayline.stage.joining.config import JoinConfig as StageJoinConfig
+    from relayline.wire.model_files.adapters import Adapter
     from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 Command = Callable[..., Any]
 # Parameters that mean nothing where stages have been started already, and that a stage which joins cannot have.
 ENGINE_FLAGS = tuple(entry.parameter for entry in entries(EngineSettings) if entry.reader is Reader.STAGE)
-SET_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify")
+SET_BY_ORDER = (*(entry.parameter for entry in entries(EngineSettings) if not entry.host_wins), "no_verify", "lora")
 
 
 def serve_join_options(command: Command) -> Command:
@@ -87,10 +88,13 @@ def _explicit(given: dict[str, Any], names: tuple[str, ...]) -> list[str]:
     return [written[name] for name in names if name in given and context.get_parameter_source(name) in by_user]
 
 
-def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | None = None) -> JoinConfig | None:
+def coordinator_join(
+    given: dict[str, Any], n_stages: int, adapters: tuple[Adapter, ...] = (), known: PoolState | None = None
+) -> JoinConfig | None:
     """Return how stages join, None if their addresses are given.
 
-    Raises as `check_join_flags`. `known`: the holders of layers since an earlier coordinator served.
+    Raises as `check_join_flags`. `adapters`: of LoRA. `known`: the holders of layers since an earlier coordinator
+    served.
     """
     from relayline.coordinator.engine.roster import default_names
     from relayline.coordinator.joining.config import JoinConfig, JoiningStage
@@ -108,7 +112,7 @@ def coordinator_join(given: dict[str, Any], n_stages: int, known: PoolState | No
     stages += [
         JoiningStage(name, engine, is_spare=name in added_spares) for name in added if name not in (*names, *spares)
     ]
-    return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), known=known)
+    return JoinConfig(tuple(stages), host, port, enrol=_enrol(given), adapters=adapters, known=known)
 
 
 def check_join_flags(given: dict[str, Any]) -> None:

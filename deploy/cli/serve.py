@@ -122,6 +122,7 @@ def serve_command(**given: Any) -> None:
     from relayline.coordinator.serve import run_coordinator
     from relayline.deploy.cli.survey import announce_survey, plan_facts, planned_from_hosts
     from relayline.deploy.launch.checks import check_files
+    from relayline.deploy.launch.companions import served_adapters
     from relayline.deploy.launch.ports import check_free
     from relayline.deploy.launch.projector import served_projector
 
@@ -136,7 +137,7 @@ def serve_command(**given: Any) -> None:
         tls=listener.tls,
         api_keys=listener.api_keys_file,
         chat_template=given["chat_template"],
-        mmproj=serving.mmproj,
+        serving=serving,
         otlp_endpoint=telemetry.otlp_endpoint,
     )
     check_free(
@@ -149,6 +150,7 @@ def serve_command(**given: Any) -> None:
     planned_from_hosts(given, announce_survey(as_json=given["as_json"]))
     names = given_names(given)
     split = served_split(given, (*names, *given_spares(given)) if names else ())
+    adapters = served_adapters(serving, split.directory)
     serving = served_projector(serving, given)
     config = ServeConfig(
         pipeline_dir=split.directory,
@@ -158,12 +160,13 @@ def serve_command(**given: Any) -> None:
             wire_dtype=DTYPE_BY_NAME[serving.wire],
             schedule=schedule,
             serving=serving,
+            adapters=adapters,
             security=security,
             name=given["manifest"].name if given["manifest"] is not None else "",
         ),
         http=listener,
         join=for_each_stage(
-            coordinator_join(given, split.n_stages, split.known), given["manifest"], given_settings(given)
+            coordinator_join(given, split.n_stages, adapters, split.known), given["manifest"], given_settings(given)
         ),
         cut_model=split.cut_model,
         read_shape=split.read_shape,

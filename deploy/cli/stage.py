@@ -26,13 +26,15 @@ from relayline.deploy.cli.options import (
     telemetry_options,
     threads_option,
 )
+from relayline.deploy.cli.setting_flags import setting_option
 from relayline.deploy.cli.supervised import announce, watch_stdin
 from relayline.deploy.machine.cores import keep_to
 from relayline.wire.common import logs
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import check_listen
-from relayline.wire.settings.setting import from_parameters
-from relayline.wire.settings.table import EngineSettings
+from relayline.wire.model_files.adapters import load_adapters
+from relayline.wire.settings.setting import entry_of, from_parameters
+from relayline.wire.settings.table import EngineSettings, ServingSettings
 
 if TYPE_CHECKING:
     from relayline.stage.facts import StageFacts
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 )
 @telemetry_options
 @engine_options
+@setting_option(entry_of(ServingSettings, "lora"))
 @security_options
 @log_options
 @supervised_option
@@ -90,6 +93,7 @@ def stage_command(**given: Any) -> None:
         host=host,
         port=port,
         engine=from_parameters(EngineSettings, given),
+        adapters=load_adapters(given["lora"]),
         verify=not given["no_verify"],
         telemetry=telemetry_config(given),
         metrics=given["metrics"],

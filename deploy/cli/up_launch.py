@@ -11,11 +11,11 @@ from relayline.deploy.cli.options import check_draft
 from relayline.deploy.cli.stage_flags import stage_flags_of, with_stage_flags
 from relayline.deploy.cli.up_changes import changes_of, http_of
 from relayline.deploy.launch.checks import check_before_work
+from relayline.deploy.launch.companions import with_companions
 from relayline.deploy.launch.context import with_usual_context
 from relayline.deploy.launch.here import at_home
 from relayline.deploy.launch.lanes import with_usual_lanes
 from relayline.deploy.launch.prepare import named, override
-from relayline.deploy.launch.projector import with_projector
 from relayline.deploy.launch.run import Launch
 from relayline.deploy.launch.target import manifest_of
 from relayline.deploy.manifest import Manifest, load_manifest
@@ -48,7 +48,7 @@ def launch_of(given: dict[str, Any], changed: dict[str, Any], log_flags: tuple[s
     manifest = override(manifest, changes)
     if given["name"]:
         manifest = named(manifest, given["name"], "--name")
-    manifest = with_projector(manifest, "" if path is not None else str(target))
+    manifest = with_companions(manifest, "" if path is not None else str(target))
     check_draft(manifest.serving, manifest.engine.policy)
     opened = () if given["change"] else open_context(manifest.spec)  # pipelines behind one gateway share their hosts
     manifest = with_usual_context(with_stage_flags(manifest, given, changed), opened, given["state_dir"])

@@ -20,6 +20,9 @@ from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
+from relayline.wire.model_files.adapter_texts import read_adapters
+from relayline.wire.model_files.adapters import read_adapter
+from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
 
@@ -86,7 +89,7 @@ def check_before_work(manifest: Manifest, *, may_run: bool = False) -> None:
         tls=(manifest.resolve(tls.cert_file), manifest.resolve(tls.key_file)) if tls is not None else None,
         api_keys=manifest.resolve(keys) if keys is not None else None,
         chat_template=manifest.resolve(template) if template is not None else None,
-        mmproj=manifest.serving.mmproj,
+        serving=manifest.serving,
         otlp_endpoint=telemetry.otlp_endpoint,
     )
 
@@ -96,7 +99,7 @@ def check_files(
     tls: tuple[Path, Path] | None,
     api_keys: Path | None,
     chat_template: Path | None,
-    mmproj: str,
+    serving: ServingSettings,
     otlp_endpoint: str,
 ) -> None:
     """Check what a coordinator reads besides the model, and where OTEL_* variables send its spans. Raises UsageError.
@@ -111,8 +114,10 @@ def check_files(
         ApiKeys(api_keys)
     if chat_template is not None:
         read_template(chat_template)
-    if mmproj and mmproj != AUTO_PROJECTOR:
-        read_projector(Path(mmproj))
+    if serving.mmproj and serving.mmproj != AUTO_PROJECTOR:
+        read_projector(Path(serving.mmproj))
+    for adapter in read_adapters(serving.lora) if serving.lora else ():
+        read_adapter(Path(adapter.path).expanduser())
     chosen(otlp_endpoint, os.environ)
 
 

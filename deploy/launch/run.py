@@ -17,6 +17,7 @@ from relayline.coordinator.model.gguf_file import headers_read_once
 from relayline.deploy.launch.arrange import arrange
 from relayline.deploy.launch.backoff import RestartPolicy
 from relayline.deploy.launch.checks import check_before_work, check_security, warn_of_context
+from relayline.deploy.launch.companions import check_companions
 from relayline.deploy.launch.first_plan import keep_plan, plan_event, waits_for_hosts
 from relayline.deploy.launch.launch_plan import LaunchPlan
 from relayline.deploy.launch.leftovers import end_leftovers
@@ -30,7 +31,6 @@ from relayline.deploy.launch.prepare import (
     settled,
     with_credentials,
 )
-from relayline.deploy.launch.projector import check_images
 from relayline.deploy.launch.stage_checks import warn_of_shared_gpus
 from relayline.deploy.launch.state import MORE_SIGNAL, StateDir, register
 from relayline.deploy.launch.supervisor import Emit, Supervisor
@@ -110,7 +110,7 @@ def ready_to_start(to_start: Launch, directory: StateDir) -> Ready:
         log.warning("coordinator.host is %s, where stages on other hosts cannot reach it; set it in the manifest",
                     manifest.spec.coordinator.host)  # fmt: skip
     model = find_model(manifest)
-    check_images(manifest, model)
+    check_companions(manifest, model)
     manifest = with_credentials(manifest, directory.tls)
     check_security(manifest)
     if waits_for_hosts(manifest, model, to_start.measure, is_again=to_start.is_again):

@@ -38,6 +38,7 @@ from relayline.deploy.planning.offload import offloads_of
 from relayline.deploy.planning.shared import gpu_numbers
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.kv_layout import choose_pipeline_layout
+from relayline.wire.model_files.adapters import layer_bytes_of
 
 LOOPBACK = Link(round_trip_ns=0, bytes_per_s=2e9)  # the cost of a hop on one machine is in the host's work of a step
 NOBODY: Mapping[str, KnownHost] = MappingProxyType({})
@@ -87,6 +88,7 @@ def load_of(manifest: Manifest, n_streams: int = 0) -> Load:
         n_streams=n_streams,
         rewind_rows=engine.rewind_rows,
         prefix_memory_bytes=max(0, engine.prefix_memory_bytes),  # auto takes only memory that is left
+        adapter_bytes=layer_bytes_of(manifest.serving.lora),
     )
 
 

@@ -4,8 +4,10 @@ stage/engine/native.py except llama_cpp itself.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp as llama
@@ -36,13 +38,17 @@ class ReferenceModel:
         n_threads: int = 1,
         kv_type: int | None = None,
         flash_attn: str = "auto",
+        adapters: Sequence[tuple[Path, float]] = (),
     ) -> None:
+        """`adapters`: LoRA files with their scales."""
         llama.llama_backend_init()
         self._context = self._model = None
         model_params = llama.llama_model_default_params()
         ggml.leave_gpus(model_params)
         self._model = llama.llama_model_load_from_file(str(path).encode(), model_params)
         assert self._model, f"{path} does not load"
+        loaded = [llama.llama_adapter_lora_init(self._model, str(lora).encode()) for lora, _ in adapters]
+        assert all(loaded), "an adapter does not load"
         params = llama.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = max_rows
@@ -55,9 +61,15 @@ class ReferenceModel:
             params.type_k = params.type_v = kv_type
         self._context = llama.llama_init_from_model(self._model, params)
         assert self._context, "no context"
+        self._use(loaded, [scale for _, scale in adapters])
         self.n_vocab: int = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self.n_embd: int = llama.llama_model_n_embd(self._model)
         self._batch = llama.llama_batch_init(max_rows, 0, 1)
+
+    def _use(self, adapters: list[Any], scales: list[float]) -> None:
+        handles = (llama.llama_adapter_lora_p_ctypes * len(adapters))(*adapters)
+        factors = (ctypes.c_float * len(scales))(*scales)
+        assert llama.llama_set_adapters_lora(self._context, handles, len(adapters), factors) == 0
 
     def read(self, tokens: Sequence[int], first_position: int) -> np.ndarray:
         """Decode consecutive tokens of sequence 0, UNTILED_ROWS per step: f32 [len(tokens), n_vocab]."""

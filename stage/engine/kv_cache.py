@@ -9,7 +9,7 @@ from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
 from relayline.wire.common.curve import ATTENTION_TILE_ROWS
-from relayline.wire.common.kv_layout import has_scores, keeps_window, window_cells
+from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES, has_scores, keeps_window, window_cells
 from relayline.wire.settings import table
 from relayline.wire.settings.table import EngineSettings
 
@@ -68,6 +68,11 @@ def lay_out(
         reads_own_cells=ggml.attends_own_cells(n_rows=1, n_heads=n_heads, n_kv_heads=n_heads),
     )  # fmt: skip
     params.flash_attn_type = FLASH_ATTN["off" if flash_attn == "auto" and scored else flash_attn]
+
+
+def window_of(architecture: str, window: int) -> int:
+    """Return the positions of a model's sliding window; 0 where its cells cannot be kept alone: see kv_layout."""
+    return 0 if architecture in CHUNKED_ARCHITECTURES else window
 
 
 def takes_lanes_apart(kv_type: str) -> bool:

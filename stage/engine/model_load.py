@@ -5,28 +5,42 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama_cpp import llama_cpp as llama
 
 from relayline.stage.engine import ggml
+from relayline.stage.engine.adapters import Adapters
 from relayline.stage.engine.artifact import StageArtifact
 from relayline.stage.engine.devices import count_elsewhere, place
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError
 from relayline.stage.engine.rope_choice import choose_rope
 from relayline.wire.common.errors import ModelFileError, NativeError
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import EngineSettings
 
 log = logging.getLogger("relayline.stage")
 GIB = 1 << 30
 
 
-def load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -> Any:
-    """Return a llama.cpp model loaded with the settings of lanes and devices; the caller frees it.
+def load_model(
+    artifact: StageArtifact, settings: EngineSettings, load: Load, given: Sequence[Adapter] = ()
+) -> tuple[Any, Adapters]:
+    """Return a llama.cpp model loaded with the settings of lanes and devices, which the caller frees, and its adapters.
 
-    Raises UsageError (a device), ModelFileError (the file), NativeError (memory or a device) or LoadStoppedError.
+    Raises UsageError (a device), ModelFileError (a file), NativeError (memory or a device) or LoadStoppedError.
     """
+    model, adapters = _load_model(artifact, settings, load), Adapters(given)
+    try:
+        adapters.load(model, artifact)
+    except BaseException:
+        llama.llama_model_free(model)
+        raise
+    return model, adapters
+
+
+def _load_model(artifact: StageArtifact, settings: EngineSettings, load: Load) -> Any:
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
     placed = place(params, settings, artifact, ggml.list_devices())  # held by its name until the call is over

@@ -27,7 +27,7 @@ from relayline.stage.engine.capture import RowCapture, entry_name, output_name
 from relayline.stage.engine.claims import Claims
 from relayline.stage.engine.device_greedy import DeviceGreedy, gives_parts, is_asked_for
 from relayline.stage.engine.hidden import HiddenRows, gives_hidden
-from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out, remedy
+from relayline.stage.engine.kv_cache import FLASH_ATTN, Attention, goes_by_tiles, lay_out, remedy, window_of
 from relayline.stage.engine.kv_state import multiplied
 from relayline.stage.engine.lane_places import Grid
 from relayline.stage.engine.lane_rewinds import LaneRewinds
@@ -43,7 +43,7 @@ from relayline.stage.engine.row_parts import RowParts
 from relayline.stage.engine.saved_lanes import SavedLanes
 from relayline.stage.engine.step_batch import StepBatch
 from relayline.wire.common.errors import InternalError, LaneLimitError, NativeError, UsageError
-from relayline.wire.common.kv_layout import CHUNKED_ARCHITECTURES
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import EngineSettings
 
 LANES_MAX: int = llama.llama_max_parallel_sequences()  # compiled into llama.cpp
@@ -62,6 +62,7 @@ class EngineConfig:
         0  # further ones, behind those and without own cells: they keep shared cells that are being copied
     )
     max_wanted: int = 0  # last stage: rows of one step that may want logits (4 x n_vocab bytes each); 0: max_rows
+    adapters: tuple[Adapter, ...] = ()  # of LoRA
 
     @property
     def n_sequences(self) -> int:
@@ -124,7 +125,7 @@ class NativeEngine:
         self.device: DeviceGreedy | None = None  # where rows of logits stay on the device
         self.copies_wait = False  # llama.cpp copies whole lanes when the next step begins
         try:
-            self._model = load_model(self.artifact, settings, load)
+            self._model, self._adapters = load_model(self.artifact, settings, load, config.adapters)
             self._check_model()
             self.rewinds = LaneRewinds(self._model, self.artifact.architecture, settings.kv_layout)
             # A lane with a state or a window is copied whole and never held, and further ones would take memory.
@@ -132,6 +133,7 @@ class NativeEngine:
                 self.config = dataclasses.replace(self.config, held_lanes=0)
             self._allocate()
             self._context = self._open_context()
+            self._adapters.begin(self._context)
             self._memory: Any = llama.llama_get_memory(self._context)
             # In a step that is cut, the graph of its last part is all that would be left.
             if self.is_last and not self.rewinds.cut_steps and is_asked_for(settings, self.artifact):
@@ -168,7 +170,7 @@ class NativeEngine:
         self.wants = np.ones(n_rows, np.int8)
         self.output_rows = np.zeros((0 if self.is_last else n_rows, self.artifact.width_out), np.float32)
         self._batch = StepBatch(self.input_rows, self.positions, self.seq_ids, self.wants, self.rewinds)
-        parts = self._parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
+        parts = RowParts(self.artifact, self._batch.rows, self.output_rows, entry_name(self.artifact))
         self._batch.bind(parts, self._model, self.config.n_sequences)
         if self.is_last and (settings.embeddings or not computes_apart(settings)):
             self.hidden = HiddenRows(n_rows, self.n_embd, parts.entries)
@@ -191,7 +193,7 @@ class NativeEngine:
             flash_attn=config.flash_attn,
             spare_lanes=config.spare_lanes,
             n_heads=llama.llama_model_n_head(self._model),
-            window=0 if self.rewinds.are_recurrent or self.artifact.architecture in CHUNKED_ARCHITECTURES else window,
+            window=0 if self.rewinds.are_recurrent else window_of(self.artifact.architecture, window),
         )
         self.attention = Attention(
             window=window,
@@ -246,22 +248,27 @@ class NativeEngine:
         self,
         n_rows: int,
         *,
+        adapter: int = 0,
         is_mutual: bool = False,
         grids: Sequence[Grid] = (),
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Run one llama_decode over rows [0:n_rows); returns once they have been computed, on every backend.
 
+        `adapter`: the choice of LoRA adapters that all rows are computed with, see wire.model_files.adapters.choices.
+
         `is_mutual`: each row attends to the later ones of its lane in the step, too, as far as windows reach. `grids`:
         rows of images in a model whose positions have several axes. `meanwhile` is called while a GPU computes; where
         the processor does, nothing would be gained, and it is not called.
 
-        Raises LaneLimitError when no KV cells are left and NativeError otherwise. After an error every lane of this
+        Raises ProtocolError for a choice of adapters that is not there, LaneLimitError when no KV cells are left and
+        NativeError otherwise. After an error every lane of this
         batch ends before its first row of the batch, and no other lane has changed. With a recurrent state, a lane may
         be empty instead.
         """
         if not 0 < n_rows <= self.max_rows:
             raise InternalError(f"a step of {n_rows} rows; the engine was made for 1 to {self.max_rows}")
+        self._adapters.use(self._context, adapter)
         capture = self._capture
         if capture is not None:
             capture.begin(n_rows)
@@ -289,7 +296,7 @@ class NativeEngine:
             if capture is not None:
                 capture.check(n_rows, len(step_cut.sizes) if step_cut else 1)
                 if self.artifact.output_scale != 1.0 and not self.is_last:
-                    self._parts.hidden[:n_rows] *= np.float32(self.artifact.output_scale)
+                    self._batch.parts.hidden[:n_rows] *= np.float32(self.artifact.output_scale)
         except BaseException:
             self._drop_batch(n_rows)
             raise
@@ -300,7 +307,7 @@ class NativeEngine:
             self.hidden.note(self.wants[:n_rows], step_cut)
         if step_cut and not step_cut.is_in_order and not self.is_last and capture is not None:
             capture.put_in_order(step_cut.computed)
-        self._parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
+        self._batch.parts.pass_on(self.input_rows[:n_rows], self.output_rows[:n_rows])
 
     @property
     def keeps_state(self) -> bool:

@@ -42,7 +42,7 @@ class StepBatch:
 
     def bind(self, parts: RowParts, model: Any, n_lanes: int) -> None:
         """Make the batches. parts: made from `rows`; model: has the number of positions per row."""
-        self._parts = parts
+        self.parts = parts
         self.places = LanePlaces(n_lanes)
         self._positions_4d: Array | None = None
         # Multi-axis rope reads four positions a row, axis by axis: a copy laid out that way is made for each step.
@@ -70,8 +70,8 @@ class StepBatch:
             else:
                 self._put_in_order(self.cut, n_rows)
                 order = self.cut.given
-        if self._parts.are_apart:
-            self._parts.fill(self._given[0][:n_rows], self.cut)
+        if self.parts.are_apart:
+            self.parts.fill(self._given[0][:n_rows], self.cut)
         if self._positions_4d is not None:
             axes = self._positions_4d[: 4 * n_rows].reshape(4, n_rows)
             self.places.fill(axes, self._given[1][:n_rows], self._given[2][:n_rows], grids)
@@ -88,7 +88,7 @@ class StepBatch:
 
     def _put_in_order(self, step: Cut, n_rows: int) -> None:
         for array, ordered in zip(self._given, self._ordered, strict=True):
-            is_written = array is self._given[0] and self._parts.are_written
+            is_written = array is self._given[0] and self.parts.are_written
             order = step.computed if is_written else step.given
             np.take(array, order, axis=0, out=ordered[:n_rows], mode="clip")  # else it buffers
 

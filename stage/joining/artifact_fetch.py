@@ -12,11 +12,12 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from relayline.stage.engine.loading import Load
-from relayline.stage.joining.artifact_store import Slot, Writer, shared_path
+from relayline.stage.joining.artifact_store import Slot, Writer, has_content, shared_path
 from relayline.wire.common.errors import ArtifactError, RelaylineError, StageLostError
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.stage")
@@ -39,20 +40,35 @@ class Source(Protocol):
     def order(self) -> pb.JoinResponse:
         """The order that names the artifact."""
 
-    def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
-        """Yield its bytes from an offset on."""
+    def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield its bytes from an offset on; `sha256` names another file than the artifact."""
 
     async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
         """Say how far it is."""
 
 
-async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
-    """Return the path of the member's artifact, complete and checked, with pipeline.json next to it.
+class Files(NamedTuple):
+    """The files of an order, on this machine."""
+
+    artifact: Path
+    """With pipeline.json next to it."""
+    adapters: tuple[Adapter, ...] = ()
+    """Of LoRA."""
+
+
+async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Files:
+    """Return the files of the member's order, complete and checked.
 
     Raises ArtifactError if it keeps arriving damaged or the coordinator has none, and StartError if the disk cannot
     take it. Raises ProtocolError for an order that names no artifact. If the coordinator is lost while bytes are
     missing, its loss is raised. Raises LoadStoppedError if the load is stopped while a file is read.
     """
+    artifact = await _artifact(member, cache, load, always_fetch=always_fetch)
+    adapters = [await _adapter(member, each, cache, load, always_fetch=always_fetch) for each in member.order.adapters]
+    return Files(artifact, tuple(adapters))
+
+
+async def _artifact(member: Source, cache: Path, load: Load, *, always_fetch: bool) -> Path:
     artifact = member.order.artifact
     slot = Slot(cache, artifact)
     if not always_fetch:
@@ -61,6 +77,22 @@ async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool)
             log.info("using the coordinator's own file of the artifact", extra={"fields": {"path": path}})
             return path
     await asyncio.to_thread(slot.prepare, member.order.pipeline_json)
+    await _fill(member, slot, load)
+    return slot.path
+
+
+async def _adapter(member: Source, order: pb.AdapterFile, cache: Path, load: Load, *, always_fetch: bool) -> Adapter:
+    file = order.file
+    slot, path = Slot(cache, file), Path(file.path)
+    if always_fetch or not file.path or not await asyncio.to_thread(has_content, path, file, load):
+        await asyncio.to_thread(slot.prepare)
+        await _fill(member, slot, load, file.sha256)
+        path = slot.path
+    return Adapter(order.name, path, order.scale, file.sha256, file.size_bytes)
+
+
+async def _fill(member: Source, slot: Slot, load: Load, sha256: str = "") -> None:
+    """Have a file in its slot, complete and checked; `sha256`: of one that is not the order's artifact."""
     if not slot.try_lock():
         log.info("waiting: another process already fetches this artifact", extra={"fields": {"path": slot.path}})
         while not slot.try_lock():  # noqa: ASYNC110 - another process holds it, which no event of ours tells
@@ -70,19 +102,18 @@ async def obtain(member: Source, cache: Path, load: Load, *, always_fetch: bool)
             log.info("artifact found in the cache", extra={"fields": {"path": slot.path}})
         else:
             slot.check_space()
-            await _fetch_persistently(member, slot, load)
+            await _fetch_persistently(member, slot, load, sha256)
     finally:
         slot.unlock()
-    return slot.path
 
 
-async def _fetch_persistently(member: Source, slot: Slot, load: Load) -> None:
+async def _fetch_persistently(member: Source, slot: Slot, load: Load, sha256: str) -> None:
     fruitless = damaged = 0
     delay_s = RETRY_FIRST_S
     while True:
         before_bytes = slot.partial_bytes()
         try:
-            await _fetch_once(member, slot, load)
+            await _fetch_once(member, slot, load, sha256)
             return
         except ArtifactError as error:
             damaged += 1
@@ -99,14 +130,14 @@ async def _fetch_persistently(member: Source, slot: Slot, load: Load) -> None:
             await asyncio.sleep(delay_s)
 
 
-async def _fetch_once(member: Source, slot: Slot, load: Load) -> None:
+async def _fetch_once(member: Source, slot: Slot, load: Load, sha256: str) -> None:
     writer = await asyncio.to_thread(Writer, slot, load)
     show = _Progress(member, slot, writer.n_bytes)
     log.info("fetching the artifact", extra={"fields": {"file": slot.artifact.file, "from_byte": writer.n_bytes,
                                                         "of_bytes": slot.artifact.size_bytes}})  # fmt: skip
     try:
         await show.report(writer.n_bytes)
-        async with contextlib.aclosing(member.fetch(writer.n_bytes)) as chunks:
+        async with contextlib.aclosing(member.fetch(writer.n_bytes, sha256)) as chunks:
             async for chunk in chunks:
                 await asyncio.to_thread(writer.append, chunk.offset, chunk.data)
                 await show.at(writer.n_bytes)

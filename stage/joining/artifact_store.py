@@ -47,10 +47,13 @@ class Slot:
         self.partial = self.directory / f"{artifact.file}.partial"
         self._lock: int | None = None
 
-    def prepare(self, pipeline_json: bytes) -> None:
-        """Make the directory and put the description of the split into it. Raises StartError."""
+    def prepare(self, pipeline_json: bytes = b"") -> None:
+        """Make the directory and put the description of the split into it, if there is one. Raises StartError."""
         try:
-            write_again(self.directory / PIPELINE_FILE, pipeline_json)
+            if pipeline_json:
+                write_again(self.directory / PIPELINE_FILE, pipeline_json)
+            else:
+                self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StartError(
                 f"the cache {self.directory.parent} cannot be written: {error.strerror}; give another with --cache"

@@ -11,7 +11,7 @@ from pathlib import Path
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.hand_over import HandOver
-from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.artifact_fetch import Files, obtain
 from relayline.stage.joining.client import Member, failure_of
 from relayline.stage.served import Served
 from relayline.wire.common import bounds
@@ -29,9 +29,9 @@ class NextSlice:
         self._member, self.order = member, order
         self.peer, self.lost = member.peer, member.lost
 
-    def fetch(self, offset: int) -> AsyncGenerator[pb.FetchResponse, None]:
-        """Yield the bytes of the next artifact, see Member.fetch."""
-        return self._member.fetch(offset, self.order.artifact.sha256)
+    def fetch(self, offset: int, sha256: str = "") -> AsyncGenerator[pb.FetchResponse, None]:
+        """Yield the bytes of the next artifact, or of another file, see Member.fetch."""
+        return self._member.fetch(offset, sha256 or self.order.artifact.sha256)
 
     async def report_progress(self, phase: pb.ArtifactPhase, done_bytes: int, total_bytes: int) -> None:
         """Say how far the next artifact is."""
@@ -76,12 +76,12 @@ class LayerChanges:
     def __init__(
         self,
         served: Served,
-        config_of: Callable[[Path, pb.JoinResponse], StageConfig],
+        config_of: Callable[[Files, pb.JoinResponse], StageConfig],
         cache: Path,
         *,
         always_fetch: bool,
     ) -> None:
-        """`config_of(artifact, order)` returns the configuration for an order."""
+        """`config_of(files, order)` returns the configuration for an order."""
         self._served, self._config_of, self._cache, self._always_fetch = served, config_of, cache, always_fetch
         self._preparing: asyncio.Task[None] | None = None
         self._ready: pb.JoinResponse | None = None  # the order that can be switched to
@@ -146,8 +146,8 @@ class LayerChanges:
             if not order.change.keeps and not order.stands_by:
                 log.info("preparing other layers", extra={"fields": {"file": order.artifact.file}})
                 source = NextSlice(member, order)
-                path = await obtain(source, self._cache, load, always_fetch=self._always_fetch)
-                await self._served.prepare(self._config_of(path, order), load)
+                files = await obtain(source, self._cache, load, always_fetch=self._always_fetch)
+                await self._served.prepare(self._config_of(files, order), load)
         except asyncio.CancelledError:
             load.stop()
             raise

@@ -13,13 +13,12 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import WEIGHTS, Load, LoadStoppedError, Tell
 from relayline.stage.facts import StageFacts
-from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.artifact_fetch import Files, obtain
 from relayline.stage.joining.changes import LayerChanges
 from relayline.stage.joining.client import Member, failure_of, introduction
 from relayline.stage.joining.config import JoinConfig
@@ -121,13 +120,13 @@ class JoinedStage:
 
         stop.add_done_callback(give_up)
         try:
-            path = await self._obtain(member, load, stop)
-            host = await self._listen_host() if path is not None else ""
-            if path is None or not host:
+            files = await self._obtain(member, load, stop)
+            host = await self._listen_host() if files is not None else ""
+            if files is None or not host:
                 await self._rejoin(stop)
             else:
                 await member.report_progress(pb.ARTIFACT_PHASE_LOADING, 0, member.order.artifact.size_bytes)
-                await self._serve(member, path, host, load, stop)
+                await self._serve(member, files, host, load, stop)
         except LoadStoppedError:
             await self._rejoin(stop)
         finally:
@@ -174,17 +173,17 @@ class JoinedStage:
                 self._note_end(member.lost.result())
         await self._rejoin(stop)
 
-    def _config_at(self, host: str) -> Callable[[Path, pb.JoinResponse], StageConfig]:
+    def _config_at(self, host: str) -> Callable[[Files, pb.JoinResponse], StageConfig]:
         """Return what says which stage an order leads to, on an address of this machine."""
 
-        def config_of(artifact: Path, order: pb.JoinResponse) -> StageConfig:
-            return self._adapt(self._stage_config(artifact, host, order), order)
+        def config_of(files: Files, order: pb.JoinResponse) -> StageConfig:
+            return self._adapt(self._stage_config(files, host, order), order)
 
         return config_of
 
-    async def _serve(self, member: Member, path: Path, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
+    async def _serve(self, member: Member, files: Files, host: str, load: Load, stop: asyncio.Future[Any]) -> None:
         config_of = self._config_at(host)
-        async with serve_changing(config_of(path, member.order), load) as served:
+        async with serve_changing(config_of(files, member.order), load) as served:
             await self._serve_changing(member, host, served, config_of, stop)
 
     async def _serve_changing(
@@ -192,7 +191,7 @@ class JoinedStage:
         member: Member,
         host: str,
         served: Served,
-        config_of: Callable[[Path, pb.JoinResponse], StageConfig],
+        config_of: Callable[[Files, pb.JoinResponse], StageConfig],
         stop: asyncio.Future[Any],
     ) -> None:
         artifact, order = served.facts.artifact, member.order
@@ -206,8 +205,8 @@ class JoinedStage:
         finally:
             await changes.drop()
 
-    async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Path | None:
-        """Return the artifact's path; None when stopped, or when the coordinator has gone."""
+    async def _obtain(self, member: Member, load: Load, stop: asyncio.Future[Any]) -> Files | None:
+        """Return the order's files; None when stopped, or when the coordinator has gone."""
         getting = asyncio.create_task(obtain(member, self._config.cache, load, always_fetch=self._config.always_fetch))
         try:
             await first_of(getting, stop, member.lost)
@@ -226,16 +225,17 @@ class JoinedStage:
             return None
         return getting.result()
 
-    def _stage_config(self, path: Path, host: str, order: pb.JoinResponse) -> StageConfig:
+    def _stage_config(self, files: Files, host: str, order: pb.JoinResponse) -> StageConfig:
         settings = read_message(EngineSettings, order.engine)
         return StageConfig(
             name=self._config.name,
-            artifact=path,
+            artifact=files.artifact,
             host=host,
             port=self._config.port or (0 if self._config.host else order.listen_port or usual_port(host)),
             engine=dataclasses.replace(settings, **self._config.own_settings),
             security=self._config.security,
             coordinator=identity_named(order.coordinator),
+            adapters=files.adapters,
         )
 
     async def _stay(
@@ -389,10 +389,9 @@ def _error_of(measuring: asyncio.Task[None]) -> RelaylineError:
 
 def same_work(one: pb.JoinResponse, other: pb.JoinResponse) -> bool:
     """Return whether two orders lead to the same engine, so that a loaded one can continue."""
-    return (one.pipeline_id, one.stage_index, one.artifact.sha256, one.engine, one.coordinator) == (
-        other.pipeline_id,
-        other.stage_index,
-        other.artifact.sha256,
-        other.engine,
-        other.coordinator,
-    )
+    return _work(one) == _work(other)
+
+
+def _work(order: pb.JoinResponse) -> tuple[Any, ...]:
+    adapters = [(each.file.sha256, each.name, each.scale) for each in order.adapters]
+    return order.pipeline_id, order.stage_index, order.artifact.sha256, order.engine, order.coordinator, adapters

@@ -11,7 +11,7 @@ from typing import Any
 
 from relayline.stage.config import StageConfig
 from relayline.stage.engine.loading import Load, LoadStoppedError
-from relayline.stage.joining.artifact_fetch import obtain
+from relayline.stage.joining.artifact_fetch import Files, obtain
 from relayline.stage.joining.changes import NextSlice, expected, take_lanes, within_s_of
 from relayline.stage.joining.client import Member
 from relayline.stage.process import serve_changing
@@ -23,7 +23,7 @@ from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
 log = logging.getLogger("relayline.stage")
 
-ConfigOf = Callable[[Path, pb.JoinResponse], StageConfig]
+ConfigOf = Callable[[Files, pb.JoinResponse], StageConfig]
 
 
 class StandBy:
@@ -32,7 +32,7 @@ class StandBy:
     def __init__(
         self, member: Member, stop: asyncio.Future[Any], config_of: ConfigOf, cache: Path, *, always_fetch: bool
     ) -> None:
-        """`config_of(artifact, order)` returns the configuration for an order."""
+        """`config_of(files, order)` returns the configuration for an order."""
         self._member, self._stop = member, stop
         self._config_of, self._cache, self._always_fetch = config_of, cache, always_fetch
         self._coming: asyncio.Task[pb.JoinResponse] | None = None  # the next order
@@ -93,8 +93,8 @@ class StandBy:
             report = pb.StagePrepared(change=order.change.number)
             try:
                 log.info("preparing layers", extra={"fields": {"file": order.artifact.file}})
-                if (path := await self._obtain(order, load, ends)) is not None:
-                    served = await stack.enter_async_context(serve_changing(self._config_of(path, order), load))
+                if (files := await self._obtain(order, load, ends)) is not None:
+                    served = await stack.enter_async_context(serve_changing(self._config_of(files, order), load))
                     served.expect(expected(order))
                     report.is_ready = True
             except LoadStoppedError:
@@ -113,8 +113,8 @@ class StandBy:
                 await self._member.report(prepared=report)
             yield served
 
-    async def _obtain(self, order: pb.JoinResponse, load: Load, ends: tuple[asyncio.Future[Any], ...]) -> Path | None:
-        """Return where the artifact is, None as soon as one of the ends is done."""
+    async def _obtain(self, order: pb.JoinResponse, load: Load, ends: tuple[asyncio.Future[Any], ...]) -> Files | None:
+        """Return the order's files, None as soon as one of the ends is done."""
         source = NextSlice(self._member, order)
         getting = asyncio.create_task(obtain(source, self._cache, load, always_fetch=self._always_fetch))
         try:

@@ -20,6 +20,8 @@ Most steps run one envelope of decode rows that found nothing else waiting. Such
 and leaves whole if the policy takes all of it. Any other event first spreads it over queues and lines, as if its frames
 had arrived one by one. The result is the same, only slower.
 
+A step has rows of one adapter alone (`wire.envelopes.session_ids`), that of the frame that is oldest in line.
+
 Rows that attend to each other (Flag.MUTUAL) are a step of their own, whatever the policy says: with others in it,
 guesses of those would see their successors. Such a frame goes once it is the oldest in line, so decode rows do not keep
 it off.
@@ -37,9 +39,10 @@ import operator
 from collections.abc import Mapping
 
 from relayline.stage.queue_types import QueuedFrame, Step
-from relayline.stage.steps.policy import MUTUAL_ROWS, Policy
+from relayline.stage.steps.policy import MUTUAL_ROWS, OTHER_ADAPTER, Policy
 from relayline.wire.common import bounds
 from relayline.wire.envelopes.frames import CONTROL, Flag
+from relayline.wire.envelopes.session_ids import ADAPTER_SHIFT
 
 Ranked = tuple[int, QueuedFrame]
 """A waiting frame behind its rank: its place in line, or when it came, counted in frames. The lower goes first."""
@@ -134,7 +137,9 @@ class Batcher:
         """Return the heads that the policy takes, and why it takes no more."""
         decode, prefill = _in_order(self._decode), _in_order(self._prefill)
         is_prefill_first = bool(prefill) and (not decode or prefill[0][0] < decode[0][0])
-        decoders, chunks = [frame for _, frame in decode], [frame for _, frame in prefill]
+        oldest = (prefill if is_prefill_first else decode)[0][1].adapter
+        decoders = [frame for _, frame in decode if frame.adapter == oldest]
+        chunks = [frame for _, frame in prefill if frame.adapter == oldest]
         if chunks and chunks[0].is_mutual and (is_prefill_first or not decoders):
             return chunks[:1], MUTUAL_ROWS
         choice = self.policy.choose(decoders, chunks, now_ns, is_prefill_first=is_prefill_first)
@@ -142,7 +147,10 @@ class Batcher:
         n_before = next((at for at, frame in enumerate(taken) if frame.is_mutual), None)
         if n_before is not None:
             taken, close_reason = taken[:n_before], MUTUAL_ROWS
-        return decoders[: choice.n_decode] + taken, close_reason
+        frames = decoders[: choice.n_decode] + taken
+        if len(frames) == len(decoders) + len(chunks) < len(decode) + len(prefill):
+            close_reason = OTHER_ADAPTER
+        return frames, close_reason
 
     def session_ids(self, route_id: int) -> set[int]:
         """Return the sessions of a route of which anything waits."""
@@ -255,13 +263,14 @@ class Batcher:
 
 
 def _are_decode_rows(frames: list[QueuedFrame]) -> bool:
-    """Return whether these are nothing but decode rows, of as many sessions as there are frames."""
+    """Return whether these are nothing but decode rows, of as many sessions as there are frames, and of one adapter."""
     flags = 0
     for frame in frames:
         flags |= frame.flags
     if flags & (CONTROL | Flag.PREFILL):
         return False
-    return len({frame.session_key for frame in frames}) == len(frames)
+    keys = {frame.session_key for frame in frames}
+    return len(keys) == len(frames) and len({session_id >> ADAPTER_SHIFT for _, session_id in keys}) == 1
 
 
 def _in_order(heads: Mapping[tuple[int, int], Ranked]) -> list[Ranked]:

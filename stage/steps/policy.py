@@ -23,6 +23,7 @@ QUEUE_DRAINED: Final = "queue_drained"
 ROW_CAP: Final = "row_cap"
 PREFILL_BUDGET: Final = "prefill_budget"
 MUTUAL_ROWS: Final = "mutual_rows"
+OTHER_ADAPTER: Final = "other_adapter"
 
 
 class Choice(NamedTuple):

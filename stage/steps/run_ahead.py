@@ -34,6 +34,7 @@ from relayline.stage.steps.step import StepExecutor
 from relayline.stage.steps.step_types import StepResult
 from relayline.wire.common.errors import RelaylineError
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.session_ids import adapter_of
 
 SIT_OUT_MAX = 64
 RIDES_MAX = 4  # times that a row is computed once more
@@ -163,13 +164,17 @@ class RunAhead:
         engine = self._executor.engine
         return max(0, min(max(self._rows_max, self._rows_asked), engine.max_rows, engine.max_wanted) - n_rows)
 
-    def _frames(self, keys: Iterable[_Key], room: int, now_ns: int) -> list[QueuedFrame]:
-        """Return the frames of those of the streams that may run, as the coordinator would send them."""
+    def _frames(self, keys: Iterable[_Key], room: int, now_ns: int, adapter: int | None = None) -> list[QueuedFrame]:
+        """Return the frames of those of the streams that may run, as the coordinator would send them. They have one
+        adapter: this one, or by default that of the first.
+        """
         streams = [(key, self._streams[key]) for key in keys if key in self._streams]
         due = [(key, stream) for key, stream in streams if stream.may_run]
         for key, stream in due:
             stream.is_due = self._fits(key, stream)  # otherwise its epoch is over, or its answer as long as may be
-        due = [each for each in due if each[1].is_due][:room]
+        due = [each for each in due if each[1].is_due]
+        wanted = adapter_of(due[0][0][1]) if due and adapter is None else adapter
+        due = [each for each in due if adapter_of(each[0][1]) == wanted][:room]
         payload = np.array([[stream.token] for _, stream in due], np.int32)
         return [
             QueuedFrame(
@@ -294,7 +299,7 @@ class RunAhead:
         going_on = self._answered if any(frame.is_prefill for frame in part.frames) else []
         touched = {frame.session_key for frame in (*part.controls, *part.frames)}
         keys = [key for key in dict.fromkeys([*again, *going_on]) if key not in touched]
-        return self._frames(keys, self._room(part.n_rows), part.taken_ns)
+        return self._frames(keys, self._room(part.n_rows), part.taken_ns, part.frames[0].adapter)
 
     def _expect(self, result: StepResult) -> None:
         """Note the next expected frames of a step's streams, and report rows computed in vain."""

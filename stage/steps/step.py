@@ -156,12 +156,12 @@ class StepExecutor:
         result.started_ns = time.monotonic_ns()
         try:
             try:
-                _decode_rows(self.engine, result.step.frames, n_rows, placed, meanwhile)
+                _decode_rows(self.engine, result, n_rows, placed, meanwhile)
             except LaneLimitError:
                 if not self.sessions.states.copies.finish_stores():
                     raise
                 # Shared cells were kept for the tier.
-                _decode_rows(self.engine, result.step.frames, n_rows, placed, meanwhile)
+                _decode_rows(self.engine, result, n_rows, placed, meanwhile)
         except RelaylineError as error:
             result.error = error.label
             for item in placed:
@@ -504,17 +504,18 @@ def _rows_of(placed: list[Placed], output_rows: npt.NDArray[np.float32]) -> npt.
 
 def _decode_rows(
     engine: Engine,
-    frames: Sequence[QueuedFrame],
+    result: StepResult,
     n_rows: int,
     placed: list[Placed],
     meanwhile: Callable[[], None] | None,
 ) -> None:
     """Run the native decode of a step. Prompt rows, which come after all others, may be those of images."""
+    frames, adapter = result.step.frames, result.computed[0].adapter  # of all of them, see stage.steps.batcher
     if not frames or not frames[-1].flags & Flag.PREFILL:
-        engine.decode(n_rows, meanwhile=meanwhile)
+        engine.decode(n_rows, adapter=adapter, meanwhile=meanwhile)
     elif placed and placed[0].frame.is_mutual:  # and alone, see stage.steps.batcher
-        engine.decode(n_rows, is_mutual=True, meanwhile=meanwhile)
+        engine.decode(n_rows, adapter=adapter, is_mutual=True, meanwhile=meanwhile)
     elif grids := [grid_at(item) for item in placed if item.frame.flags & Flag.GRID]:
-        engine.decode(n_rows, grids=grids, meanwhile=meanwhile)
+        engine.decode(n_rows, adapter=adapter, grids=grids, meanwhile=meanwhile)
     else:
-        engine.decode(n_rows, meanwhile=meanwhile)
+        engine.decode(n_rows, adapter=adapter, meanwhile=meanwhile)

@@ -55,6 +55,7 @@ class Engine(Protocol):
         self,
         n_rows: int,
         *,
+        adapter: int = 0,
         is_mutual: bool = False,
         grids: Sequence[Grid] = (),
         meanwhile: Callable[[], None] | None = None,

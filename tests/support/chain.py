@@ -11,6 +11,7 @@ from relayline.coordinator.model.pipeline_file import PipelineFile
 from relayline.deploy.testing.engines import engine_config
 from relayline.stage.engine.embedding import EmbeddingTable
 from relayline.stage.engine.native import NativeEngine
+from relayline.wire.model_files.adapters import Adapter
 
 
 class Chain:
@@ -18,14 +19,19 @@ class Chain:
 
     def __init__(
         self, directory: Path, pipeline: PipelineFile, *, ctx_tokens: int = 64, max_rows: int = 32,
-        lanes: Sequence[int] = (0,), kv_layout: str = "unified",
+        lanes: Sequence[int] = (0,), kv_layout: str = "unified", adapters: Sequence[Adapter] = (),
     ) -> None:  # fmt: skip
         """Use these lanes, in this order."""
         self.lanes = tuple(lanes)
         self.engines: list[NativeEngine] = []
         for stage in pipeline.stages:
             config = engine_config(
-                directory / stage.file, max(lanes) + 1, ctx_tokens, max_rows * len(lanes), kv_layout=kv_layout
+                directory / stage.file,
+                max(lanes) + 1,
+                ctx_tokens,
+                max_rows * len(lanes),
+                kv_layout=kv_layout,
+                adapters=tuple(adapters),
             )
             self.engines.append(NativeEngine(config))
         self.table = EmbeddingTable(self.engines[0].artifact)
@@ -36,7 +42,7 @@ class Chain:
         """How a whole model must attend for the same arithmetic: stages may have chosen to compute scores."""
         return "off" if self.engines[0].attention.has_scores else "auto"
 
-    def step(self, tokens: Sequence[int]) -> np.ndarray:
+    def step(self, tokens: Sequence[int], adapter: int = 0) -> np.ndarray:
         """Feed tokens at the next positions to every lane; return the logits of all: f32 [n_lanes * n, n_vocab]."""
         n_lanes, n_rows = len(self.lanes), len(self.lanes) * len(tokens)
         rows = np.empty((n_rows, self.table.width), np.float32)
@@ -46,7 +52,7 @@ class Chain:
             engine.positions[:n_rows] = np.tile(np.arange(self.position, self.position + len(tokens)), n_lanes)
             engine.seq_ids[:n_rows] = np.repeat(self.lanes, len(tokens))
             engine.wants[:n_rows] = 1
-            engine.decode(n_rows)
+            engine.decode(n_rows, adapter=adapter)
             if not engine.is_last:
                 rows = engine.output_rows[:n_rows].copy()
         self.position += len(tokens)

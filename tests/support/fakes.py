@@ -51,6 +51,7 @@ class FakeEngine:
         self.lanes: list[list[tuple[float, ...]]] = [[] for _ in range(n_lanes)]
         self.steps: list[list[tuple[int, int]]] = []  # per decode: (lane, position) of every row
         self.grids: list[Grid] = []  # of all decodes
+        self.adapters: list[int] = []  # of each decode
         self.n_mutual = 0  # decodes whose rows attend to each other
         self.checkpoints: list[tuple[int, int]] = []  # (lane, tokens) of each that was taken
         self.fail_next: BaseException | None = None
@@ -67,11 +68,13 @@ class FakeEngine:
         self,
         n_rows: int,
         *,
+        adapter: int = 0,
         is_mutual: bool = False,
         grids: Sequence[Grid] = (),
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self.n_mutual += is_mutual
+        self.adapters.append(adapter)
         self.grids += grids
         self.on_decode()
         self.n_runs += 1

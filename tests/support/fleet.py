@@ -29,6 +29,7 @@ from relayline.wire.common.errors import (
 )
 from relayline.wire.common.process import first_of
 from relayline.wire.envelopes.dtypes import DTYPE_F32
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.settings.table import ServingSettings
 from tests.support.cutting_proxy import CuttingProxy, cutting_proxy
 from tests.support.fakes import pipeline_file
@@ -130,8 +131,9 @@ class Fleet:
         ctx_tokens: int = CTX,
         window_cells: str = "auto",
         tier_dir: Path | None = None,
+        adapters: tuple[Adapter, ...] = (),
     ) -> None:
-        self._tier_dir = tier_dir
+        self._tier_dir, self._adapters = tier_dir, adapters
         self._run_ahead, self._window_cells = run_ahead, window_cells
         self._paths, self.n_lanes, self.ctx_tokens, self._kv_layout = paths, n_lanes, ctx_tokens, kv_layout
         self._tier_bytes, self._rewind_rows, self._max_rows = tier_bytes, rewind_rows, max_rows
@@ -158,6 +160,7 @@ class Fleet:
             rewind_rows=self._rewind_rows,
             run_ahead=self._run_ahead,
             window_cells=self._window_cells,
+            adapters=self._adapters,
             verify=False,
             calibrate=False,
         )
@@ -231,11 +234,12 @@ async def fleet(
     ctx_tokens: int = CTX,
     window_cells: str = "auto",
     tier_dir: Path | None = None,
+    adapters: tuple[Adapter, ...] = (),
 ) -> AsyncIterator[Fleet]:
     """A ready pipeline, of the model in `file` or the tiny one; at its end it drains, and everything must be gone."""
     made = Fleet(
-        paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells, tier_dir
-    )
+        paths, n_lanes, kv_layout, tier_bytes, rewind_rows, max_rows, run_ahead, ctx_tokens, window_cells, tier_dir,
+        adapters)  # fmt: skip
     proxies = contextlib.AsyncExitStack()
     for index in range(len(paths)):
         await made.start(index)
@@ -247,6 +251,7 @@ async def fleet(
         ScheduleConfig(mode, n_groups=1, group_rows=8, chunk_rows=16, draft=draft, grant_steps=grant_steps),
         serving=ServingSettings(queue=waiting_max, lost_wait_s=lost_wait_s, share=share, prefix_lanes=prefix_lanes),
         recovery_timeout_s=recovery_timeout_s,
+        adapters=adapters,
     )
     file = file or pipeline_file(len(paths), pipeline_id="tiny", n_embd=SHAPE.n_embd, n_vocab=n_vocab)
     pipeline = made.pipeline = Pipeline(config, file, is_end)

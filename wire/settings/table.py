@@ -12,6 +12,7 @@ from relayline.wire.common import bounds
 from relayline.wire.common.kv_layout import KV_LAYOUTS, WINDOW_CELLS, asked_layout, choose_layout
 from relayline.wire.common.usable_cores import usable_cores
 from relayline.wire.envelopes.dtypes import DTYPE_BY_NAME
+from relayline.wire.model_files.adapter_texts import read_adapters
 from relayline.wire.settings.device_texts import (
     DEVICES_MAX,
     SPLIT_MODES,
@@ -485,6 +486,16 @@ class ServingSettings(Settings):
         place="coordinator.mmproj",
         reader=COORDINATOR,
     )
+    lora: str = setting(
+        "",
+        """
+    LoRA adapters, GGUF files separated by commas: FILE, FILE:SCALE or NAME=FILE. Every request has those without a
+    name. One with a name is a model of its own in the API, which a request chooses by `model`.""",
+        form=read_adapters,
+        flag="--lora",
+        place="coordinator.lora",
+        reader=COORDINATOR,
+    )
     image_max_tokens: int = setting(
         0,
         """
@@ -544,6 +555,11 @@ class ServingSettings(Settings):
         place="coordinator.http.strictMaxTokens",
         reader=COORDINATOR,
     )
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that requests choose among, in the order of `lora`."""
+        return tuple(each.name for each in read_adapters(self.lora) if each.name) if self.lora else ()
 
     @property
     def draft_tokens(self) -> int:

@@ -36,7 +36,12 @@ class HttpLimits:
     pooling: str = "auto"  # of hidden rows to an embedding: a name of sampler_fields.POOLINGS, or the model's
     strict_max_tokens: bool = False  # refuse a max_tokens that the context has no room for, instead of giving the room
     model_aliases: tuple[str, ...] = ()  # further names of the model
+    adapters: tuple[str, ...] = ()  # names of LoRA adapters, by which requests choose one; the first is choice 1
     any_model_name: bool = False  # answer to any model name, for clients with fixed names
+
+    def adapter_of(self, model: str) -> int:
+        """Return the choice of LoRA adapters that a model's name means."""
+        return 1 + self.adapters.index(model) if model in self.adapters else 0
 
 
 def limits_of(serving: ServingSettings) -> HttpLimits:
@@ -49,5 +54,6 @@ def limits_of(serving: ServingSettings) -> HttpLimits:
         pooling=serving.pooling,
         strict_max_tokens=serving.strict_max_tokens,
         model_aliases=tuple(filter(None, map(str.strip, serving.served_model_name.split(",")))),
+        adapters=serving.adapter_names,
         any_model_name=serving.any_model_name,
     )

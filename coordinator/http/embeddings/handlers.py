@@ -58,8 +58,11 @@ class EmbeddingHandlers(Handlers):
         pooling = self._pooling()
         sampling = SamplingParams(0.0, numbers=(("pooling", float(pooling)),))
         may_copy = pooling == POOLINGS["last"]  # else rows that are copied would be missing in the pool
+        adapter = self._service.limits.adapter_of(prepared.model)
         wanted = [
-            GenerationRequest(f"{name}-{at}", tokens, 1, sampling, ignore_eos=True, cache_prompt=may_copy)
+            GenerationRequest(
+                f"{name}-{at}", tokens, 1, sampling, ignore_eos=True, cache_prompt=may_copy, adapter=adapter
+            )
             for at, tokens in enumerate(prompts)
         ]
         return prepared, await self._read_all(wanted, request), options

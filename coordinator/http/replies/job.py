@@ -108,6 +108,7 @@ def make_job(
                     prediction=prediction,
                     scores_prompt=plan.scores_prompt,
                     wants_progress=plan.shows_progress,
+                    adapter=service.limits.adapter_of(header.model),
                     images=prompt.images,
                 )
             )

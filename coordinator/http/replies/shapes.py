@@ -271,6 +271,7 @@ class Model(Struct):
     owned_by: str = "relayline"
     object: Literal["model"] = "model"
     root: str = ""  # the name of the model behind an alias
+    parent: str | UnsetType = UNSET  # of a LoRA adapter, as vLLM has it: the name of the model that it changes
     max_model_len: int | UnsetType = UNSET  # tokens per stream, as vLLM has it; left out until stages are connected
     meta: ModelMeta | UnsetType = UNSET  # as llama-server has it
     architecture: ModelArchitecture | UnsetType = UNSET  # left out where the model takes text alone

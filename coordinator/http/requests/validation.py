@@ -251,9 +251,10 @@ def check_model(name: str | None, model_id: str, limits: HttpLimits) -> str:
     """Return the name to answer under. No name at all means the one model there is. Raises ModelNotFoundError."""
     if not name or name == model_id:
         return model_id
-    if limits.any_model_name or name in limits.model_aliases:
+    if limits.any_model_name or name in limits.model_aliases or name in limits.adapters:
         return name
-    raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {model_id!r}", param="model")
+    served = ", ".join(map(repr, (model_id, *limits.adapters)))
+    raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {served}", param="model")
 
 
 def _plan(

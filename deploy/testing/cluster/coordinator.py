@@ -22,7 +22,7 @@ from relayline.deploy.testing.cluster.audiences import Audiences
 from relayline.deploy.testing.cluster.client import Client
 from relayline.deploy.testing.cluster.clock import MS, Clock, S, Violation
 from relayline.deploy.testing.cluster.link import Link
-from relayline.deploy.testing.cluster.model import ROWS_MAX
+from relayline.deploy.testing.cluster.model import ADAPTERS, ROWS_MAX
 from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.node import CTX_TOKENS, Node, Order, Part
 from relayline.deploy.testing.cluster.sender import Sender
@@ -397,4 +397,5 @@ def tier_of(nodes: Sequence[Node]) -> TierFacts:
         is_on_disk=is_on_disk,
         keeps_notes=descriptions[0].keeps_notes,
         notes={each.key: each.note for each in known.notes},
+        adapters=ADAPTERS,
     )

@@ -1,8 +1,8 @@
 """A model in which every row depends on all earlier rows of its lane, so that its tokens are known.
 
 A layer's row is a hash of its lane so far, small enough to be exact as f16. So a row that was lost, doubled, computed
-in another lane, by another layer or after another history changes the next tokens. It runs below the real StepExecutor,
-in place of stage.engine.native.NativeEngine.
+in another lane, by another layer, with another adapter or after another history changes the next tokens. It runs below
+the real StepExecutor, in place of stage.engine.native.NativeEngine.
 
 Rows of images have separate values. Where they attend to each other, each has the sum of all added on its way in; a
 part of an image then has another sum. Where they have places in a grid, the engine notes them with the code that serves
@@ -34,18 +34,19 @@ DTYPE = DTYPE_F16  # of rows between stages
 WIDTH, N_VOCAB, ROWS_MAX = 2, 509, 64
 PREFILL_ROWS = 32  # in a step with running decoders, with policy drain
 N_LAYERS = 6  # of the whole model
+ADAPTERS = ("", "first", "second")  # a key of each choice
 _MODULUS = 1_021  # below 2048: up to there integers are exact in f16
 
 
-def _next(before: int, value: int, layer: int) -> int:
-    return (before * 31 + value + 7 * layer + 1) % _MODULUS
+def _next(before: int, value: int, layer: int, adapter: int) -> int:
+    return (before * 31 + value + 7 * layer + 101 * adapter + 1) % _MODULUS
 
 
-def _row(before: Sequence[int], value: int, layers: range) -> tuple[int, ...]:
-    """Return the value after each of the layers, one after the other."""
+def _row(before: Sequence[int], value: int, layers: range, adapter: int) -> tuple[int, ...]:
+    """Return the value after each of the layers, one after the other, computed with an adapter."""
     row = []
     for layer, held in zip(layers, before, strict=True):
-        value = _next(held, value, layer)
+        value = _next(held, value, layer, adapter)
         row.append(value)
     return tuple(row)
 
@@ -58,9 +59,9 @@ def value_of(token: int) -> int:
 class Truth:
     """The model's tokens for one history."""
 
-    def __init__(self, tokens: Sequence[int], *, are_mutual: bool = False) -> None:
+    def __init__(self, tokens: Sequence[int], adapter: int = 0, *, are_mutual: bool = False) -> None:
         """`are_mutual`: rows of its image, if it has one, attend to each other."""
-        self._hashes = (0,) * N_LAYERS
+        self._hashes, self._adapter = (0,) * N_LAYERS, adapter
         self.token = 0
         image = [value_of(token) for token in tokens if token >= ROW_TOKEN_MIN]
         for token in tokens:
@@ -69,7 +70,7 @@ class Truth:
 
     def feed(self, token: int) -> int:
         """Append one token; returns the next one."""
-        self._hashes = _row(self._hashes, token, range(N_LAYERS))
+        self._hashes = _row(self._hashes, token, range(N_LAYERS), self._adapter)
         self.token = self._hashes[-1] % N_VOCAB
         return self.token
 
@@ -112,11 +113,12 @@ class ModelEngine:
         self,
         n_rows: int,
         *,
+        adapter: int = 0,
         is_mutual: bool = False,
         grids: Sequence[Grid] = (),
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Compute rows. `is_mutual`: each depends on all of them."""
+        """Compute rows, with an adapter. `is_mutual`: each depends on all of them."""
         self.void_logits()
         values = self.input_rows[:n_rows, 0].tolist()
         self._places.note(grids)
@@ -131,7 +133,7 @@ class ModelEngine:
                 raise Violation(
                     f"layers {self._layers}: lane {index} holds {len(lane)} rows, and is fed row {position}"
                 )
-            self.fill(index, [_row(lane[-1] if lane else self._empty, int(value), self._layers)])
+            self.fill(index, [_row(lane[-1] if lane else self._empty, int(value), self._layers, adapter)])
             if self.is_last:
                 self._tokens[row] = lane[-1][-1] % N_VOCAB
             else:

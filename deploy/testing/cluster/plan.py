@@ -14,12 +14,13 @@ from relayline.coordinator.schedule.config import ScheduleConfig
 from relayline.coordinator.sessions.generation import ImageRows
 from relayline.coordinator.sessions.prefixes import PREFIX_TOKENS_MIN
 from relayline.deploy.testing.cluster.clock import MS, S
-from relayline.deploy.testing.cluster.model import N_VOCAB, WIDTH, value_of
+from relayline.deploy.testing.cluster.model import ADAPTERS, N_VOCAB, WIDTH, value_of
 
 START_NS = 100 * MS  # until the first fault
 COMES_BACK_NS = 400 * MS  # between two repetitions of a fault
 TAKEOVER_NS = 3 * S  # after which other stages take over the layers of an absent one
 IMAGES_SHARE = 0.35  # of histories with images
+ADAPTERS_SHARE = 0.35  # of histories with adapters
 IMAGE_SIDES = ((4, 3), (2, 5), (1, 1), (5, 4))
 STEADY_NS = round(STEADY_S * S)
 TROUBLE_NS = 2 * S  # from the start, in which faults and clients begin
@@ -52,6 +53,8 @@ class Wish:
     """The request's rows crash this stage."""
     image: Image | None = None
     """The image whose rows are in its prompt."""
+    adapter: int = 0
+    """The choice of LoRA adapters that its rows are computed with."""
 
     @property
     def images(self) -> tuple[ImageRows, ...]:
@@ -155,6 +158,7 @@ def plan_of(seed: str, kinds: Sequence[str] = KINDS) -> Plan:
     ]
     keeps_state = random.Random(f"{seed} state").random() < 0.3
     wishes = _with_images(random.Random(f"{seed} images"), wishes, common, keeps_state=keeps_state)
+    wishes = _with_adapters(random.Random(f"{seed} adapters"), wishes)
     if rng.random() < 0.3:  # another client has the same prompt
         wishes.append(dataclasses.replace(wishes[0], at_ns=wishes[0].at_ns + 50 * MS, leaves_after=None))
     n_troubles = rng.choice((0, 1)) if has_poison else rng.choice((0, 1, 1, 2, 2, 3, 5))
@@ -214,6 +218,13 @@ def _with_images(rng: random.Random, wishes: list[Wish], common: tuple[int, ...]
         prompt = (*wish.prompt[:start], *numbers, *wish.prompt[start:])
         found.append(dataclasses.replace(wish, prompt=prompt, image=Image(start, width, height, are_mutual)))
     return found
+
+
+def _with_adapters(rng: random.Random, wishes: list[Wish]) -> list[Wish]:
+    """Let requests choose adapters, in some histories."""
+    if rng.random() >= ADAPTERS_SHARE:
+        return wishes
+    return [dataclasses.replace(wish, adapter=rng.randrange(len(ADAPTERS))) for wish in wishes]
 
 
 def _trouble(rng: random.Random, n_stages: int, kinds: Sequence[str]) -> Trouble:

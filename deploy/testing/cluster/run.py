@@ -175,7 +175,13 @@ class Cluster:
             prediction = tuple((token + (at % 4 == 3)) % N_VOCAB for at, token in enumerate(answer))
         sampling = SamplingParams(temperature=0.0)
         request = GenerationRequest(
-            f"r{number}", wish.prompt, wish.max_tokens, sampling, prediction=prediction, images=wish.images
+            f"r{number}",
+            wish.prompt,
+            wish.max_tokens,
+            sampling,
+            prediction=prediction,
+            images=wish.images,
+            adapter=wish.adapter,
         )
         client = Client(request, truth_of(wish), wish.leaves_after)
         coordinator.open(client)
@@ -261,7 +267,7 @@ class Cluster:
 
 def truth_of(wish: Wish) -> Truth:
     """Return the model's tokens behind a client's prompt."""
-    return Truth(wish.prompt, are_mutual=wish.image is not None and wish.image.are_mutual)
+    return Truth(wish.prompt, wish.adapter, are_mutual=wish.image is not None and wish.image.are_mutual)
 
 
 def simulate(seed: str, kinds: Sequence[str] = KINDS) -> Outcome:

@@ -298,3 +298,22 @@ async def test_draining_lets_requests_end_and_takes_no_new_ones(artifacts: Artif
         assert len(rest) == 29
         with pytest.raises(NotReadyError, match="draining"):
             running.pipeline.open(request(prompt_of(0, 9), 1))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "fits"),
+    [
+        ((), ("",), True),
+        (("",), ("",), True),
+        (("", "a"), ("", "a"), True),
+        ((), ("", "a"), False),
+        (("", "b"), ("", "a"), False),
+    ],
+)
+def test_stages_must_have_the_coordinators_adapters(theirs: tuple[str, ...], ours: tuple[str, ...], fits: bool) -> None:
+    facts = [pb.DescribeResponse(pipeline_id="fake", n_embd=WIDTH, adapters=theirs)]
+    if fits:
+        check_stages(["a:1"], facts, pipeline_file(1), adapters=ours)
+        return
+    with pytest.raises(HandshakeError, match=r"^a:1 has other LoRA adapters .* the same --lora and one version$"):
+        check_stages(["a:1"], facts, pipeline_file(1), adapters=ours)

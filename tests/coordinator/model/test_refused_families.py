@@ -72,7 +72,7 @@ def test_a_file_without_a_language_model_is_refused_with_its_kind(architecture: 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("adapter", r"an adapter \(LoRA\), .*; merge it with llama.cpp's llama-export-lora"),
+        ("adapter", r"an adapter \(LoRA\), .*; give the model itself, and this file with --lora"),
         ("imatrix", "an importance matrix, .*; give the model itself"),
         ("mmproj", "a projector for images .*; give the model itself"),
     ],

@@ -133,3 +133,15 @@ def test_the_search_knows_that_stages_of_one_device_take_turns(devices: tuple[in
     rates = {edges: best_rate(costs, edges, LOAD.streams) for edges in every}
     assert best.is_exact
     assert best.rate == pytest.approx(max(rates.values()))
+
+
+def test_adapters_lie_where_their_layers_do() -> None:
+    load = dataclasses.replace(LOAD, adapter_bytes=(MIB, 2 * MIB, 4 * MIB))
+    for start, end, more in ((0, N_LAYERS, 7), (1, 2, 2), (3, N_LAYERS, 0)):
+        before, after = stage_memory(MODEL, LOAD, start, end), stage_memory(MODEL, load, start, end)
+        assert after.weights_bytes - before.weights_bytes == more * MIB
+    before, after = (stage_memory(MODEL, each, 0, N_LAYERS, WHOLE) for each in (LOAD, load))
+    assert before.gpu is not None
+    assert after.gpu is not None
+    assert after.gpu.weights_bytes - before.gpu.weights_bytes == 7 * MIB
+    assert after.weights_bytes == before.weights_bytes

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from relayline.coordinator.schedule.lane_groups import PASSES_MAX, next_group
+from relayline.coordinator.schedule.pool import Pool
 from relayline.coordinator.sessions.generation import GenerationRequest, SamplingParams
 from relayline.coordinator.sessions.session import OutFrame, Session
 from relayline.wire.envelopes.frames import Flag
@@ -47,4 +50,23 @@ def test_streams_that_were_mixed_travel_with_their_neighbours_after_two_rounds()
         pool = [each for each in pool if each not in group]
         flights[turn % 2] = lanes_of(group)
     assert sorted(map(sorted, flights)) == [lanes[:8], lanes[8:]]
+    assert not pool
+
+
+@pytest.mark.parametrize("is_per_lane", [False, True])
+def test_a_flight_is_of_one_adapter_as_far_as_there_are_rows_of_it(is_per_lane: bool) -> None:
+    pool = Pool()
+    for lane in range(8):
+        request = GenerationRequest(str(lane), (1,), 4, SamplingParams(), adapter=lane % 2)
+        pool.add(OutFrame(Session(lane, request, lambda _: False, lane=lane), 1, (1,), Flag.WANTS_SAMPLE))
+    groups = [pool.take_group(4, is_per_lane=is_per_lane, must_take_oldest=True) for _ in range(2)]
+    assert [lanes_of(group) for group in groups] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_flight_that_would_not_be_full_takes_rows_of_others() -> None:
+    pool = Pool()
+    for lane in range(4):
+        request = GenerationRequest(str(lane), (1,), 4, SamplingParams(), adapter=int(lane == 1))
+        pool.add(OutFrame(Session(lane, request, lambda _: False, lane=lane), 1, (1,), Flag.WANTS_SAMPLE))
+    assert lanes_of(pool.take_group(4, is_per_lane=False, must_take_oldest=True)) == [0, 2, 3, 1]
     assert not pool

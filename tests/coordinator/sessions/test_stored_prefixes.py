@@ -318,3 +318,39 @@ def test_a_kept_lane_that_is_not_worth_storing_has_no_key() -> None:
     made.renew(4, is_per_lane=True, tier=TierFacts(is_used=True, store_from_ns=5_000_000), read_ns=READ_NS)
     opening = made.keep(ended(1, run_of(0, 50)))[0].session.opening()
     assert (opening.is_kept, opening.kept_key) == (True, 0)
+
+
+def test_prefixes_of_another_adapter_are_other_prefixes() -> None:
+    facts = TierFacts(is_used=True, adapters=("", "first", "second"))
+    made, turn = prefixes(facts=facts), run_of(0, 50)
+    plain, chosen = ended(1, turn), adapted(ended(2, turn), 1)
+    keys = {frame.argument for session in (plain, chosen) for frame in made.keep(session)}
+    assert len(keys) == 2, "neither takes the place of the other"
+    for adapter, restored in ((0, True), (1, True), (2, False)):
+        following = adapted(session_of(10 + adapter, [*turn, 9, 77]), adapter)
+        kinds = [kind for kind, _, _ in controls_of(made.start(following))]
+        assert kinds == (["open", "restore"] if restored else ["open"])
+
+
+def test_an_earlier_coordinators_prefixes_are_found_with_their_adapter_alone() -> None:
+    adapters = ("", "first")
+    before, turn = prefixes(facts=TierFacts(is_used=True, adapters=adapters)), run_of(0, 50)
+    (stored,) = before.keep(adapted(ended(1, turn), 1))
+    later = prefixes(facts=TierFacts({stored.argument: 50}, is_used=True, adapters=adapters))
+    assert controls_of(later.start(session_of(2, [*turn, 9, 77]))) == [("open", 2, 0)]
+    assert [kind for kind, _, _ in controls_of(later.start(adapted(session_of(3, [*turn, 9, 77]), 1)))] == [
+        "open",
+        "restore",
+    ]
+
+
+def test_without_adapters_keys_are_those_of_earlier_releases() -> None:
+    assert TierFacts(rounding="f16 [0]", adapters=("",)).cells_of(0) == "f16 [0]"
+
+
+def adapted(session: Session, adapter: int) -> Session:
+    """The same session with a choice of adapters."""
+    request = dataclasses.replace(session.request, adapter=adapter)
+    made = Session(session.session_id, request, lambda _: False, lane=session.lane)
+    made.state = session.state
+    return made

@@ -13,6 +13,7 @@ from relayline.coordinator.engine.handing import handed
 from relayline.coordinator.engine.moves import Moves
 from relayline.coordinator.engine.pool import Pool
 from relayline.coordinator.schedule.scheduler import Scheduler
+from relayline.coordinator.sessions import prefixes
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.generation import GenerationRequest
 from relayline.coordinator.sessions.prefixes import Prefixes
@@ -26,7 +27,7 @@ from relayline.deploy.testing.cluster.mover import Mover
 from relayline.deploy.testing.cluster.plan import CALM, KINDS
 from relayline.deploy.testing.cluster.run import Cluster, simulate_many
 from relayline.stage.queue_types import QueuedFrame
-from relayline.stage.steps import step
+from relayline.stage.steps import batcher, run_ahead, step
 from relayline.stage.steps.batcher import Batcher
 from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.lanes import LaneTable
@@ -80,6 +81,19 @@ def takes_any_row_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_that_rows_see_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueuedFrame, "is_mutual", property(lambda self: False))
+
+
+def mixes_adapters(patch: pytest.MonkeyPatch) -> None:
+    """In envelopes that are a step as they come."""
+    patch.setattr(batcher, "ADAPTER_SHIFT", 64)
+
+
+def copies_cells_of_any_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefixes, "_hold_alike", lambda one, other: True)
+
+
+def computes_ahead_with_any_adapter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_ahead, "adapter_of", lambda session_id: 0)
 
 
 def cuts_images_into_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -227,6 +241,9 @@ CANARIES = [
     (takes_any_row_ahead, ANY),
     (does_not_forget_rows, ANY),
     (forgets_that_rows_see_each_other, ANY),
+    (mixes_adapters, ANY),
+    (copies_cells_of_any_adapter, ANY),
+    (computes_ahead_with_any_adapter, ANY),
     (cuts_images_into_chunks, ANY),
     (starts_nobody_again, ANY),
     (leaves_lanes_empty, ANY),

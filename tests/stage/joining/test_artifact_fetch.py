@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import logging
 import multiprocessing
 import shutil
@@ -19,6 +21,7 @@ from relayline.stage.joining.artifact_fetch import obtain
 from relayline.stage.joining.artifact_store import Slot, Writer
 from relayline.stage.joining.client import Member
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StageLostError, StartError
+from relayline.wire.model_files.adapters import Adapter
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 from tests.support.join_support import content, join_port
 
@@ -60,7 +63,7 @@ async def fetched(split: Path, cache: Path, name: str = "box1") -> Path:
     async with asyncio.timeout(WAIT_S), join_port(split) as port:
         member = await port.join(name, name)
         try:
-            return await obtain(member, cache, Load(), always_fetch=True)
+            return (await obtain(member, cache, Load(), always_fetch=True)).artifact
         finally:
             await member.close()
 
@@ -77,10 +80,10 @@ async def test_an_empty_cache_is_filled_once(tmp_path: Path, reads: Reads) -> No
 async def test_two_stages_fetch_at_once_into_one_cache(tmp_path: Path) -> None:
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split") as port:
         members = [await port.join(name, name) for name in ("box1", "box2")]
-        paths = await asyncio.gather(
+        found = await asyncio.gather(
             *(obtain(member, tmp_path / "cache", Load(), always_fetch=True) for member in members)
         )
-        assert [path.read_bytes() for path in paths] == [content(0), content(1)]
+        assert [files.artifact.read_bytes() for files in found] == [content(0), content(1)]
         for member in members:
             await member.close()
 
@@ -201,7 +204,7 @@ async def test_the_coordinators_own_file_is_used_where_it_is_seen(tmp_path: Path
     split = tmp_path / "split"
     async with asyncio.timeout(WAIT_S), join_port(split) as port:
         member = await port.join()
-        path = await obtain(member, tmp_path / "cache", Load(), always_fetch=False)
+        path = (await obtain(member, tmp_path / "cache", Load(), always_fetch=False)).artifact
         assert path == split.resolve() / "stage-0.gguf"
         assert reads.offsets == []
         path.write_bytes(bytes(path.stat().st_size))  # another file under that path, of the same size
@@ -273,6 +276,34 @@ async def test_the_end_of_the_membership_ends_the_fetch_and_keeps_the_bytes(tmp_
         getting.cancel()
         await asyncio.gather(getting, return_exceptions=True)
         assert slot.partial_bytes() <= CHUNK_BYTES
-        assert (await obtain(second, tmp_path / "cache", Load(), always_fetch=True)).read_bytes() == content(0)
+        files = await obtain(second, tmp_path / "cache", Load(), always_fetch=True)
+        assert files.artifact.read_bytes() == content(0)
         await member.close()
         await second.close()
+
+
+async def test_adapters_of_the_order_are_fetched_too_and_once(tmp_path: Path, reads: Reads) -> None:
+    path = tmp_path / "lora.gguf"
+    path.write_bytes(content(7))
+    adapter = Adapter("sql", path, 0.1, hashlib.sha256(content(7)).hexdigest(), path.stat().st_size)
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split", adapters=(adapter,)) as port:
+        for always_fetch, cached in ((True, True), (True, True), (False, False)):
+            member = await port.join()
+            files = await obtain(member, tmp_path / "cache", Load(), always_fetch=always_fetch)
+            (found,) = files.adapters
+            assert (found.path == path) is not cached, "the coordinator's own file is used where it is seen"
+            assert found.path.read_bytes() == content(7)
+            assert dataclasses.replace(found, path=path) == adapter
+            await member.close()
+    assert reads.offsets == [0, 0], "the artifact and the adapter, each once"
+
+
+async def test_an_adapter_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lora.gguf"
+    path.write_bytes(content(7))
+    adapter = Adapter("sql", path, 1.0, "0" * 64, path.stat().st_size)
+    async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split", adapters=(adapter,)) as port:
+        member = await port.join()
+        with pytest.raises(ArtifactError, match=r"lora.gguf came damaged"):
+            await obtain(member, tmp_path / "cache", Load(), always_fetch=True)
+        await member.close()

@@ -11,6 +11,7 @@ import pytest
 
 from relayline.stage.hand_over import HandOver
 from relayline.stage.joining import changes as layer_changes
+from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.changes import LayerChanges
 from relayline.wire.common.errors import NativeError, RelaylineError, StaleEpochError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -66,8 +67,8 @@ class World:
     """One membership and what follows its orders."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-        async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Path:
-            return cache / source.order.artifact.file
+        async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Files:
+            return Files(cache / source.order.artifact.file)
 
         monkeypatch.setattr(layer_changes, "obtain", obtain)
         self.member, self.served = FakeMember(), FakeServed(error)

@@ -13,6 +13,7 @@ import pytest
 from relayline.stage.engine.loading import Load, LoadStoppedError
 from relayline.stage.hand_over import HandOver
 from relayline.stage.joining import stand_by
+from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.stand_by import StandBy
 from relayline.wire.common.errors import NativeError, RelaylineError, StageLostError
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
@@ -54,8 +55,8 @@ class World:
         self.log: list[str] = []
         self.is_loading = asyncio.Event()
 
-        async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Path:
-            return cache / source.order.pipeline_id
+        async def obtain(source: Any, cache: Path, load: object, *, always_fetch: bool) -> Files:
+            return Files(cache / source.order.pipeline_id)
 
         @contextlib.asynccontextmanager
         async def serve(config: str, load: Load) -> AsyncIterator[FakeServed]:
@@ -73,7 +74,7 @@ class World:
         monkeypatch.setattr(stand_by, "obtain", obtain)
         monkeypatch.setattr(stand_by, "serve_changing", serve)
         member: Any = self.member
-        config_of: Any = lambda path, order: path.name  # noqa: E731
+        config_of: Any = lambda files, order: files.artifact.name  # noqa: E731
         self.standing = StandBy(member, self.stop, config_of, Path("cache"), always_fetch=False)
 
     async def served(self) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from relayline.coordinator.joining.config import engine_message
 from relayline.stage.joining import join
 from relayline.stage.joining import usual_port as module
+from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.join import JoinedStage
 from relayline.stage.joining.usual_port import usual_port
@@ -70,4 +71,4 @@ def test_a_joined_stage_takes_the_port_that_was_named_or_the_usual_one(
     config = JoinConfig("192.0.2.9:1", "box1", Path(), security=LinkSecurity(insecure=True), **own)
     stage = JoinedStage(config, lambda address, facts: None)
     order = pb.JoinResponse(listen_port=ordered, engine=engine_message(EngineSettings()))
-    assert stage._stage_config(Path("a.gguf"), "192.0.2.1", order).port == expected
+    assert stage._stage_config(Files(Path("a.gguf")), "192.0.2.1", order).port == expected

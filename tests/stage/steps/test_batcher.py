@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 from relayline.stage.queue_types import QueuedFrame, Step
 from relayline.stage.steps.batcher import CONTROLS_ONLY, CONTROLS_PER_STEP_MAX, Batcher
-from relayline.stage.steps.policy import Choice, DrainPolicy, GroupPolicy, Policy, SinglePolicy
+from relayline.stage.steps.policy import (
+    OTHER_ADAPTER,
+    QUEUE_DRAINED,
+    Choice,
+    DrainPolicy,
+    GroupPolicy,
+    Policy,
+    SinglePolicy,
+)
 from relayline.wire.common.curve import CostCurve
 from relayline.wire.envelopes.frames import Flag
+from relayline.wire.envelopes.session_ids import with_adapter
 from tests.support.examples import thinned
 from tests.support.fakes import ROUTE, FakeEngine, control, new_executor, rows_frame
 
@@ -447,3 +456,35 @@ def test_a_control_takes_no_credit_and_rows_take_their_bytes() -> None:
         frame.give_credit()
         assert frame.rows_bytes == (frame.payload.nbytes if frame.payload is not None else 0)
     assert len(given) == 1
+
+
+def rows_with(adapter: int, number: int, position: int = 5, n_rows: int = 1, flags: int = 0) -> QueuedFrame:
+    """Rows of one envelope."""
+    frame = rows_frame(with_adapter(number, adapter), position, n_rows, flags)
+    frame.envelope = 1
+    return frame
+
+
+@pytest.mark.parametrize("policy", [DrainPolicy(64, 16), GroupPolicy(64, CostCurve())])
+def test_a_step_has_rows_of_one_adapter_alone_and_the_oldest_goes_first(policy: Policy) -> None:
+    batcher = Batcher(policy)
+    frames = [rows_with(number % 2, number) for number in (1, 2, 3, 4)]
+    ids = [frame.session_id for frame in frames]
+    assert batcher.push_together(frames) == []
+    batcher.push_together([late := rows_with(1, 9, 0, 4, Flag.PREFILL)])
+    steps = take_all(batcher)
+    assert [{frame.adapter for frame in step.frames} for step in steps] == [{1}, {0}] + [{1}] * (len(steps) - 2)
+    assert [frame.session_id for frame in steps[1].frames] == [ids[1], ids[3]]
+    assert sorted(frame.session_id for step in steps for frame in step.frames) == sorted([*ids, late.session_id])
+
+
+def test_a_step_says_that_others_wait_for_their_adapters() -> None:
+    batcher = new_batcher()
+    batcher.push_together([rows_with(0, 1), rows_with(1, 2)])
+    assert [step.close_reason for step in take_all(batcher)] == [OTHER_ADAPTER, QUEUE_DRAINED]
+
+
+def test_a_whole_envelope_of_one_adapter_is_one_step() -> None:
+    batcher = Batcher(GroupPolicy(64, CostCurve()))
+    batcher.push_together([rows_with(3, number) for number in (1, 2, 3)])
+    assert [step.n_rows for step in take_all(batcher)] == [3]

@@ -58,6 +58,7 @@ from relayline.deploy.manifest import load_manifest
 from relayline.deploy.manifest.dump import dump_manifest
 from relayline.deploy.manifest.schema import schema_text
 from relayline.deploy.manifest.pages import page_text
+from relayline.stage.joining.artifact_fetch import Files
 from relayline.stage.joining.config import JoinConfig
 from relayline.stage.joining.join import JoinedStage
 from relayline.wire.common.errors import UsageError
@@ -88,7 +89,7 @@ def joined(engine):
     # The flux of a stage that gets this engine in its order, over the wire.
     order = pb.JoinResponse.FromString(pb.JoinResponse(engine=engine_message(engine)).SerializeToString())
     joining = JoinedStage(JoinConfig("127.0.0.1:1", "stage-0", directory), lambda *_: None)
-    return joining._stage_config(directory / "a.gguf", "127.0.0.1", order).engine.flux
+    return joining._stage_config(Files(directory / "a.gguf"), "127.0.0.1", order).engine.flux
 
 
 def serve(*arguments):
@@ -136,7 +137,7 @@ said = {
 order = engine_message(table.EngineSettings(flux=9))
 order.more["flux"] = "41"
 said["refused"].append(refusal(lambda: JoinedStage(JoinConfig("127.0.0.1:1", "a", directory), lambda *_: None)
-                               ._stage_config(directory, "127.0.0.1", pb.JoinResponse(engine=order))))
+                               ._stage_config(Files(directory), "127.0.0.1", pb.JoinResponse(engine=order))))
 os.environ["RELAYLINE_FLUX"] = "11"
 said["variable"] = [up(), serve(*joins), serve("--manifest", str(low)), serve("--manifest", str(low), "--flux", "9")]
 print(json.dumps(said))

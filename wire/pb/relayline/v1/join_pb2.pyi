@@ -231,7 +231,7 @@ class TakenLayers(_message.Message):
     def __init__(self, layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., address: _Optional[str] = ..., shown_pass: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "change", "survey", "stands_by", "beats")
+    __slots__ = ("stage_index", "stage_count", "pipeline_id", "artifact", "pipeline_json", "engine", "telemetry", "ticket", "coordinator", "listen_port", "adapters", "change", "survey", "stands_by", "beats")
     STAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     STAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +242,7 @@ class JoinResponse(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     LISTEN_PORT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     CHANGE_FIELD_NUMBER: _ClassVar[int]
     SURVEY_FIELD_NUMBER: _ClassVar[int]
     STANDS_BY_FIELD_NUMBER: _ClassVar[int]
@@ -256,11 +257,12 @@ class JoinResponse(_message.Message):
     ticket: bytes
     coordinator: str
     listen_port: int
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterFile]
     change: LayerChange
     survey: Survey
     stands_by: bool
     beats: bool
-    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage_index: _Optional[int] = ..., stage_count: _Optional[int] = ..., pipeline_id: _Optional[str] = ..., artifact: _Optional[_Union[ArtifactFile, _Mapping]] = ..., pipeline_json: _Optional[bytes] = ..., engine: _Optional[_Union[EngineSettings, _Mapping]] = ..., telemetry: _Optional[_Union[TelemetryOrder, _Mapping]] = ..., ticket: _Optional[bytes] = ..., coordinator: _Optional[str] = ..., listen_port: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterFile, _Mapping]]] = ..., change: _Optional[_Union[LayerChange, _Mapping]] = ..., survey: _Optional[_Union[Survey, _Mapping]] = ..., stands_by: _Optional[bool] = ..., beats: _Optional[bool] = ...) -> None: ...
 
 class ArtifactFile(_message.Message):
     __slots__ = ("file", "size_bytes", "sha256", "path")
@@ -273,6 +275,16 @@ class ArtifactFile(_message.Message):
     sha256: str
     path: str
     def __init__(self, file: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class AdapterFile(_message.Message):
+    __slots__ = ("file", "name", "scale")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    file: ArtifactFile
+    name: str
+    scale: float
+    def __init__(self, file: _Optional[_Union[ArtifactFile, _Mapping]] = ..., name: _Optional[str] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
     __slots__ = ("ctx_tokens", "n_lanes", "n_threads", "gpu_layers", "max_rows", "prefill_rows", "kv_type", "policy", "calibrate", "kv_layout", "more")

@@ -1,0 +1,53 @@
+"""Whether LoRA adapters can be served with a model: before it is split, and when its split is served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from relayline.coordinator.model.families import family_of
+from relayline.coordinator.model.family import no_orders
+from relayline.coordinator.model.gguf_file import open_model
+from relayline.coordinator.model.pipeline_file import PipelineFile
+from relayline.wire.common.errors import ModelFileError, UsageError
+from relayline.wire.model_files.adapters import (
+    Adapter,
+    AdapterFile,
+    check_architecture,
+    check_shapes,
+    names,
+    read_adapter,
+)
+
+
+def check_of_split(adapters: Sequence[Adapter], split: PipelineFile, model_names: Sequence[str]) -> None:
+    """Raise ModelFileError for an adapter of another model, UsageError for one with a name of the model itself.
+
+    Matrices are held against the model's by each stage.
+    """
+    for adapter in adapters:
+        _check(read_adapter(adapter.path), split.architecture, split.n_layers)
+    for name in names(adapters):
+        if name in model_names:
+            raise UsageError(
+                f"--lora {name}=...: the model itself is served under {name!r}; give the adapter another name"
+            )
+
+
+def check_of_model(paths: Sequence[Path], model: Path, architecture: str, n_layers: int) -> list[AdapterFile]:
+    """Return the headers of adapters of a model that lies here. Raises ModelFileError for one of another model."""
+    tensors, found = open_model(model).tensors, []
+    for path in paths:
+        adapter = read_adapter(path)
+        _check(adapter, architecture, n_layers)
+        check_shapes(adapter, tensors, range(n_layers))
+        found.append(adapter)
+    return found
+
+
+def _check(adapter: AdapterFile, architecture: str, n_layers: int) -> None:
+    check_architecture(adapter, architecture, n_layers)
+    if family_of(architecture).row_orders is not no_orders:
+        raise ModelFileError(
+            f"{adapter.path}: LoRA adapters of {architecture} are not served: its slices hold rows in another order"
+        )

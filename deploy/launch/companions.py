@@ -1,0 +1,56 @@
+"""The files that are served with a model: its projector, and LoRA adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relayline.coordinator.http.edge.limits import limits_of
+from relayline.coordinator.model.adapters import check_of_model, check_of_split
+from relayline.coordinator.model.inspection import inspect_model
+from relayline.coordinator.model.pipeline_file import load_pipeline
+from relayline.deploy.launch.prepare import override
+from relayline.deploy.launch.projector import check_images, with_projector
+from relayline.deploy.manifest import Manifest
+from relayline.wire.model_files.adapter_texts import read_adapters, text_of
+from relayline.wire.model_files.adapters import Adapter, load_adapters
+from relayline.wire.settings.setting import entry_of
+from relayline.wire.settings.table import ServingSettings
+
+
+def with_companions(manifest: Manifest, reference: str) -> Manifest:
+    """Return the manifest with its projector, see `with_projector`, and absolute paths of adapters, which mean the same
+    to every process of a launch.
+    """
+    manifest = with_projector(manifest, reference)
+    if not manifest.serving.lora:
+        return manifest
+    given = read_adapters(manifest.serving.lora)
+    placed = tuple(each._replace(path=str(Path(each.path).expanduser().absolute())) for each in given)
+    return override(manifest, {entry_of(ServingSettings, "lora").place: text_of(placed)})
+
+
+def check_companions(manifest: Manifest, model: Path) -> None:
+    """Raise UsageError or ModelFileError for a file of another model, before the model is split."""
+    check_images(manifest, model)
+    if manifest.serving.lora:
+        facts = inspect_model(model)
+        check_of_model(adapter_paths(manifest), model, facts.architecture, facts.n_layers)
+
+
+def adapter_paths(manifest: Manifest) -> list[Path]:
+    """Return the files of a manifest's adapters."""
+    lora = manifest.serving.lora
+    return [Path(each.path).expanduser() for each in (read_adapters(lora) if lora else ())]
+
+
+def served_adapters(serving: ServingSettings, split: Path) -> tuple[Adapter, ...]:
+    """Return the adapters that are served with a split, each read whole. Blocks.
+
+    Raises ModelFileError for one of another model, UsageError for one with a name of the model itself.
+    """
+    adapters = load_adapters(serving.lora)
+    if adapters:
+        file = load_pipeline(split, stages_here=False)
+        aliases = limits_of(serving).model_aliases
+        check_of_split(adapters, file, [serving.model_id or file.model_name, *aliases])
+    return adapters

@@ -1,0 +1,81 @@
+"""LoRA adapters in the API: models of their own, which requests choose by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from relayline.coordinator.http.edge.limits import limits_of
+from relayline.coordinator.text.tokenizer import Tokenizer
+from relayline.deploy.testing.vocabulary_files import write_tokenizer
+from relayline.wire.settings.table import ServingSettings
+from tests.support.http_support import MODEL, FakeGenerator, serving
+
+NAMES = ("sql", "chat")
+PROMPT = {"prompt": "hi", "max_tokens": 2}
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tok") / "tokenizer.gguf"))
+
+
+async def chosen(tokenizer: Tokenizer, path: str, body: dict[str, Any], **limits: object) -> tuple[list[int], str]:
+    """Return the choices of all generation requests that a body makes, and the answer's model."""
+    generator = FakeGenerator()
+    async with (
+        serving(tokenizer, generator, adapters=NAMES, **limits) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post(path, json=body) as reply,
+    ):
+        assert reply.status == 200, await reply.text()
+        return [request.adapter for request in generator.requests], (await reply.json())["model"]
+
+
+@pytest.mark.parametrize(("model", "adapter"), [(MODEL, 0), ("sql", 1), ("chat", 2)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**PROMPT, "n": 2, "temperature": 1}),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/messages", MESSAGES),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    ],
+)
+async def test_the_models_name_chooses_in_every_dialect(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], model: str, adapter: int
+) -> None:
+    found, named = await chosen(tokenizer, path, {**body, "model": model})
+    assert found == [adapter] * body.get("n", 1)
+    assert named == model
+
+
+async def test_a_name_of_nobody_is_the_model_itself_where_any_name_goes(tokenizer: Tokenizer) -> None:
+    assert await chosen(tokenizer, "/v1/completions", {**PROMPT, "model": "gpt-4"}, any_model_name=True) == (
+        [0],
+        "gpt-4",
+    )
+    assert (await chosen(tokenizer, "/v1/completions", {**PROMPT, "model": "chat"}, any_model_name=True))[0] == [2]
+
+
+async def test_they_are_listed_with_the_model_that_they_change(tokenizer: Tokenizer) -> None:
+    async with serving(tokenizer, adapters=NAMES) as served, aiohttp.ClientSession(served.url) as session:
+        async with session.get("/v1/models") as reply:
+            models = (await reply.json())["data"]
+        async with session.get("/v1/models/chat") as reply:
+            one = await reply.json()
+        async with session.post("/v1/completions", json={**PROMPT, "model": "pirate"}) as reply:
+            refusal = await reply.json()
+    assert [(each["id"], each.get("parent")) for each in models] == [(MODEL, None), ("sql", MODEL), ("chat", MODEL)]
+    assert (one["id"], one["root"]) == ("chat", "chat")
+    assert refusal["error"]["message"] == f"the model 'pirate' does not exist; this server has '{MODEL}', 'sql', 'chat'"
+
+
+def test_the_limits_take_the_names_of_the_setting(tmp_path: Path) -> None:
+    limits = limits_of(ServingSettings(lora="always.gguf,sql=a.gguf,chat=b.gguf:0.5"))
+    assert limits.adapters == NAMES
+    assert [limits.adapter_of(name) for name in ("", "sql", "chat", "always")] == [0, 1, 2, 0]

@@ -163,6 +163,7 @@ async def certify(config: CertifyConfig, facts: ModelFacts, progress: Progress, 
     config = dataclasses.replace(config, engine=config.engine.of_architecture(facts.architecture))
     if refusal := layout_refusal(config.engine.layout_used, facts.architecture):
         raise UsageError(refusal)
+    _make_kept(config.keep)
     work = _Certification(config, facts, plans, progress, on_line)
     noise = await work.measure()
     tolerance = tolerance_for(noise, same_kernels=config.engine.gpu_layers == 0 and not facts.reorders_rows)
@@ -294,6 +295,15 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
         *(() if config.keep else ("--no-verify",)),
         *(("--verbose",) if config.verbose else ()),
     )
+
+
+def _make_kept(keep: Path | None) -> None:
+    """Make the directory of `--keep`, before a whole model is measured. Raises UsageError where none can be."""
+    try:
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: cannot be used as a directory: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -17,16 +17,18 @@ import msgspec
 import pytest
 
 from relayline.coordinator.model.families import FAMILIES
+from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.pipeline_file import load_pipeline, store_pipeline
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.certify import pipeline as certify_pipeline
+from relayline.deploy.certify import run as certify_run
 from relayline.deploy.certify.pipeline import SplitConfig, run_split
 from relayline.deploy.certify.workload import Script
 from relayline.deploy.cli.main import main
 from relayline.deploy.launch.child import Child
 from relayline.deploy.launch.local import stage_child
 from relayline.wire.common.child_command import module_command
-from relayline.wire.common.errors import StageLostError
+from relayline.wire.common.errors import StageLostError, UsageError
 from relayline.wire.envelopes.dtypes import DTYPE_F32
 from relayline.wire.model_files.gguf_header import read_header
 from tests.support.tiny_models import make_tiny
@@ -325,3 +327,18 @@ def test_no_model_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (tmp_path / "text.gguf").write_text("not a model, however long this line may be")
     code, line = refused([str(tmp_path / "text.gguf")], monkeypatch, capsys)
     assert (code, "text.gguf" in line) == (1, True), line
+
+
+async def test_a_directory_that_cannot_be_made_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def began(_: object) -> None:
+        pytest.fail("the model was measured before the refusal")
+
+    monkeypatch.setattr(certify_run._Certification, "measure", began)
+    (tmp_path / "file").write_text("")
+    model = make_tiny("llama", tmp_path / "tiny.gguf")
+    config = certify_run.CertifyConfig(model, keep=tmp_path / "file" / "keep")
+    facts = inspect_model(model)
+    with pytest.raises(UsageError, match=r"^--keep .*/file/keep: cannot be used as a directory: Not a directory$"):
+        await certify_run.certify(config, facts, lambda *_: None, lambda *_: None)

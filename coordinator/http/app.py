@@ -46,6 +46,8 @@ def make_app(
     middlewares = [OUTER_MIDDLEWARE, observing(observer, request_id), errors_as_json]
     files = read_files()
     facts: dict[str, object] = {"model_id": model.model_id, "version": service.fingerprint}
+    if limits.adapters:
+        facts["adapters"] = limits.adapters
     if service.images is not None:
         facts["images_max"] = service.images.per_request_max
     feed = LiveFeed(generator, control, facts)

@@ -43,6 +43,8 @@ FLAGS: dict[str, str] = {
     **dict.fromkeys(("-ts",), _flag(EngineSettings, "tensor_split")),
     **dict.fromkeys(("-ncmoe", "--cpu-moe"), _flag(EngineSettings, "n_cpu_moe")),
     **dict.fromkeys(("--swa-full",), f"{_flag(EngineSettings, 'window_cells')} all"),
+    **dict.fromkeys(("--lora-scaled",), f"{_flag(ServingSettings, 'lora')} FILE:SCALE"),
+    **dict.fromkeys(("--lora-modules", "--enable-lora"), f"{_flag(ServingSettings, 'lora')} NAME=FILE"),
     **dict.fromkeys(("--draft-max", "--spec-type"), _flag(ServingSettings, "draft")),
     **dict.fromkeys(("--api-key", "--api-key-file"), "--api-keys FILE"),
     **dict.fromkeys(("--ssl-cert-file", "--ssl-certfile"), "--http-cert"),

@@ -15,6 +15,7 @@ from relayline.coordinator.engine.stage_client import RoundTrip, StageClient
 from relayline.coordinator.engine.telemetry_control import TelemetryControl
 from relayline.coordinator.http.app import make_app
 from relayline.coordinator.http.edge.api_keys import protect_http
+from relayline.coordinator.http.edge.limits import HttpLimits
 from relayline.coordinator.http.edge.listener import HttpListener
 from relayline.coordinator.http.edge.server import start_http
 from relayline.coordinator.http.live import FACTS
@@ -97,13 +98,19 @@ class World:
 
 @contextlib.asynccontextmanager
 async def served(
-    tokenizer: Tokenizer, keys: Path | None = None, *, encoder: Encoder | None = None, stage: FakeStage | None = None
+    tokenizer: Tokenizer,
+    keys: Path | None = None,
+    *,
+    encoder: Encoder | None = None,
+    stage: FakeStage | None = None,
+    adapters: tuple[str, ...] = (),
 ) -> AsyncIterator[World]:
     stage, generator = stage or FakeStage(), Described()
     generator.stage = stage
     chat = ChatTemplate(CHATML, bos_text=tokenizer.bos_text, eos_text=tokenizer.eos_text)
     control = TelemetryControl(Observer(), lambda: [stage])
-    app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat, encoder), control=control)
+    limits = HttpLimits(adapters=adapters)
+    app = make_app(generator, ServedModel(MODEL, CREATED, tokenizer, chat, encoder), limits, control)
     with protect_http(app, HttpListener(api_keys_file=keys)):
         runner, port = await start_http(app, "127.0.0.1", 0)
         try:

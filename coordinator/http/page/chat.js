@@ -55,6 +55,8 @@ class Settings {
       tools: field("tools", "Tools (JSON list)", { rows: "3", spellcheck: "false", placeholder: '[{"type": "function", …}]' }, "textarea"),
     };
     this.wantsTokens = h("input", { type: "checkbox", id: "chat-probs" });
+    this.model = field("model", "Model", {}, "select");
+    this.model.element.hidden = true;
     const kept = JSON.parse(sessionStorage.getItem(SETTINGS) || "{}");
     for (const [name, each] of Object.entries(this.fields)) {
       if (kept[name] !== undefined) each.input.value = kept[name];
@@ -62,8 +64,20 @@ class Settings {
     }
     const { system, temperature, top_p: topP, max_tokens: most, seed, tools } = this.fields;
     this.element = h("details.settings", { open: !matchMedia("(max-width: 760px)").matches }, h("summary", null, "Settings"), h(".stack", null,
-      system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
+      this.model.element, system.element, h(".two", null, temperature.element, topP.element, most.element, seed.element), tools.element,
       h("label.check", null, this.wantsTokens, "Token probabilities")));
+  }
+
+  // Names of LoRA adapters are models too; without any there is nothing to choose.
+  update() {
+    const { model_id: model, adapters = [] } = feed.facts;
+    const names = [model, ...adapters];
+    const { input, element } = this.model;
+    if (!model || names.join() === [...input.options].map((each) => each.value).join()) return;
+    const chosen = input.value;
+    input.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
+    if (names.includes(chosen)) input.value = chosen;
+    element.hidden = !adapters.length;
   }
 
   keep() {
@@ -77,7 +91,7 @@ class Settings {
   // The body of a request for these messages. Throws ApiError for tools that are no JSON list.
   body(messages) {
     const system = this.value("system").trim() ? [{ role: "system", content: this.value("system") }] : [];
-    const asked = { model: feed.facts.model_id, messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
+    const asked = { model: this.model.input.value || feed.facts.model_id, messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
     for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
       if (this.value(name) !== "") asked[name] = Number(this.value(name));
     }
@@ -398,6 +412,7 @@ class Chat {
   // A chat that a reload brought back is drawn before the model's name is known.
   update() {
     this.attached.update();
+    this.settings.update();
     if (this.model === feed.facts.model_id) return;
     this.model = feed.facts.model_id;
     for (const turn of this.turns) turn.says();

@@ -286,3 +286,19 @@ async def _sends_results_of_tools(tab: Tab) -> None:
     call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     assert sent == [True, False, [{"role": "assistant", "content": "", "tool_calls": [call]},
                                   {"role": "tool", "tool_call_id": "c2", "content": "2"}]]  # fmt: skip
+
+
+async def test_adapters_are_models_to_choose_among(tokenizer: Tokenizer, chat: tuple[World, Tab]) -> None:
+    _, without = chat
+    model = "document.querySelector('#chat-model')"
+    assert await without.value(f"{model}.parentElement.hidden"), "without adapters there is nothing to choose"
+    async with served(tokenizer, adapters=("sql", "style")) as world, browsing() as tab:
+        await tab.look()
+        await tab.go(f"{world.url}/#/chat")
+        await tab.until(f"{model} && {model}.options.length === 3 && !{model}.parentElement.hidden")
+        await tab.value(f"{model}.value = 'style'")
+        await send(tab, "hi")
+        await settled(tab)
+        assert await tab.value(f"{model}.value") == "style", "looks at the pipeline change no choice"
+        assert [request.adapter for request in world.generator.requests] == [2]
+        assert tab.problems == []

@@ -43,6 +43,7 @@ BENCHES: dict[str, Bench] = {
     "quantisation": Bench("benches.quantisation", True, short=("--steps", "3")),
     "contexts": Bench("benches.contexts", True, short=None),
     "windows": Bench("benches.windows", True, short=None),
+    "adapters": Bench("benches.adapters", True, short=None),
     "cliffs": Bench("benches.cliffs", True, short=None),
     "simulation": Bench("benches.simulation", short=("--quick",)),
     "compare": Bench(

@@ -11,6 +11,7 @@ the span. `stage.observe.request_spans` makes a batch's spans in the traces of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import SpanKind
@@ -31,9 +32,15 @@ if TYPE_CHECKING:
 class BatchSpans:
     """Makes the spans of a stage's steps. `mark` runs in the decode thread, the rest on the event loop."""
 
-    def __init__(self, telemetry: Telemetry, stage_index: int, constant: dict[str, AttributeValue]) -> None:
-        """constant: attributes that every batch of this stage has."""
-        self._telemetry, self._stage_index = telemetry, stage_index
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        stage_index: int,
+        constant: dict[str, AttributeValue],
+        adapters: Sequence[str] = (),
+    ) -> None:
+        """constant: attributes that every batch of this stage has. adapters: names of the choices of LoRA adapters."""
+        self._telemetry, self._stage_index, self._adapters = telemetry, stage_index, adapters
         self._constant = constant
         self._requests = RequestSpans(telemetry, stage_index)
 
@@ -152,6 +159,8 @@ class BatchSpans:
         }
         if n_granted := sum(1 for frame in members if frame.argument and frame.flags == Flag.WANTS_SAMPLE):
             attributes[names.ATTR_BATCH_GRANTED] = n_granted
+        if 0 < (adapter := members[0].adapter) <= len(self._adapters):  # of all of them, see stage.steps.batcher
+            attributes[names.ATTR_BATCH_ADAPTER] = self._adapters[adapter - 1]
         if result.is_ahead:
             attributes[names.ATTR_BATCH_AHEAD] = True
         if result.computed_in:

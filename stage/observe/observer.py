@@ -18,6 +18,7 @@ from relayline.stage.observe.ring import BatchRing, Entry
 from relayline.stage.observe.summaries import Summaries
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.step_types import StepResult
+from relayline.wire.model_files.adapters import names as adapter_names
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
 from relayline.wire.telemetry.clock import Clock
@@ -45,7 +46,7 @@ class StageObserver:
         self._layers = artifact.layer_start, artifact.layer_end
         self._summaries = Summaries(artifact.stage_index)
         self._constants = _constants(artifact, config)
-        self.spans = BatchSpans(telemetry, artifact.stage_index, self._constants)
+        self.spans = BatchSpans(telemetry, artifact.stage_index, self._constants, adapter_names(config.adapters))
 
     def renamed(self, artifact: StageArtifact) -> None:
         """The same slice belongs to another split from now on."""

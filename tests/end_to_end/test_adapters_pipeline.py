@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.deploy.testing.tiny_adapters import adapter_of, make_adapter
 from relayline.deploy.testing.tiny_slices import write_whole
 from relayline.wire.common.errors import HandshakeError
 from relayline.wire.model_files.adapters import Adapter
@@ -25,7 +26,6 @@ from tests.support.fleet import (
     request,
     tokens_of,
 )
-from tests.support.tiny_adapters import adapter_of, make_adapter
 
 FIXTURES = (artifacts_fixture,)  # pytest finds them in the modules that name them
 SCALE = 0.6

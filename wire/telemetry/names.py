@@ -133,6 +133,7 @@ ATTR_BATCH_CLOSE_REASON: Final = "relayline.batch.close_reason"
 ATTR_BATCH_QUEUED_ROWS_BEFORE: Final = "relayline.batch.queued_rows_before"
 ATTR_BATCH_QUEUED_ROWS_AFTER: Final = "relayline.batch.queued_rows_after"
 ATTR_BATCH_AHEAD: Final = "relayline.batch.ahead"  # the rows were computed before they were asked for
+ATTR_BATCH_ADAPTER: Final = "relayline.batch.adapter"  # name of the LoRA adapter that requests chose; none without one
 ATTR_BATCH_GRANTED: Final = "relayline.batch.granted"  # rows of streams that stages continue by themselves
 ATTR_BATCH_COMPUTED_IN: Final = "relayline.batch.computed_in"  # the step that computed them, where it is another
 ATTR_BATCH_PREDICTED_NS: Final = "relayline.batch.predicted_ns"

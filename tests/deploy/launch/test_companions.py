@@ -13,10 +13,10 @@ from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
 from relayline.deploy.planning.inputs import load_of
+from relayline.deploy.testing.tiny_adapters import make_adapter
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.model_files.adapters import read_adapter
 from relayline.wire.settings.table import ServingSettings
-from tests.support.tiny_adapters import make_adapter
 from tests.support.tiny_models import make_tiny
 
 

@@ -13,13 +13,13 @@ from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.testing.engines import engine_config
 from relayline.deploy.testing.reference import ReferenceModel
+from relayline.deploy.testing.tiny_adapters import adapter_of, make_adapter
 from relayline.stage.engine.native import NativeEngine
 from relayline.wire.common.errors import ModelFileError, ProtocolError
 from relayline.wire.common.kv_layout import PER_LANE_ARCHITECTURES
 from tests.support.chain import Chain
 from tests.support.family_check import ERROR_MAX, covering_cuts
 from tests.support.lane_texts import far
-from tests.support.tiny_adapters import adapter_of, make_adapter
 from tests.support.tiny_models import make_tiny
 
 PROMPT = list(range(3, 23))

@@ -24,6 +24,7 @@ from relayline.stage.queue_types import QueuedFrame
 from relayline.wire.common.errors import NativeError
 from relayline.wire.envelopes import trace_context
 from relayline.wire.envelopes.frames import Flag, grant_argument
+from relayline.wire.envelopes.session_ids import with_adapter
 from relayline.wire.links import rpc
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
 from relayline.wire.telemetry import names
@@ -315,6 +316,19 @@ async def test_level_frames_shows_every_frame_in_its_request_s_own_trace() -> No
     assert abs(waited.timestamp - frame.start_time - given[names.ATTR_FRAME_WAIT_NS]) < 1000
     assert frame.start_time == pytest.approx(batch.start_time, abs=1000)
     assert frame.end_time == pytest.approx(batch.end_time, abs=1000)
+
+
+async def test_a_batch_names_the_adapter_that_its_requests_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayline.stage.observe.observer.adapter_names", lambda adapters: ("sql", "style"))
+    with storing(Level.BATCHES) as store:
+        async with one_stage(store) as (_, one):
+            for adapter in (0, 2):
+                session_id = with_adapter(5, adapter)
+                row = traced(rows_frame(session_id, 0, 1, PREFILL | SAMPLE), trace_context.new_root())
+                await one.send(control(session_id, Flag.OPEN), row)
+                await one.reply()
+        spans = store.spans(*names.BATCH_NAMES)
+    assert [dict(span.attributes or {}).get(names.ATTR_BATCH_ADAPTER) for span in spans] == [None, "style"]
 
 
 async def test_a_batch_says_how_many_rows_are_under_a_grant() -> None:

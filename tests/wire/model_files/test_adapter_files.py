@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relayline.deploy.testing.tiny_adapters import RANK, make_adapter
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.model_files.adapters import (
     Adapter,
@@ -18,7 +19,6 @@ from relayline.wire.model_files.adapters import (
     write_part,
 )
 from relayline.wire.model_files.gguf_header import read_header
-from tests.support.tiny_adapters import RANK, make_adapter
 from tests.support.tiny_models import make_tiny
 
 

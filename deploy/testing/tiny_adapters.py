@@ -1,4 +1,4 @@
-"""Small random LoRA adapters of tiny models, as llama.cpp's converter writes them."""
+"""Random LoRA adapters for tests and benches, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from relayline.coordinator.model.gguf_file import open_model
 from relayline.wire.model_files.adapters import Adapter
 
-RANK = 4
+RANK = 4  # unless another is asked for
 
 
 def adapter_of(path: Path, name: str = "", scale: float = 1.0) -> Adapter:
@@ -28,6 +28,7 @@ def make_adapter(
     *,
     seed: int = 1,
     strength: float = 0.3,
+    rank: int = RANK,
     changes: Sequence[str] = ("blk.*.attn_q.weight", "blk.*.attn_output.weight", "blk.*.ffn_*.weight"),
     dtype: type = np.float32,
     extra: dict[str, object] | None = None,
@@ -42,7 +43,7 @@ def make_adapter(
         "general.type": "adapter",
         "general.architecture": source.text("general.architecture"),
         "adapter.type": "lora",
-        "adapter.lora.alpha": float(RANK),
+        "adapter.lora.alpha": float(rank),
         **(extra or {}),
     }
     writer = gguf.GGUFWriter(None, str(values.pop("general.architecture")))
@@ -58,8 +59,8 @@ def make_adapter(
             continue
         rng = np.random.default_rng(zlib.crc32(f"{seed} {tensor.name}".encode()))
         inner, outer, *experts = tensor.dims
-        a = rng.standard_normal((*experts, RANK, inner)) * inner**-0.5
-        b = rng.standard_normal((*experts, outer, RANK)) * strength * RANK**-0.5
+        a = rng.standard_normal((*experts, rank, inner)) * inner**-0.5
+        b = rng.standard_normal((*experts, outer, rank)) * strength * rank**-0.5
         writer.add_tensor(f"{tensor.name}.lora_a", a.astype(dtype))
         writer.add_tensor(f"{tensor.name}.lora_b", b.astype(dtype))
     for name, array in (tensors or {}).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from relayline.coordinator.sessions.admission import Admission
 from relayline.coordinator.sessions.generation import PromptProgress, Slot
 from relayline.coordinator.sessions.session import Session, State
+from relayline.wire.envelopes.session_ids import PLAIN_ID
 
 
 def slots_of(admission: Admission, *, may_draft: bool) -> list[Slot]:
@@ -23,7 +24,7 @@ def _busy(session: Session, *, may_draft: bool) -> Slot:
         state=session.state.value,
         is_busy=True,
         may_draft=may_draft and session.acceptance is not None,
-        task=session.session_id,
+        task=session.session_id & PLAIN_ID,  # clients read it as a signed number
         n_prompt=n_prompt,
         n_read=min(n_prompt, session.n_sent) if session.state is State.PREFILL else n_prompt,
         n_cached=session.n_copied,

@@ -17,6 +17,7 @@ from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_pr
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
+from relayline.wire.common.places import expanded
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
@@ -117,7 +118,7 @@ def check_files(
     if serving.mmproj and serving.mmproj != AUTO_PROJECTOR:
         read_projector(Path(serving.mmproj))
     for adapter in read_adapters(serving.lora) if serving.lora else ():
-        read_adapter(Path(adapter.path).expanduser())
+        read_adapter(expanded(adapter.path))
     chosen(otlp_endpoint, os.environ)
 
 

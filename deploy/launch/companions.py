@@ -11,6 +11,7 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.projector import check_images, with_projector
 from relayline.deploy.manifest import Manifest
+from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import read_adapters, text_of
 from relayline.wire.model_files.adapters import Adapter, load_adapters
 from relayline.wire.settings.setting import entry_of
@@ -25,7 +26,7 @@ def with_companions(manifest: Manifest, reference: str) -> Manifest:
     if not manifest.serving.lora:
         return manifest
     given = read_adapters(manifest.serving.lora)
-    placed = tuple(each._replace(path=str(Path(each.path).expanduser().absolute())) for each in given)
+    placed = tuple(each._replace(path=str(expanded(each.path).absolute())) for each in given)
     return override(manifest, {entry_of(ServingSettings, "lora").place: text_of(placed)})
 
 
@@ -40,7 +41,7 @@ def check_companions(manifest: Manifest, model: Path) -> None:
 def adapter_paths(manifest: Manifest) -> list[Path]:
     """Return the files of a manifest's adapters."""
     lora = manifest.serving.lora
-    return [Path(each.path).expanduser() for each in (read_adapters(lora) if lora else ())]
+    return [expanded(each.path) for each in (read_adapters(lora) if lora else ())]
 
 
 def served_adapters(serving: ServingSettings, split: Path) -> tuple[Adapter, ...]:

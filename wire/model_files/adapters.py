@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from relayline.wire.common.errors import ModelFileError
 from relayline.wire.common.file_hash import sha256_of
+from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import AdapterText, read_adapters
 from relayline.wire.model_files.gguf_header import GgufFile, Tensor, read_header
 from relayline.wire.model_files.gguf_write import ALIGNMENT, TensorSlot, encode_header
@@ -88,7 +89,7 @@ def load_adapters(text: str) -> tuple[Adapter, ...]:
 
 
 def _load(given: AdapterText) -> Adapter:
-    path = Path(given.path).expanduser().absolute()
+    path = expanded(given.path).absolute()
     file = read_adapter(path).file
     try:
         return Adapter(given.name, path, given.scale, sha256_of(path), file.size_bytes)
@@ -98,7 +99,7 @@ def _load(given: AdapterText) -> Adapter:
 
 def layer_bytes_of(text: str) -> tuple[int, ...]:
     """Return the bytes of all adapters that a setting names, by layer. Raises ModelFileError as `read_adapter`."""
-    files = [read_adapter(Path(each.path).expanduser()) for each in (read_adapters(text) if text else ())]
+    files = [read_adapter(expanded(each.path)) for each in (read_adapters(text) if text else ())]
     n_layers = max((pair.layer + 1 for file in files for pair in file.pairs), default=0)
     return tuple(map(sum, zip(*(file.layer_bytes(n_layers) for file in files), strict=True)))
 

@@ -34,15 +34,12 @@ def check_of_split(adapters: Sequence[Adapter], split: PipelineFile, model_names
             )
 
 
-def check_of_model(paths: Sequence[Path], model: Path, architecture: str, n_layers: int) -> list[AdapterFile]:
-    """Return the headers of adapters of a model that lies here. Raises ModelFileError for one of another model."""
-    tensors, found = open_model(model).tensors, []
-    for path in paths:
-        adapter = read_adapter(path)
+def check_of_model(adapters: Sequence[AdapterFile], model: Path, architecture: str, n_layers: int) -> None:
+    """Raise ModelFileError for an adapter of another model than the one that lies here."""
+    tensors = open_model(model).tensors
+    for adapter in adapters:
         _check(adapter, architecture, n_layers)
         check_shapes(adapter, tensors, range(n_layers))
-        found.append(adapter)
-    return found
 
 
 def _check(adapter: AdapterFile, architecture: str, n_layers: int) -> None:

@@ -17,12 +17,10 @@ from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_pr
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.errors import StartError, UsageError
-from relayline.wire.common.places import expanded
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
 from relayline.wire.links.tls_material import check_pair
-from relayline.wire.model_files.adapter_texts import read_adapters
-from relayline.wire.model_files.adapters import read_adapter
+from relayline.wire.model_files.adapters import read_named
 from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
@@ -117,8 +115,7 @@ def check_files(
         read_template(chat_template)
     if serving.mmproj and serving.mmproj != AUTO_PROJECTOR:
         read_projector(Path(serving.mmproj))
-    for adapter in read_adapters(serving.lora) if serving.lora else ():
-        read_adapter(expanded(adapter.path))
+    read_named(serving.lora)
     chosen(otlp_endpoint, os.environ)
 
 

@@ -13,7 +13,7 @@ from relayline.deploy.launch.projector import check_images, with_projector
 from relayline.deploy.manifest import Manifest
 from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import read_adapters, text_of
-from relayline.wire.model_files.adapters import Adapter, load_adapters
+from relayline.wire.model_files.adapters import Adapter, load_adapters, read_named
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
 
@@ -35,13 +35,7 @@ def check_companions(manifest: Manifest, model: Path) -> None:
     check_images(manifest, model)
     if manifest.serving.lora:
         facts = inspect_model(model)
-        check_of_model(adapter_paths(manifest), model, facts.architecture, facts.n_layers)
-
-
-def adapter_paths(manifest: Manifest) -> list[Path]:
-    """Return the files of a manifest's adapters."""
-    lora = manifest.serving.lora
-    return [expanded(each.path) for each in (read_adapters(lora) if lora else ())]
+        check_of_model(read_named(manifest.serving.lora), model, facts.architecture, facts.n_layers)
 
 
 def served_adapters(serving: ServingSettings, split: Path) -> tuple[Adapter, ...]:

@@ -97,9 +97,14 @@ def _load(given: AdapterText) -> Adapter:
         raise ModelFileError(f"{path}: cannot be read: {error}") from error
 
 
+def read_named(text: str) -> list[AdapterFile]:
+    """Return the headers of the adapters that a setting names. Raises ModelFileError as `read_adapter`."""
+    return [read_adapter(expanded(each.path)) for each in (read_adapters(text) if text else ())]
+
+
 def layer_bytes_of(text: str) -> tuple[int, ...]:
     """Return the bytes of all adapters that a setting names, by layer. Raises ModelFileError as `read_adapter`."""
-    files = [read_adapter(expanded(each.path)) for each in (read_adapters(text) if text else ())]
+    files = read_named(text)
     n_layers = max((pair.layer + 1 for file in files for pair in file.pairs), default=0)
     return tuple(map(sum, zip(*(file.layer_bytes(n_layers) for file in files), strict=True)))
 

@@ -8,7 +8,7 @@ import pytest
 
 from relayline.coordinator.model.split import split_model
 from relayline.deploy.launch.checks import check_before_work
-from relayline.deploy.launch.companions import adapter_paths, check_companions, served_adapters, with_companions
+from relayline.deploy.launch.companions import check_companions, served_adapters, with_companions
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
@@ -28,7 +28,6 @@ def test_paths_become_absolute_and_names_and_scales_stay(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     manifest = with_companions(manifest_with(tmp_path / "model.gguf", "a.gguf,sql=b.gguf:0.25"), "")
     assert manifest.serving.lora == f"{tmp_path}/a.gguf:1,sql={tmp_path}/b.gguf:0.25"
-    assert adapter_paths(manifest) == [tmp_path / "a.gguf", tmp_path / "b.gguf"]
 
 
 def test_a_file_that_is_no_adapter_is_refused_before_anything_else(tmp_path: Path) -> None:

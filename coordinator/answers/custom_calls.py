@@ -95,9 +95,10 @@ class CustomCallReader:
 
     def finish(self, *, is_cut: bool = False) -> Parts:
         """Return the held text, when no more text follows. `is_cut`: the answer ended only for want of room."""
-        return self._translated(self._inner.finish(is_cut=is_cut), is_end=True)
+        parts = self._inner.finish(is_cut=is_cut)
+        return self._translated(parts, is_end=True, is_cut=is_cut or self.has_cut_call)
 
-    def _translated(self, parts: Parts, *, is_end: bool) -> Parts:
+    def _translated(self, parts: Parts, *, is_end: bool, is_cut: bool = False) -> Parts:
         self.n_calls, self.is_over = self._inner.n_calls, self._inner.is_over
         found: list[CallPart] = []
         for part in parts.calls:
@@ -110,7 +111,7 @@ class CustomCallReader:
             text = self._input.push(part.arguments)
             if part.name or text:
                 found.append(dataclasses.replace(part, arguments=text, is_custom=True))
-        if is_end:
+        if is_end and not is_cut:  # what a cut call holds back is the beginning of its JSON
             found += self._ended()
         return parts._replace(calls=tuple(found))
 

@@ -19,6 +19,22 @@ from relayline.wire.model_files.adapters import (
     read_adapter,
 )
 
+_MLA = "attn_q attn_q_a attn_q_b attn_kv_a_mqa attn_kv_b attn_k_b attn_v_b"
+_INDEXER = "indexer.attn_q_b indexer.attn_k indexer.proj indexer.kpool_gate"
+_DELTA = "ssm_beta ssm_f_a ssm_f_b ssm_g_a ssm_g_b attn_output"
+# Matrices that the graphs of llama.cpp 0.3.36's src/models multiply without a look at adapters. llama-server ignores
+# such a pair in silence.
+UNTOUCHED: dict[str, str] = {
+    **dict.fromkeys(("deepseek2", "deepseek2-ocr"), _MLA),
+    **dict.fromkeys(("deepseek32", "glm-dsa"), f"{_MLA} {_INDEXER}"),
+    "deepseek4": "attn_output_a",
+    "hy_v4": f"{_MLA} {_INDEXER} attn_gate",
+    "kimi-linear": f"{_MLA} {_DELTA} attn_qkv",
+    "bailingmoe3": f"{_MLA} {_DELTA} attn_gate",
+    "glm5-next": f"{_MLA} {_DELTA} {_INDEXER}",
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "ffn_latent_down ffn_latent_up"),
+}
+
 
 def check_of_split(adapters: Sequence[Adapter], split: PipelineFile, model_names: Sequence[str]) -> None:
     """Raise ModelFileError for an adapter of another model, UsageError for one with a name of the model itself.
@@ -44,6 +60,13 @@ def check_of_model(adapters: Sequence[AdapterFile], model: Path, architecture: s
 
 def _check(adapter: AdapterFile, architecture: str, n_layers: int) -> None:
     check_architecture(adapter, architecture, n_layers)
+    untouched = UNTOUCHED.get(architecture, "").split()
+    for pair in adapter.pairs:
+        if pair.rest.removesuffix(".weight") in untouched:
+            raise ModelFileError(
+                f"{adapter.path}: changes blk.{pair.layer}.{pair.rest}, where llama.cpp applies no LoRA to "
+                f"{architecture}; train an adapter without it"
+            )
     if family_of(architecture).row_orders is not no_orders:
         raise ModelFileError(
             f"{adapter.path}: LoRA adapters of {architecture} are not served: its slices hold rows in another order"

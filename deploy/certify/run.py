@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import shutil
 import tempfile
 import threading
@@ -299,11 +300,14 @@ def _stage_arguments(config: CertifyConfig) -> tuple[str, ...]:
 
 def _make_kept(keep: Path | None) -> None:
     """Make the directory of `--keep`, before a whole model is measured. Raises UsageError where none can be."""
+    if keep is None:
+        return
     try:
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
+        keep.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--keep {keep}: cannot be used as a directory: {error.strerror}") from error
+    if not os.access(keep, os.W_OK | os.X_OK):
+        raise UsageError(f"--keep {keep}: cannot be written")
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from relayline.deploy.launch.ports import port_problem, wanted_ports
 from relayline.deploy.launch.stage_checks import check_stage_devices, warn_of_prefix_directory
 from relayline.deploy.launch.supervisor import COORDINATOR
 from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.wire.common.errors import StartError, UsageError
 from relayline.wire.links.roles import Role
 from relayline.wire.links.security import address_of, load_security
@@ -24,8 +25,6 @@ from relayline.wire.model_files.adapters import read_named
 from relayline.wire.settings.table import ServingSettings
 from relayline.wire.telemetry.choice import chosen
 from relayline.wire.telemetry.config import Level, TelemetryConfig
-
-AUTO_PROJECTOR = "auto"  # the one in the model's repository, or next to the model
 
 log = logging.getLogger("relayline.up")
 

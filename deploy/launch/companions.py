@@ -11,8 +11,9 @@ from relayline.coordinator.model.pipeline_file import load_pipeline
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.launch.projector import check_images, with_projector
 from relayline.deploy.manifest import Manifest
+from relayline.wire.common.errors import UsageError
 from relayline.wire.common.places import expanded
-from relayline.wire.model_files.adapter_texts import read_adapters, text_of
+from relayline.wire.model_files.adapter_texts import placed
 from relayline.wire.model_files.adapters import Adapter, load_adapters, read_named
 from relayline.wire.settings.setting import entry_of
 from relayline.wire.settings.table import ServingSettings
@@ -20,14 +21,17 @@ from relayline.wire.settings.table import ServingSettings
 
 def with_companions(manifest: Manifest, reference: str) -> Manifest:
     """Return the manifest with its projector, see `with_projector`, and absolute paths of adapters, which mean the same
-    to every process of a launch.
+    to every process of a launch. Raises as `with_projector`, and UsageError for a path that no setting can name.
     """
     manifest = with_projector(manifest, reference)
     if not manifest.serving.lora:
         return manifest
-    given = read_adapters(manifest.serving.lora)
-    placed = tuple(each._replace(path=str(expanded(each.path).absolute())) for each in given)
-    return override(manifest, {entry_of(ServingSettings, "lora").place: text_of(placed)})
+    lora = entry_of(ServingSettings, "lora")
+    try:
+        text = placed(manifest.serving.lora, lambda path: expanded(path).absolute())
+    except ValueError as error:
+        raise UsageError(f"{lora.flag}: {error}") from None
+    return override(manifest, {lora.place: text})
 
 
 def check_companions(manifest: Manifest, model: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from relayline.coordinator.model.inspection import inspect_model
 from relayline.coordinator.model.projectors import check_belongs
-from relayline.deploy.launch.checks import AUTO_PROJECTOR
 from relayline.deploy.launch.prepare import find_model, override
 from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest.model import AUTO_PROJECTOR
 from relayline.deploy.models.hub_choice import projector_among
 from relayline.deploy.models.model_source import projector_of, resolve_model, resolve_projector
 from relayline.wire.common.errors import UsageError

@@ -164,4 +164,6 @@ def served_split(given: dict[str, Any], names: tuple[str, ...]) -> ServedSplit:
     kept = given["keep_layers"]
     directory, known = kept_split(kept, base, model, names)
     n_stages = len(load_pipeline(base, stages_here=False).stages)
-    return ServedSplit(directory, n_stages, known, cutter(model), shape_reader(model), keeper(kept, base))
+    return ServedSplit(
+        directory, n_stages, known, cutter(model), shape_reader(model, given["lora"]), keeper(kept, base)
+    )

@@ -12,10 +12,11 @@ from pydantic_core import ErrorDetails
 
 from relayline.deploy.manifest.fields import child_type, field_names, places_of
 from relayline.deploy.manifest.layout import StageError
-from relayline.deploy.manifest.model import API_VERSION, KIND, Manifest
+from relayline.deploy.manifest.model import API_VERSION, AUTO_PROJECTOR, KIND, Manifest
 from relayline.deploy.manifest.scalars import Part
 from relayline.deploy.manifest.text import TEXT_BYTES_MAX, Complaint, Document, TextError, read_document
 from relayline.wire.common.errors import UsageError
+from relayline.wire.model_files.adapter_texts import placed
 from relayline.wire.model_files.gguf_header import MAGIC
 
 Root = TypeVar("Root", bound=Part)
@@ -42,7 +43,24 @@ def load_manifest(path: Path) -> Manifest:
         data = file.read(TEXT_BYTES_MAX + 1)
     if data.startswith(MAGIC):
         raise ManifestError([f"{path}: is a model, not a manifest; `relayline init --model {path}` writes a manifest"])
-    return parse_manifest(data, str(path)).with_directory(path.absolute().parent)
+    return _with_full_paths(parse_manifest(data, str(path)).with_directory(path.absolute().parent))
+
+
+def _with_full_paths(manifest: Manifest) -> Manifest:
+    """Return the manifest with files of its settings in full. Raises UsageError for one that no setting can name."""
+    serving, found = manifest.serving, dict[str, str]()
+    if serving.lora:
+        try:
+            found["lora"] = placed(serving.lora, manifest.resolve)
+        except ValueError as error:
+            raise UsageError(f"coordinator.lora: {error}") from None
+    if serving.mmproj not in ("", AUTO_PROJECTOR):
+        found["mmproj"] = str(manifest.resolve(serving.mmproj))
+    if not found:
+        return manifest
+    coordinator = manifest.spec.coordinator.model_copy(update=found)
+    spec = manifest.spec.model_copy(update={"coordinator": coordinator})
+    return manifest.model_copy(update={"spec": spec}).with_directory(manifest.directory)
 
 
 def parse_manifest(data: bytes, name: str) -> Manifest:

@@ -23,6 +23,7 @@ from relayline.wire.common.places import expanded
 from relayline.wire.settings.table import EngineSettings, ServingSettings, TelemetrySettings
 
 API_VERSION = "relayline.dev/v1alpha1"
+AUTO_PROJECTOR = "auto"  # of coordinator.mmproj: the one in the model's repository, or next to the model
 KIND = "Pipeline"
 STAGES_MAX = 64
 ALLOWED_HOSTS_MAX = 64

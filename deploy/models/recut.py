@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,15 +48,21 @@ def cutter(model: Path | None) -> Cut | None:
     return cut
 
 
-def shape_reader(model: Path | None) -> ReadShape | None:
-    """Return what reads the sizes of a model by which its layers are given to hosts, None without a model."""
+def shape_reader(model: Path | None, lora: str = "") -> ReadShape | None:
+    """Return what reads the sizes of a model by which its layers are given to hosts, None without a model.
+
+    `lora`: the setting of its adapters, which count as parts of its layers.
+    """
     if model is None:
         return None
 
     def read() -> ModelShape:
         from relayline.coordinator.model.inspection import inspect_model
         from relayline.deploy.planning.inputs import shape_of
+        from relayline.wire.model_files.adapters import layer_bytes_of
 
-        return shape_of(inspect_model(model))
+        shape, more = shape_of(inspect_model(model)), layer_bytes_of(lora)
+        layer_bytes = itertools.zip_longest(shape.layer_bytes, more, fillvalue=0)
+        return dataclasses.replace(shape, layer_bytes=tuple(map(sum, layer_bytes)))
 
     return read

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from relayline.deploy.manifest.deployment import Deployment
 from relayline.deploy.manifest.dump import dump_manifest
-from relayline.deploy.manifest.model import JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
+from relayline.deploy.manifest.model import AUTO_PROJECTOR, JOIN_PORT, METRICS_PORT, STAGE_PORT, Manifest
 from relayline.deploy.manifest.stage import Speed, Stage
 from relayline.wire.common.errors import UsageError
 from relayline.wire.common.versions import version_of
 from relayline.wire.links.security import address_of
+from relayline.wire.model_files.adapter_texts import placed
 
 HTTP_PORT = 8_080
 USER_ID = 10_001  # as in deploy/Containerfile
@@ -156,6 +157,8 @@ class Inside:
                         "join_port": self.join_port,
                         "api_keys_file": API_KEYS_FILE if self.uses_api_keys else None,
                         "chat_template_file": None,
+                        "lora": _in_models(self.manifest.serving.lora),
+                        "mmproj": _contained_projector(self.manifest.serving.mmproj),
                     }
                 ),
                 "wire": spec.wire.model_copy(
@@ -201,6 +204,14 @@ def check_names(manifest: Manifest, taken: frozenset[str]) -> None:
             raise UsageError(f"stage name {stage.name!r} is taken by another part of this deployment; rename the stage")
 
 
+def _in_models(lora: str) -> str:
+    return placed(lora, lambda path: Path(MODELS_DIR) / PurePosixPath(path).name) if lora else ""
+
+
+def _contained_projector(mmproj: str) -> str:
+    return mmproj if mmproj in ("", AUTO_PROJECTOR) else f"{MODELS_DIR}/{PurePosixPath(mmproj).name}"
+
+
 def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
     """Return, one line each for stderr, the settings that the renderer could not carry over or had to guess."""
     found = []
@@ -210,6 +221,8 @@ def notes(manifest: Manifest, *, in_kubernetes: bool) -> list[str]:
         )
     if manifest.spec.coordinator.chat_template_file is not None:
         found.append("coordinator.chatTemplateFile is a file of this machine and is left out")
+    if manifest.serving.lora or manifest.serving.mmproj not in ("", AUTO_PROJECTOR):
+        found.append(f"put the files of coordinator.lora and coordinator.mmproj into {MODELS_DIR}, next to the model")
     for stage in manifest.stages:
         if in_kubernetes and stage.memory_gib is None:
             found.append(f"stage {stage.name!r} has no memoryGib, so its pod asks for no memory; see `relayline plan`")

@@ -187,13 +187,13 @@ class Tier:
     def note(self, key: int, note: bytes) -> None:
         """Keep a coordinator's note on a state for as long as the state, see `TierNotes`."""
         if self._disk is not None:
-            self._disk.note(key, note)
+            self._disk.note(key, note, self.stored())
         else:
-            self._notes.put(key, note)
+            self._notes.put(key, note, self.stored())
 
-    def notes(self) -> dict[int, bytes]:
-        """Return the notes on states that can be brought back."""
-        return self._notes.on(self.stored())
+    def notes(self, coming: Iterable[int] = ()) -> dict[int, bytes]:
+        """Return the notes on states that can be brought back, and on those that are on their way here."""
+        return self._notes.on({*self.stored(), *coming})
 
     def figures(self) -> TierFigures:
         """Return its contents and counters."""

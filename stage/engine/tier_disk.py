@@ -16,7 +16,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -165,9 +165,11 @@ class TierDisk:
             for each in gone:
                 self.on_gone(each)
 
-    def note(self, key: int, note: bytes) -> None:
-        """Keep a note on a state that has a file or will have one; it is written in the background."""
-        if not self.notes.put(key, note):
+    def note(self, key: int, note: bytes, stored: Collection[int] = ()) -> None:
+        """Keep a note on a state that has a file or will have one; it is written in the background. `stored`: see
+        `TierNotes.put`.
+        """
+        if not self.notes.put(key, note, stored):
             return
         with self._lock:
             if key not in self._files or key in self._noting:

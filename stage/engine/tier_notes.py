@@ -20,9 +20,9 @@ class TierNotes:
         self._notes: collections.OrderedDict[int, bytes] = collections.OrderedDict()
         self._n_bytes = 0
 
-    def put(self, key: int, note: bytes) -> bool:
-        """Keep a note in place of an earlier one, and let the oldest go where there are too many. Returns False, and
-        changes nothing, where it is too long.
+    def put(self, key: int, note: bytes, stored: Collection[int] = ()) -> bool:
+        """Keep a note in place of an earlier one, and let the oldest go where there are too many: first those on states
+        that are not `stored`. Returns False, and changes nothing, where it is too long.
         """
         if len(note) > NOTE_BYTES_MAX:
             return False
@@ -31,7 +31,8 @@ class TierNotes:
             self._notes[key] = note
             self._n_bytes += len(note)
             while self._n_bytes > NOTES_BYTES_MAX or len(self._notes) > STORED_STATES_MAX:
-                self._drop(next(iter(self._notes)))
+                spare = (each for each in self._notes if each not in stored and each != key)
+                self._drop(next(spare, next(iter(self._notes))))
         return True
 
     def get(self, key: int) -> bytes | None:

@@ -22,6 +22,7 @@ from relayline.wire.common.file_hash import remember_sha256, sha256_of
 from relayline.wire.common.files import write_again
 from relayline.wire.pb.relayline.v1 import join_pb2 as pb
 
+USED = "used"  # its time says when a file without a pipeline.json was asked for last
 DISK_RESERVE_BYTES = 64 * 1024 * 1024  # left free besides the artifact, for logs and the disk's other uses
 READ_BYTES = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,6 +55,7 @@ class Slot:
                 write_again(self.directory / PIPELINE_FILE, pipeline_json)
             else:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                (self.directory / USED).touch()
         except OSError as error:
             raise StartError(
                 f"the cache {self.directory.parent} cannot be written: {error.strerror}; give another with --cache"
@@ -186,8 +188,8 @@ def cached(cache: Path) -> list[Cached]:
         if not _SHA256.fullmatch(directory.name):
             continue
         for path in (*directory.glob("*.gguf"), *directory.glob("*.partial")):
-            description = directory / PIPELINE_FILE
-            used_s = (description if description.exists() else path).stat().st_mtime
+            marks = (directory / PIPELINE_FILE, directory / USED, path)
+            used_s = next(mark.stat().st_mtime for mark in marks if mark.exists())
             name = path.name.removesuffix(".partial")
             found.append(Cached(directory, name, path.stat().st_size, path.suffix == ".gguf", used_s))
     return sorted(found, key=lambda entry: entry.used_s)

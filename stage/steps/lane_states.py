@@ -2,7 +2,7 @@
 
 Where the engine copies in pieces, a copy is only begun here, and goes on between steps (`stage.steps.lane_copies`).
 Other lanes are copied at once: those with recurrent states or images, and on some engines all. So are the windows of
-lanes that keep these alone. What would hold up other streams for long is not copied (WHOLE_BYTES_MAX).
+lanes that keep these alone. Copies that would hold up other streams for long are not made (WHOLE_BYTES_MAX).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from relayline.stage.engine.tier import State, Tier, TierFigures
 from relayline.stage.queue_types import QueuedFrame
 from relayline.stage.steps.lane_copies import LaneCopies
 from relayline.stage.steps.step_types import Engine, Saver
+from relayline.wire.common.bounds import CTX_TOKENS_MAX
 from relayline.wire.common.errors import PositionGapError, RelaylineError
 from relayline.wire.envelopes.frames import Flag
 from relayline.wire.pb.relayline.v1 import relayline_pb2 as pb
@@ -94,12 +95,13 @@ class LaneStates:
     def store_all(self, lanes: Sequence[tuple[int, int, int]]) -> None:
         """Store lanes that are all given away now: key, lane and tokens of each, the most useful first.
 
-        Of those that are copied whole only so many that others wait no longer than for one.
+        Of those that are copied whole, and of windows, only so many that others wait no longer than for one.
         """
         whole_bytes = 0
         for key, lane, n_tokens in lanes:
-            if self._saver is not None and self._pieces(lane) is None:
-                whole_bytes += self._saver.size(lane)
+            if self._saver is not None:
+                pieces = self._pieces(lane)
+                whole_bytes += self._saver.size(lane) if pieces is None else pieces.window_bytes(n_tokens)
             if whole_bytes <= WHOLE_BYTES_MAX:
                 self.store(key, lane, n_tokens, is_alone=False)
 
@@ -149,6 +151,7 @@ class LaneStates:
         n_stored, state = found
         assert self._saver is not None
         _check_size(state.nbytes, is_alone=is_alone)
+        self.copies.before_rows(lane, CTX_TOKENS_MAX)  # they are all written at once, and not each at its place
         if self._saver.restore(lane, state) != n_stored:
             raise PositionGapError(f"the prefix {key:x} has other content than was stored")
         if n_tokens < n_stored:
@@ -243,7 +246,9 @@ class LaneStates:
             return pb.NotesResponse()
         for each in request.notes:
             tier.note(each.key, each.note)
-        known = tier.notes() if request.wants_known else {}
+        with self._lock:
+            coming = tuple(self._stored)
+        known = tier.notes(coming) if request.wants_known else {}
         return pb.NotesResponse(notes=[pb.StoredNote(key=key, note=note) for key, note in known.items()])
 
     def count(self, message: pb.StatusResponse) -> None:

@@ -293,7 +293,8 @@ class RunAhead:
         self._drop(waiting.values())
         again = [key for key in waiting if key in self._streams]
         for key in again:
-            self._streams[key].rides_again()
+            if adapter_of(key[1]) == part.frames[0].adapter:
+                self._streams[key].rides_again()
         if any(frame.is_mutual for frame in part.frames):
             return []
         going_on = self._answered if any(frame.is_prefill for frame in part.frames) else []

@@ -7,7 +7,7 @@ says that there is an adapter: coordinators of 0.1.0 put random bits where its n
 from __future__ import annotations
 
 ADAPTER_SHIFT = 56  # ids of sessions without an adapter are below
-ADAPTER_MAX = 127
+ADAPTER_BITS = 127
 _HAS_ADAPTER = 1 << 63
 PLAIN_ID = (1 << ADAPTER_SHIFT) - 1  # the bits of an id's number, where it is from this release
 
@@ -22,4 +22,4 @@ def with_adapter(session_id: int, adapter: int) -> int:
 
 def adapter_of(session_id: int) -> int:
     """Return the number of a session's adapter, see `with_adapter`."""
-    return session_id >> ADAPTER_SHIFT & ADAPTER_MAX if session_id & _HAS_ADAPTER else 0
+    return session_id >> ADAPTER_SHIFT & ADAPTER_BITS if session_id & _HAS_ADAPTER else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 ADAPTERS_MAX = 16  # in one pipeline: each takes memory on every stage
@@ -60,7 +62,13 @@ def _number(text: str) -> float | None:
 
 
 def text_of(adapters: tuple[AdapterText, ...]) -> str:
-    """Return the setting's text; `read_adapters` is the way back."""
-    return ",".join(
-        f"{each.name}={each.path}:{each.scale:g}" if each.name else f"{each.path}:{each.scale:g}" for each in adapters
-    )
+    """Return the setting's text; `read_adapters` is the way back. Raises ValueError for a path that it cannot hold."""
+    for each in adapters:
+        if "," in each.path:
+            raise ValueError(f"{each.path} has a comma, which separates adapters; move or link the file")
+    return ",".join(f"{f'{each.name}=' if each.name else ''}{each.path}:{each.scale!r}" for each in adapters)
+
+
+def placed(text: str, resolve: Callable[[str], Path]) -> str:
+    """Return a setting's text with the paths that `resolve` makes of its own. Raises ValueError as `text_of`."""
+    return text_of(tuple(each._replace(path=str(resolve(each.path))) for each in read_adapters(text)))

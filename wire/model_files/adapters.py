@@ -1,7 +1,7 @@
 """LoRA adapters: files of small matrix pairs, whose products change a model's own products.
 
 llama.cpp takes an adapter for a whole model. A stage gives it the pairs of its own layers, under the names that they
-have in its slice. What llama.cpp would ignore, abort on, or find out late is refused here in one line.
+have in its slice. A file that llama.cpp would abort on, or refuse late, is refused here in one line.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. The files are those of llama.cpp's
 convert_lora_to_gguf.py.
@@ -22,7 +22,7 @@ from relayline.wire.common.file_hash import sha256_of
 from relayline.wire.common.places import expanded
 from relayline.wire.model_files.adapter_texts import AdapterText, read_adapters
 from relayline.wire.model_files.gguf_header import GgufFile, Tensor, read_header
-from relayline.wire.model_files.gguf_write import ALIGNMENT, TensorSlot, encode_header
+from relayline.wire.model_files.gguf_write import ALIGNMENT, F32, TensorSlot, encode_header
 from relayline.wire.model_files.model_check import PRODUCT_TYPES
 
 CACHED_NAME = "lora.gguf"  # of an adapter that a stage has fetched
@@ -31,6 +31,7 @@ _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<rest>.+)")
 _A, _B = ".lora_a", ".lora_b"
 _NORM = "_norm.weight"  # llama.cpp reads no adapter's norm either
 _CHUNK_BYTES = 1 << 20
+_ALPHA = "adapter.lora.alpha"
 _ALORA = "adapter.alora.invocation_tokens"
 _NO_SUMS = "NVFP4"  # llama.cpp asserts that no adapter changes such a matrix
 
@@ -143,6 +144,9 @@ def read_adapter(path: Path) -> AdapterFile:
         raise ModelFileError(
             f"{path}: acts behind certain tokens alone (aLoRA), which stages do not look for; use a plain LoRA"
         )
+    alpha = file.entries.get(_ALPHA)
+    if alpha is not None and alpha.type_id != F32:  # llama.cpp would abort
+        raise ModelFileError(f"{path}: its {_ALPHA} is no 32-bit float; convert it again")
     architecture = file.value("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise ModelFileError(f"{path}: does not state its model's architecture; convert it again")

@@ -6,6 +6,7 @@ import { feed } from "./feed.js";
 import { Turn } from "./turn.js";
 
 const TOP = 5; // rival tokens that are asked for beside each
+const MODEL = "relayline.chat.model";
 const SETTINGS = "relayline.chat";
 const TURNS = `relayline.chat ${home}`; // behind a gateway each pipeline has its own
 const KEPT_MAX = 4_000_000; // characters of a chat that a reload brings back; browsers take about five million
@@ -57,6 +58,7 @@ class Settings {
     this.wantsTokens = h("input", { type: "checkbox", id: "chat-probs" });
     this.model = field("model", "Model", {}, "select");
     this.model.element.hidden = true;
+    this.model.input.addEventListener("change", () => sessionStorage.setItem(MODEL, this.model.input.value));
     const kept = JSON.parse(sessionStorage.getItem(SETTINGS) || "{}");
     for (const [name, each] of Object.entries(this.fields)) {
       if (kept[name] !== undefined) each.input.value = kept[name];
@@ -74,7 +76,7 @@ class Settings {
     const names = [model, ...adapters];
     const { input, element } = this.model;
     if (!model || names.join() === [...input.options].map((each) => each.value).join()) return;
-    const chosen = input.value;
+    const chosen = input.value || sessionStorage.getItem(MODEL);
     input.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
     if (names.includes(chosen)) input.value = chosen;
     element.hidden = !adapters.length;

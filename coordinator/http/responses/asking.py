@@ -205,10 +205,20 @@ def _choice(choice: Any, namespaced: Mapping[str, tuple[str, str]]) -> Any:
     """Return a `tool_choice` whose function has the name that the model sees: clients leave out the name space."""
     if isinstance(choice, Mapping) and is_hosted(choice.get("type")):
         raise InvalidRequestError.of_field("tool_choice", f"{choice['type']!r} cannot run here; leave it out")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {**choice, "tools": _not_hosted(choice["tools"])}
     if not isinstance(choice, Mapping) or choice.get("type") not in ("function", "custom"):
         return choice
     shown = [joined for joined, (_, name) in namespaced.items() if name == choice.get("name")]
     return {**choice, "name": shown[0]} if len(shown) == 1 else choice
+
+
+def _not_hosted(tools: list[Any]) -> list[Any]:
+    """Return allowed tools without those that only run at OpenAI."""
+    kept = [each for each in tools if not (isinstance(each, Mapping) and is_hosted(each.get("type")))]
+    if tools and not kept:
+        raise InvalidRequestError.of_field("tool_choice", "none of the allowed tools can run here; leave it out")
+    return kept
 
 
 def _function(tool: Mapping[str, Any], where: str) -> Fields:

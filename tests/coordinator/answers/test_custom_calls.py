@@ -90,3 +90,12 @@ def test_an_answer_that_is_over_needs_no_end():
     reader = CustomCallReader(Inner((CallPart(0, "[]", "patch", "a"),), is_over_at_end=True), {"patch"})
     assert [part.arguments for part in reader.push("").calls] == ["", "[]"]
     assert reader.is_over
+
+
+def test_a_cut_call_gives_no_part_of_its_json():
+    inner = Inner((CallPart(0, "", name="patch"),), (CallPart(0, '{"inp'),))
+    reader = CustomCallReader(inner, frozenset({"patch"}))
+    reader.push("")
+    reader.push("")
+    inner.has_cut_call = True
+    assert reader.finish(is_cut=True).calls == ()

@@ -11,8 +11,12 @@ from relayline.deploy.launch.checks import check_before_work
 from relayline.deploy.launch.companions import check_companions, served_adapters, with_companions
 from relayline.deploy.launch.prepare import override
 from relayline.deploy.manifest import Manifest
+from relayline.deploy.manifest.dump import dump_manifest
+from relayline.deploy.manifest.load import load_manifest
 from relayline.deploy.manifest.smallest import smallest_manifest
+from relayline.deploy.models.recut import shape_reader
 from relayline.deploy.planning.inputs import load_of
+from relayline.deploy.render.targets import render
 from relayline.deploy.testing.tiny_adapters import make_adapter
 from relayline.wire.common.errors import ModelFileError, UsageError
 from relayline.wire.model_files.adapters import read_adapter
@@ -27,7 +31,7 @@ def manifest_with(model: Path, lora: str) -> Manifest:
 def test_paths_become_absolute_and_names_and_scales_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     manifest = with_companions(manifest_with(tmp_path / "model.gguf", "a.gguf,sql=b.gguf:0.25"), "")
-    assert manifest.serving.lora == f"{tmp_path}/a.gguf:1,sql={tmp_path}/b.gguf:0.25"
+    assert manifest.serving.lora == f"{tmp_path}/a.gguf:1.0,sql={tmp_path}/b.gguf:0.25"
 
 
 def test_a_file_that_is_no_adapter_is_refused_before_anything_else(tmp_path: Path) -> None:
@@ -69,3 +73,54 @@ def test_an_adapter_has_no_name_of_the_model_itself(tmp_path: Path, taken: str) 
     assert (served.name, served.path) == ("sql", lora)
     with pytest.raises(UsageError, match=rf"^--lora {taken}=...: the model itself is served under"):
         served_adapters(ServingSettings(lora=f"{taken}={lora}", **names), tmp_path / "split")
+
+
+def test_paths_in_a_manifest_start_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, directory = make_tiny("llama", tmp_path / "model.gguf"), tmp_path / "deep"
+    directory.mkdir()
+    stated = {"lora": "a.gguf,sql=~/b.gguf:0.5", "mmproj": "image.gguf"}
+    (directory / "one.yaml").write_text(
+        dump_manifest(override(smallest_manifest(model), {f"coordinator.{key}": text for key, text in stated.items()}))
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    manifest = load_manifest(directory / "one.yaml")
+    assert manifest.serving.lora == f"{directory}/a.gguf:1.0,sql=/home/me/b.gguf:0.5"
+    assert manifest.serving.mmproj == f"{directory}/image.gguf"
+    assert load_manifest(directory / "one.yaml").directory == directory
+
+
+def test_a_comma_in_a_path_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x,y").mkdir()
+    monkeypatch.chdir(tmp_path / "x,y")
+    with pytest.raises(UsageError, match=r"^--lora: .*a.gguf has a comma, which separates adapters"):
+        with_companions(manifest_with(tmp_path / "model.gguf", "a.gguf"), "")
+
+
+@pytest.mark.parametrize("target", ["compose", "kubernetes"])
+def test_rendered_coordinators_read_them_beside_the_model(tmp_path: Path, target: str) -> None:
+    changes = {"coordinator.lora": "/home/me/a.gguf,sql=b.gguf:0.5", "coordinator.mmproj": "/home/me/image.gguf"}
+    manifest = override(smallest_manifest(tmp_path / "model.gguf"), changes)
+    text = "".join(render(manifest, target).values())
+    assert "/models/a.gguf:1.0,sql=/models/b.gguf:0.5" in text
+    assert "/models/image.gguf" in text
+    assert "/home/me" not in text
+
+
+def test_layers_that_move_count_their_adapters(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path / "model.gguf")
+    lora = make_adapter(model, tmp_path / "lora.gguf", changes=("blk.1.attn_q.weight",))
+    plain, more = shape_reader(model), shape_reader(model, f"sql={lora}")
+    assert plain is not None
+    assert more is not None
+    grown = [after - before for before, after in zip(plain().layer_bytes, more().layer_bytes, strict=True)]
+    assert grown == [0, read_adapter(lora).layer_bytes(2)[1], *[0] * (len(grown) - 2)]
+
+
+def test_pairs_that_llama_cpp_would_ignore_are_refused(tmp_path: Path) -> None:
+    model = make_tiny("deepseek2", tmp_path / "model.gguf")
+    good = make_adapter(model, tmp_path / "good.gguf", changes=("blk.*.ffn_*.weight",))
+    bad = make_adapter(model, tmp_path / "bad.gguf", changes=("blk.*.attn_kv_a_mqa.weight",))
+    check_companions(manifest_with(model, str(good)), model)
+    with pytest.raises(ModelFileError, match=r"attn_kv_a_mqa.weight, where llama.cpp applies no LoRA to deepseek2"):
+        check_companions(manifest_with(model, str(bad)), model)

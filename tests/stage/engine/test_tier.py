@@ -345,3 +345,34 @@ def test_an_unwritable_disk_is_reported_once(tmp_path: Path, caplog: pytest.LogC
         tier.store(key, 10, state(key))
     tier.close()
     assert len([record for record in caplog.records if "cannot be kept" in record.message]) == 1
+
+
+def test_windows_count_among_what_all_lanes_that_go_at_once_hold_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_states, "WHOLE_BYTES_MAX", 2_500)
+    pieces: Any = SimpleNamespace(window_bytes=lambda n_tokens: 100 * n_tokens)
+    engine: Any = SimpleNamespace(pieces=pieces, pieces_of=lambda lane: pieces)
+    states, begun = LaneStates(engine, engine, Tier(8_000)), list[int]()
+    monkeypatch.setattr(states, "store", lambda key, lane, n_tokens, *, is_alone: begun.append(key))
+    states.store_all([(11, 1, 10), (12, 2, 10), (13, 3, 10)])
+    assert begun == [11, 12]
+
+
+def test_notes_on_what_is_not_stored_go_first() -> None:
+    notes, long = TierNotes(), bytes(NOTE_BYTES_MAX)
+    n_max = NOTES_BYTES_MAX // NOTE_BYTES_MAX
+    for key in range(n_max):
+        notes.put(key, long, (0, 1))
+    notes.put(n_max, long, (0, 1))
+    assert notes.get(2) is None, "the oldest on no state"
+    notes.put(n_max + 1, long, range(n_max + 2))
+    assert notes.get(0) is None, "all are on states: then the oldest"
+    assert notes.get(1) == long
+
+
+def test_notes_on_states_under_way_are_told_too() -> None:
+    tier = Tier(8_000)
+    tier.note(1, b"one")
+    tier.note(2, b"two")
+    tier.store(1, 10, state(1))
+    assert tier.notes() == {1: b"one"}
+    assert tier.notes((2,)) == {1: b"one", 2: b"two"}

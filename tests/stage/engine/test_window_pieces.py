@@ -575,3 +575,22 @@ def test_a_host_without_memory_for_a_window_keeps_none(one: Stage, monkeypatch: 
         one.states.store(KEY, 0, 300)
     assert one.dropped == [KEY]
     assert one.engine.lane_tokens(0) == 300
+
+
+def test_a_whole_state_takes_a_lane_only_when_nothing_reads_it_any_more(one: Stage) -> None:
+    """An older build wrote it, or its lane had images: its cells are written at once, where others are being stored."""
+    one.read(0, 0, 600)
+    one.read(1, 1, 600)
+    expected = one.store(0, 600).copy()
+    one.states.forget(KEY)
+    whole = one.engine.saved.save(1)
+    tier = one.states._tier
+    assert tier is not None
+    tier.store(OTHER, 600, whole)
+    one.states.store(KEY, 0, 600, is_alone=False)
+    assert one.states.copies, "it has only begun"
+    ends: list[bool] = []
+    one.states.restore(OTHER, 0, 600, ends.append)
+    one.work(3)
+    assert ends == [True]
+    np.testing.assert_array_equal(one.stored(), expected)

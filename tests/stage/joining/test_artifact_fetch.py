@@ -18,7 +18,7 @@ from relayline.coordinator.joining.artifact_reader import CHUNK_BYTES, read_chun
 from relayline.stage.engine.loading import Load
 from relayline.stage.joining import artifact_fetch
 from relayline.stage.joining.artifact_fetch import obtain
-from relayline.stage.joining.artifact_store import Slot, Writer
+from relayline.stage.joining.artifact_store import USED, Slot, Writer, cached
 from relayline.stage.joining.client import Member
 from relayline.wire.common.errors import ArtifactError, ProtocolError, StageLostError, StartError
 from relayline.wire.model_files.adapters import Adapter
@@ -287,15 +287,18 @@ async def test_adapters_of_the_order_are_fetched_too_and_once(tmp_path: Path, re
     path.write_bytes(content(7))
     adapter = Adapter("sql", path, 0.1, hashlib.sha256(content(7)).hexdigest(), path.stat().st_size)
     async with asyncio.timeout(WAIT_S), join_port(tmp_path / "split", adapters=(adapter,)) as port:
-        for always_fetch, cached in ((True, True), (True, True), (False, False)):
+        for always_fetch, is_cached in ((True, True), (True, True), (False, False)):
             member = await port.join()
             files = await obtain(member, tmp_path / "cache", Load(), always_fetch=always_fetch)
             (found,) = files.adapters
-            assert (found.path == path) is not cached, "the coordinator's own file is used where it is seen"
+            assert (found.path == path) is not is_cached, "the coordinator's own file is used where it is seen"
             assert found.path.read_bytes() == content(7)
             assert dataclasses.replace(found, path=path) == adapter
             await member.close()
     assert reads.offsets == [0, 0], "the artifact and the adapter, each once"
+    assert {entry.file for entry in cached(tmp_path / "cache")} == {"stage-0.gguf", "lora.gguf"}
+    asked, used = (tmp_path / "cache" / adapter.sha256 / name for name in ("lora.gguf", USED))
+    assert used.stat().st_mtime_ns > asked.stat().st_mtime_ns, "the file's own time says when it was fetched"
 
 
 async def test_an_adapter_that_arrives_damaged_is_refused(tmp_path: Path) -> None:

@@ -101,3 +101,9 @@ def test_the_files_of_a_setting_are_hashed(model: Path, tmp_path: Path) -> None:
     assert plain.size_bytes == path.stat().st_size
     with pytest.raises(ModelFileError, match=r"absent.gguf: no such file"):
         load_adapters(str(tmp_path / "absent.gguf"))
+
+
+def test_an_alpha_of_another_type_is_refused_because_llama_cpp_would_abort(model: Path, tmp_path: Path) -> None:
+    path = make_adapter(model, tmp_path / "lora.gguf", extra={"adapter.lora.alpha": 4})
+    with pytest.raises(ModelFileError, match=r"its adapter.lora.alpha is no 32-bit float"):
+        read_adapter(path)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from relayline.wire.common.errors import UsageError
-from relayline.wire.model_files.adapter_texts import ADAPTERS_MAX, AdapterText, read_adapters, text_of
+from relayline.wire.model_files.adapter_texts import ADAPTERS_MAX, AdapterText, placed, read_adapters, text_of
 from relayline.wire.settings.table import ServingSettings
 
 
@@ -45,3 +47,13 @@ def test_the_setting_refuses_it_with_its_flag() -> None:
     with pytest.raises(UsageError, match=r"^--lora 'x.gguf:0': the scale 0"):
         ServingSettings(lora="x.gguf:0")
     assert ServingSettings(lora="x.gguf,sql=y.gguf").adapter_names == ("sql",)
+
+
+def test_the_way_back_keeps_every_digit_and_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    given = (AdapterText("", "/x/a.gguf", 0.1234567890123), AdapterText("sql", "/x/b.gguf", -2.0))
+    assert read_adapters(text_of(given)) == given
+    assert placed("a.gguf,sql=b.gguf:0.5", lambda path: tmp_path / path) == (
+        f"{tmp_path}/a.gguf:1.0,sql={tmp_path}/b.gguf:0.5"
+    )
+    with pytest.raises(ValueError, match="has a comma"):
+        placed("a.gguf", lambda path: tmp_path / "x,y" / path)

@@ -232,6 +232,19 @@ async def test_tools_that_nobody_can_run_are_left_out_beside_others(tokenizer: T
     assert reply.model_dump()["tools_left_out"] == ["web_search", "web_search_preview_2025_03_11", "mcp"]
 
 
+async def test_allowed_tools_that_nobody_can_run_are_left_out_too(tokenizer: Tokenizer) -> None:
+    def allowed(*tools: Any) -> Any:
+        return {"type": "allowed_tools", "mode": "auto", "tools": list(tools)}
+
+    named, search = {"type": "function", "name": TOOL["name"]}, {"type": "web_search"}
+    async with client_of(tokenizer, FakeGenerator(says(CALL)), TEMPLATE) as (client, _):
+        asked: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": [search, TOOL]}
+        reply = await client.responses.create(**asked, tool_choice=allowed(search, named))
+        assert [each.type for each in reply.output] == ["function_call"]
+        with pytest.raises(openai.BadRequestError, match="none of the allowed tools can run here"):
+            await client.responses.create(**asked, tool_choice=allowed(search))
+
+
 async def test_max_output_tokens_leaves_a_response_incomplete(tokenizer: Tokenizer) -> None:
     async with client_of(tokenizer, FakeGenerator(says(b"hello"))) as (client, _):
         whole = await client.responses.create(model=MODEL, input="hi", max_output_tokens=2)

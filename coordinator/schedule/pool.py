@@ -78,20 +78,25 @@ class Pool:
         return frames
 
     def _next_rows(self, rows_max: int, is_per_lane: bool, n_passes: int) -> list[OutFrame]:
+        is_by_lane, has_adapters = is_per_lane and len(self._rows) > 1, adapter_of(max(self.streams)) > 0
+        if not is_by_lane and not has_adapters:  # nearly always, of lanes that share cells
+            return [self._rows.popleft() for _ in range(min(len(self._rows), rows_max))]
         oldest = self._rows[0]
-        if not is_per_lane or len(self._rows) == 1:
-            if not any(_adapter(frame) != _adapter(oldest) for frame in self._rows):
-                return [self._rows.popleft() for _ in range(min(len(self._rows), rows_max))]
-            # A step has rows of one adapter. Others only fill up what would be left of the flight.
+        if is_by_lane:
+            frames = next_group(self._rows, self._lanes(by_adapter=has_adapters), rows_max, n_passes)
+        else:  # a step has rows of one adapter: others only fill up what would be left of the flight
             frames = sorted(self._rows, key=lambda frame: _adapter(frame) != _adapter(oldest))[:rows_max]
-        else:
-            order = sorted(self.streams, key=lambda session_id: (adapter_of(session_id), self.streams[session_id]))
-            lanes = [self.streams[session_id][0] for session_id in order]
-            frames = next_group(self._rows, lanes, rows_max, n_passes)
         self._n_passes = 0 if oldest in frames else self._n_passes + 1
         chosen = set(map(id, frames))
         self._rows = collections.deque(frame for frame in self._rows if id(frame) not in chosen)
         return frames
+
+    def _lanes(self, *, by_adapter: bool) -> list[int]:
+        """Return the lanes of all streams, ascending, with those of one adapter together if wanted."""
+        if not by_adapter:
+            return sorted([lane for lane, _ in self.streams.values()])
+        found = sorted((adapter_of(session_id), lane) for session_id, (lane, _) in self.streams.items())
+        return [lane for _, lane in found]
 
     def note_held(self, now_ns: int) -> None:
         """Note which rows, the latest ones, did not leave with the first flights after they came."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_cpp import llama_cpp as llama
@@ -21,7 +21,7 @@ from relayline.wire.model_files.adapters import (
     read_adapter,
     write_part,
 )
-from relayline.wire.model_files.gguf_header import read_header
+from relayline.wire.model_files.gguf_header import Tensor, read_header
 
 log = logging.getLogger("relayline.stage")
 
@@ -46,7 +46,9 @@ class Adapters:
         for index, adapter in enumerate(self._adapters):
             self._load(model, artifact, index, adapter, tensors)
 
-    def _load(self, model: Any, artifact: StageArtifact, index: int, adapter: Adapter, tensors: Any) -> None:
+    def _load(
+        self, model: Any, artifact: StageArtifact, index: int, adapter: Adapter, tensors: Mapping[str, Tensor]
+    ) -> None:
         layers = range(artifact.layer_start, artifact.layer_end)
         file = read_adapter(adapter.path)
         check_architecture(file, artifact.architecture, artifact.source_layers)

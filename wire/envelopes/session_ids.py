@@ -15,7 +15,7 @@ PLAIN_ID = (1 << ADAPTER_SHIFT) - 1  # the bits of an id's number, where it is f
 def with_adapter(session_id: int, adapter: int) -> int:
     """Return the id of a session whose rows are computed with this adapter; 0: with none but those of every session.
 
-    An id that has its adapter stays as it is.
+    An id that has its adapter stays as it is. It is greater than every id without one.
     """
     return session_id | _HAS_ADAPTER | adapter << ADAPTER_SHIFT if adapter else session_id
 
